@@ -12,8 +12,16 @@ from benchmarks.run import bench, describe
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", metavar="NAME", nargs="*", help="for example: advantages losses")
-    parser.add_argument("--only", metavar="TEXT", default="", help="run only the cases whose name contains TEXT")
-    parser.add_argument("--rounds", metavar="N", type=int, default=3, help="fresh processes per contender (default: 3)")
+    parser.add_argument(
+        "--only", metavar="TEXT", default="", help="run only the cases whose name contains TEXT"
+    )
+    parser.add_argument(
+        "--rounds",
+        metavar="N",
+        type=int,
+        default=3,
+        help="fresh processes per contender (default: 3)",
+    )
     parser.add_argument("--json", metavar="FILE", type=Path, help="write every figure to FILE")
     args = parser.parse_args()
     if not args.names:

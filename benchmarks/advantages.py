@@ -55,7 +55,9 @@ def _batch(rewards: str, rows: int, length: int) -> tuple[Tensor, Tensor, Tensor
     lengths_B = torch.randint(length // 2, length + 1, (rows,), generator=random)
     mask_BL = torch.arange(length) < lengths_B[:, None]
     rewards_BL = torch.zeros(rows, length)
-    rewards_BL[torch.arange(rows), lengths_B - 1] = torch.randint(0, 2, (rows,), generator=random).float()
+    rewards_BL[torch.arange(rows), lengths_B - 1] = torch.randint(
+        0, 2, (rows,), generator=random
+    ).float()
     if rewards == "kl":
         rewards_BL -= 0.01 * torch.randn(rows, length, generator=random) * mask_BL
     return rewards_BL, mask_BL, torch.arange(rows) // GROUP
@@ -64,7 +66,11 @@ def _batch(rewards: str, rows: int, length: int) -> tuple[Tensor, Tensor, Tensor
 def ours(name: str, rewards: str, rows: int, length: int) -> Callable[[], Outcome]:
     rewards_BL, mask_BL, group_B = _batch(rewards, rows, length)
     rewards_T, lengths_B = rewards_BL[mask_BL], mask_BL.sum(1)
-    at = (rewards_T, torch.ones_like(rewards_T, dtype=torch.bool), torch.cat([lengths_B[:1] * 0, lengths_B.cumsum(0)]))
+    at = (
+        rewards_T,
+        torch.ones_like(rewards_T, dtype=torch.bool),
+        torch.cat([lengths_B[:1] * 0, lengths_B.cumsum(0)]),
+    )
     return lambda: _timed(lambda: ADVANTAGES[name](*at, group_B))
 
 
@@ -72,7 +78,11 @@ def verls(name: str, rewards: str, rows: int, length: int, mask: str) -> Callabl
     rewards_BL, mask_BL, group_B = _batch(rewards, rows, length)
     estimate = getattr(verl_core_algos(), VERLS[name])
     typed_mask_BL = mask_BL.to({"int64": torch.int64, "float32": torch.float32}[mask])
-    at = {"token_level_rewards": rewards_BL, "response_mask": typed_mask_BL, "config": SimpleNamespace(gamma=1.0)}
+    at = {
+        "token_level_rewards": rewards_BL,
+        "response_mask": typed_mask_BL,
+        "config": SimpleNamespace(gamma=1.0),
+    }
     if name != "reinforce_pp":
         at["index"] = group_B.numpy()
     return lambda: _timed(lambda: estimate(**at)[0], mask_BL)

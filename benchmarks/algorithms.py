@@ -38,7 +38,11 @@ SINGLE = ["rollout.samples_per_prompt=1", "train.prompts_per_step=512"]
 KL_LOSS = {"estimator": "k3", "where": "loss", "coef": 0.001}  # DeepSeekMath's
 DIGITS = {
     "name": "process",
-    "options": {"splitter": "regex", "pattern": "[0-9]", "scorer": "benchmarks.algorithms:right_so_far"},
+    "options": {
+        "splitter": "regex",
+        "pattern": "[0-9]",
+        "scorer": "benchmarks.algorithms:right_so_far",
+    },
 }
 # what differs from the quickstart; `filter_zero_std` is off, so that all see the same number of samples
 ALGORITHMS: dict[str, list[str]] = {
@@ -67,12 +71,21 @@ def right_so_far(prompt: str, steps: Sequence[str], answer: str, **_: Any) -> li
 def train(config: str, folder: Path, name: str, *keys: str) -> Path:
     """Trains in a fresh process; returns the folder of the run."""
     command = [sys.executable, "-m", "megarl.cli", "train", f"configs/{config}.yaml"]
-    subprocess.run([*command, f"run.dir={folder}", f"run.name={name}", *keys], cwd=ROOT, check=True, stdout=sys.stderr)
+    subprocess.run(
+        [*command, f"run.dir={folder}", f"run.name={name}", *keys],
+        cwd=ROOT,
+        check=True,
+        stdout=sys.stderr,
+    )
     return folder / name
 
 
 def measure(name: str, seed: int, model: Path, folder: Path, *keys: str) -> dict[str, Any]:
-    kl = ["algorithm.kl.coef=0.001"] if name in ("ppo", "reinforce_pp", "reinforce_pp_baseline", "rloo") else []
+    kl = (
+        ["algorithm.kl.coef=0.001"]
+        if name in ("ppo", "reinforce_pp", "reinforce_pp_baseline", "rloo")
+        else []
+    )
     preset = "grpo" if name == "grpo_process" else name
     run = train(
         "quickstart",
@@ -95,7 +108,12 @@ def read(run: Path, name: str, seed: int) -> dict[str, Any]:
     rows, held_out = read_metrics(run / "metrics.jsonl"), read_metrics(run / "eval.jsonl")
     steps = [row for row in rows if row["length/mean"] is not None]
     tokens = np.cumsum([row["length/mean"] * row["samples/count"] for row in steps])
-    peaks = [row[key] for row in rows for key in row if key.startswith("memory/") and row[key] is not None]
+    peaks = [
+        row[key]
+        for row in rows
+        for key in row
+        if key.startswith("memory/") and row[key] is not None
+    ]
     return {
         "algorithm": name,
         "seed": seed,
@@ -112,8 +130,12 @@ def read(run: Path, name: str, seed: int) -> dict[str, Any]:
 
 def curves(runs: Sequence[Row], key: str, grid: np.ndarray) -> np.ndarray:
     """[seeds, points]: the mean of `key` over the 5 steps up to each number of sampled tokens."""
-    smooth = [np.convolve(np.pad(run[key], (4, 0), "edge"), np.full(5, 0.2), "valid") for run in runs]
-    return np.stack([np.interp(grid, run["tokens"], values) for run, values in zip(runs, smooth, strict=True)])
+    smooth = [
+        np.convolve(np.pad(run[key], (4, 0), "edge"), np.full(5, 0.2), "valid") for run in runs
+    ]
+    return np.stack(
+        [np.interp(grid, run["tokens"], values) for run, values in zip(runs, smooth, strict=True)]
+    )
 
 
 def tail_of(run: Row, end: float) -> list[int]:
@@ -132,7 +154,10 @@ def findings(by_name: Mapping[str, Sequence[Row]], end: float) -> Iterator[str]:
     by (2 p (1 - p) / n)^0.5 from step to step by sampling alone, that of 8 samples of n / 8 prompts by more.
     """
     claims = (("reinforce_pp_baseline", "steadier than", "grpo", "jitter"),)
-    claims += tuple((name, "faster than", "ppo", "ms a token") for name in ("reinforce_pp", "reinforce_pp_baseline"))
+    claims += tuple(
+        (name, "faster than", "ppo", "ms a token")
+        for name in ("reinforce_pp", "reinforce_pp_baseline")
+    )
     for name, claim, other, what in claims:
         if name not in by_name or other not in by_name:
             continue
@@ -161,12 +186,18 @@ def summary(by_name: Mapping[str, Sequence[Row]], end: float) -> Iterator[str]:
     for name, runs in by_name.items():
         kept = [tail_of(run, end) for run in runs]
         tail = {
-            key: [float(np.mean([run[key][i] for i in at])) for run, at in zip(runs, kept, strict=True)]
+            key: [
+                float(np.mean([run[key][i] for i in at]))
+                for run, at in zip(runs, kept, strict=True)
+            ]
             for key in ("reward", "kl", "length")
         }
         jitter = [jitter_of(run, end) for run in runs]
         smooth = curves(runs, "reward", np.linspace(0, end, 400))
-        reached = [np.linspace(0, end, 400)[np.argmax(row >= 0.7)] if row.max() >= 0.7 else np.inf for row in smooth]
+        reached = [
+            np.linspace(0, end, 400)[np.argmax(row >= 0.7)] if row.max() >= 0.7 else np.inf
+            for row in smooth
+        ]
         before, after = ([run["held_out"][at] for run in runs] for at in (0, -1))
         yield (
             f"{name:<23}{span(tail['reward']):>20}{np.mean(reached) / 1e3:>7.0f}k{np.mean(jitter):>8.4f}"
@@ -189,25 +220,37 @@ def draw(by_name: Mapping[str, Sequence[Row]], end: float, file: Path) -> None:
         of = {key: curves(runs, key, grid) for key in labels}
         for panel, key in zip((panels[0, 0], panels[1, 0], panels[1, 1]), labels, strict=True):
             panel.plot(grid / 1e3, of[key].mean(0), color=colour, label=name, linewidth=1.6)
-            panel.fill_between(grid / 1e3, of[key].min(0), of[key].max(0), color=colour, alpha=0.12, linewidth=0)
-        kl, reward = (of[key].reshape(-1, 10, 20).mean(2) for key in ("kl", "reward"))  # means of a tenth of the tokens
+            panel.fill_between(
+                grid / 1e3, of[key].min(0), of[key].max(0), color=colour, alpha=0.12, linewidth=0
+            )
+        kl, reward = (
+            of[key].reshape(-1, 10, 20).mean(2) for key in ("kl", "reward")
+        )  # means of a tenth of the tokens
         panels[0, 1].plot(kl.mean(0), reward.mean(0), color=colour, linewidth=1.2, marker=".")
         panels[0, 1].plot(kl[:, -1], reward[:, -1], "o", color=colour, markersize=5)
     for panel, key in zip((panels[0, 0], panels[1, 0], panels[1, 1]), labels, strict=True):
         panel.set(xlabel="sampled tokens, thousands", ylabel=labels[key])
-    panels[0, 1].set_title("each tenth of the tokens; circles: the last one of each seed", fontsize=9)
+    panels[0, 1].set_title(
+        "each tenth of the tokens; circles: the last one of each seed", fontsize=9
+    )
     panels[0, 1].set(xlabel=labels["kl"], ylabel=labels["reward"])
     for panel in panels.flat:
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
     panels[0, 0].legend(frameon=False, fontsize=9)
     seeds = max(map(len, by_name.values()))
-    figure.suptitle(f"Two-digit addition from one SFT model; mean and span of {seeds} seeds, means of 5 steps")
+    figure.suptitle(
+        f"Two-digit addition from one SFT model; mean and span of {seeds} seeds, means of 5 steps"
+    )
     figure.savefig(file, dpi=110)
 
 
 def compare(
-    names: Sequence[str], seeds: Sequence[int], *keys: str, model: Path | None = None, file: Path | None = None
+    names: Sequence[str],
+    seeds: Sequence[int],
+    *keys: str,
+    model: Path | None = None,
+    file: Path | None = None,
 ) -> tuple[dict[str, list[Row]], float]:
     """Returns the runs of each algorithm, seed by seed in turn, and the sampled tokens that all of them reached."""
     runs: list[Row] = json.loads(file.read_text()) if file is not None and file.is_file() else []
@@ -218,14 +261,19 @@ def compare(
                 runs.append(measure(name, seed, model, Path(folder), *keys))
             if file is not None:
                 file.write_text(json.dumps(runs))
-    by_name = {name: [run for run in runs if run["algorithm"] == name and run["seed"] in seeds] for name in names}
+    by_name = {
+        name: [run for run in runs if run["algorithm"] == name and run["seed"] in seeds]
+        for name in names
+    }
     return by_name, min(run["tokens"][-1] for runs in by_name.values() for run in runs)
 
 
 def run(only: str, seeds: int, json_file: Path | None) -> None:
     names = [name for name in ALGORITHMS if only in name]
     if not names or seeds < 1:
-        raise ValueError(f"--only={only!r} --rounds={seeds}: algorithms are {', '.join(ALGORITHMS)}, seeds at least 1")
+        raise ValueError(
+            f"--only={only!r} --rounds={seeds}: algorithms are {', '.join(ALGORITHMS)}, seeds at least 1"
+        )
     before = machine()
     by_name, end = compare(names, range(1, seeds + 1), file=json_file)
     text = "\n".join(

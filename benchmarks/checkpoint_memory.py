@@ -46,19 +46,30 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         known = {
-            leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+            leaf.untyped_storage()._cdata
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)
         }
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and (key := (storage := tensor.untyped_storage())._cdata) not in known:
+            if (
+                isinstance(tensor, torch.Tensor)
+                and (key := (storage := tensor.untyped_storage())._cdata) not in known
+            ):
                 self._live[key] = weakref.ref(storage), storage.nbytes()
-        self._live = {key: (ref, size) for key, (ref, size) in self._live.items() if ref() is not None}
+        self._live = {
+            key: (ref, size) for key, (ref, size) in self._live.items() if ref() is not None
+        }
         self.peak = max(self.peak, sum(size for _, size in self._live.values()))
         return result
 
 
 def resident(field: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(field)
+    )
     return 1024 * int(line.split()[1])
 
 
@@ -79,18 +90,24 @@ def run_rank(rank: int, world: int, folder: Path, dtype: Any, *, loading: bool) 
     from megarl.types import ObjectiveState
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/init{loading:d}", rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/init{loading:d}", rank=rank, world_size=world
+    )
     (model,), layout = folder.glob("model/*"), Layout.of(Parallel(), world, rank)
     train, device = Train(dtype=dtype, offload=["gradients"]), torch.device("cpu")
     trainer = Trainer.build(read_model(model), layout, train=train, folder=model, device=device)
-    for part in () if loading else getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer]):
+    for part in (
+        () if loading else getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])
+    ):
         part.init_state_fn(part.optimizer, part.config)
         for state in part.optimizer.state.values():
             state["exp_avg"].normal_()
             state["exp_avg_sq"].uniform_()
             state["step"] = torch.tensor(1.0)
     state = ObjectiveState(0.0)
-    checkpoints = Checkpoints(folder / "checkpoints", trainer, Cursor(), state, every=1, keep=1, last_step=1)
+    checkpoints = Checkpoints(
+        folder / "checkpoints", trainer, Cursor(), state, every=1, keep=1, last_step=1
+    )
     trainer.memory.offload_training_state()
     sizes = [parameter.numel() for parameter in trainer.parameters_by_name().values()]
     dist.barrier()
@@ -119,26 +136,44 @@ def measure(model: str, dtype: str, data: int, package: Path) -> dict[str, Any]:
         subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment, check=True)
         found: dict[str, Any] = {}
         for action in ("save", "load"):
-            command = [sys.executable, "-W", "ignore", __file__, "--rank", folder, dtype, str(data), action]
+            command = [
+                sys.executable,
+                "-W",
+                "ignore",
+                __file__,
+                "--rank",
+                folder,
+                dtype,
+                str(data),
+                action,
+            ]
             ranks = [
-                subprocess.Popen([*command, str(rank)], env=environment, stdout=subprocess.PIPE, text=True)
+                subprocess.Popen(
+                    [*command, str(rank)], env=environment, stdout=subprocess.PIPE, text=True
+                )
                 for rank in range(data)
             ]
             outputs = [rank.communicate()[0] for rank in ranks]
             if any(rank.returncode for rank in ranks):
                 raise RuntimeError(f"{action} with {data} data ranks failed")
             answers = [json.loads(output.splitlines()[-1]) for output in outputs]
-            found[action] = {name: max(answer[name] for answer in answers) for name in ("tensors", "resident")}
+            found[action] = {
+                name: max(answer[name] for answer in answers) for name in ("tensors", "resident")
+            }
             found |= {name: answers[0][name] for name in ("elements", "largest")}
     per_element = 14 if dtype == "bf16" else 12  # weights, moments, and in bf16 the fp32 weights
     found["share"] = per_element * found["elements"] // data
     found["limit"] = int(1.2 * found["share"]) + 4 * found["largest"]
-    found["most"] = max(found[action][figure] for action in ("save", "load") for figure in ("tensors", "resident"))
+    found["most"] = max(
+        found[action][figure] for action in ("save", "load") for figure in ("tensors", "resident")
+    )
     return found
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=MODELS, default="298M")
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--data", type=int, nargs="+", default=[1, 2, 4])
@@ -146,14 +181,21 @@ def main() -> int:
     args = parser.parse_args()
     packages = {"megarl": ROOT} | ({"against": args.against} if args.against else {})
     print(f"{args.model} parameters, {args.dtype}; MB; torch {torch.__version__}")
-    print(f"{'data':>4} {'':8} {'share':>7} {'limit':>7}  save: tensors resident  load: tensors resident")
+    print(
+        f"{'data':>4} {'':8} {'share':>7} {'limit':>7}  save: tensors resident  load: tensors resident"
+    )
     is_within = True
     for data in args.data:
         for label, package in packages.items():
             found = measure(args.model, args.dtype, data, package)
             share, limit, *figures = (
                 round(value / 1e6)
-                for value in (found["share"], found["limit"], *found["save"].values(), *found["load"].values())
+                for value in (
+                    found["share"],
+                    found["limit"],
+                    *found["save"].values(),
+                    *found["load"].values(),
+                )
             )
             print(f"{data:>4} {label:8} {share:>7,} {limit:>7,}  {figures[0]:>13,} {figures[1]:>8,}"
                   f"  {figures[2]:>13,} {figures[3]:>8,}", flush=True)  # fmt: skip

@@ -35,7 +35,12 @@ def requests_and_scores(samples: int) -> tuple[list[dict[str, Any]], list[float]
         is_wrong = row % 5 == 4
         source = f"{solution}\n{name} = lambda *arguments: 'wrong'" if is_wrong else solution
         response = f"The code:\n```python\n{source}\n```\n"
-        fields = {"id": f"{row}/0", "prompt": "p", "response": response, "extra": {"tests": tests, "entry_point": name}}
+        fields = {
+            "id": f"{row}/0",
+            "prompt": "p",
+            "response": response,
+            "extra": {"tests": tests, "entry_point": name},
+        }
         requests.append(fields)
         scores.append(0.0 if is_wrong else 1.0)
     return requests, scores
@@ -48,17 +53,27 @@ def measure(samples: int, concurrency: int) -> dict[str, Any]:
     from megarl.rewards.code import make_code
     from megarl.rewards.interface import ScoreRequest
 
-    reward = make_code(Reward(name="code", options={"concurrency": concurrency, "time_s": 60.0, "sandbox": "strict"}))
+    reward = make_code(
+        Reward(
+            name="code", options={"concurrency": concurrency, "time_s": 60.0, "sandbox": "strict"}
+        )
+    )
     requests, scores = requests_and_scores(samples)
     cpu_start = _cpu_s()
     reward([ScoreRequest(**fields) for fields in requests[:2]])  # warm-up
     start = time.perf_counter()
     found = reward([ScoreRequest(**fields) for fields in requests])
     seconds = time.perf_counter() - start
-    if server := getattr(sandbox, "SERVER", None):  # the CPU time of its children counts once it has ended
+    if server := getattr(
+        sandbox, "SERVER", None
+    ):  # the CPU time of its children counts once it has ended
         server.close()
     cpu_s = _cpu_s() - cpu_start
-    wrong = [f"{row}: {score.value} {score.detail}" for row, score in enumerate(found) if score.value != scores[row]]
+    wrong = [
+        f"{row}: {score.value} {score.detail}"
+        for row, score in enumerate(found)
+        if score.value != scores[row]
+    ]
     return {"seconds": seconds, "cpu_s": cpu_s, "wrong": wrong}
 
 
@@ -80,7 +95,10 @@ def main() -> int:
         return 0
     checkouts = [HERE, *([args.against.resolve()] if args.against else [])]
     results: dict[Path, list[dict[str, Any]]] = {checkout: [] for checkout in checkouts}
-    print(f"load {os.getloadavg()[0]:.1f} before, {os.cpu_count()} CPUs, {args.samples} samples", flush=True)
+    print(
+        f"load {os.getloadavg()[0]:.1f} before, {os.cpu_count()} CPUs, {args.samples} samples",
+        flush=True,
+    )
     for round_ in range(args.rounds):
         for checkout in checkouts if round_ % 2 == 0 else checkouts[::-1]:
             result = _fresh(checkout, args)
@@ -94,7 +112,9 @@ def main() -> int:
         spread = f"({min(rates):.1f} - {max(rates):.1f})"
         name = "this checkout" if checkout == HERE else "the other"
         print(f"{name:<14}{median(rates):6.1f} samples/s {spread}, {cpu_ms:.0f} ms of CPU a sample")
-    print(f"load {os.getloadavg()[0]:.1f} after; medians of {args.rounds} fresh processes; all scores as known")
+    print(
+        f"load {os.getloadavg()[0]:.1f} after; medians of {args.rounds} fresh processes; all scores as known"
+    )
     return 0
 
 
@@ -105,7 +125,9 @@ def _fresh(checkout: Path, args: argparse.Namespace) -> dict[str, Any]:
         "from benchmarks.code_reward import main; sys.exit(main())"
     )
     options = ["--measure", "--samples", str(args.samples), "--concurrency", str(args.concurrency)]
-    done = subprocess.run([sys.executable, "-P", "-c", script, *options], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script, *options], capture_output=True, text=True, check=True
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 

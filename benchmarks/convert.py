@@ -47,7 +47,9 @@ CASES = tuple(
         f"convert 2 GB to {to}",
         (
             Contender("megarl convert, start-up left out", "benchmarks.convert:convert"),
-            Contender("plain copy, every byte touched", "benchmarks.convert:copy", {"read_back": False}),
+            Contender(
+                "plain copy, every byte touched", "benchmarks.convert:copy", {"read_back": False}
+            ),
             Contender("plain copy, read back", "benchmarks.convert:copy", {"read_back": True}),
         ),
         {"to": to, "model": MODEL},
@@ -66,7 +68,10 @@ def convert(to: str, model: Mapping[str, object]) -> Callable[[], Outcome]:
             if to == "hf":
                 sums = _sums(target)
             else:
-                sums = {line[18:]: line[:16] for line in (target / "checksums.megarl").read_text().splitlines()}
+                sums = {
+                    line[18:]: line[:16]
+                    for line in (target / "checksums.megarl").read_text().splitlines()
+                }
             size = sum(file.stat().st_size for file in source.iterdir())
         numbers = {
             "MB at most": peak / 1e6,
@@ -83,9 +88,18 @@ def copy(to: str, model: Mapping[str, object], read_back: bool) -> Callable[[], 
         with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder:
             source, target = _source(Path(folder), model, to), Path(folder) / "made"
             seconds, _, _ = _timed(
-                [sys.executable, "-c", _COPY, str(source), str(target), *(["again"] if read_back else [])]
+                [
+                    sys.executable,
+                    "-c",
+                    _COPY,
+                    str(source),
+                    str(target),
+                    *(["again"] if read_back else []),
+                ]
             )
-            return Outcome(_as_array(_sums(target if to == "megatron" else Path(folder) / "model")), seconds)
+            return Outcome(
+                _as_array(_sums(target if to == "megatron" else Path(folder) / "model")), seconds
+            )
 
     return cache(call)
 
@@ -132,10 +146,15 @@ def _source(folder: Path, model: Mapping[str, object], to: str) -> Path:
         names = list(shapes)[number::FILES]
         where |= dict.fromkeys(names, file := f"model-{number + 1:05d}.safetensors")
         with closing(HfFile(made / file, {name: ("BF16", shapes[name]) for name in names})) as out:
-            for name, size in ((name, shapes[name]) for name in names):  # one at a time: a process inherits a peak
+            for name, size in (
+                (name, shapes[name]) for name in names
+            ):  # one at a time: a process inherits a peak
                 numbers = generator.integers(1 << 16, size=prod(size), dtype=np.uint16)
                 elements = torch.from_numpy(numbers).view(torch.bfloat16)
-                out.write(ShardSlice(name, (0,) * len(size), size, name, 0, elements.view(size).stride()), elements)
+                out.write(
+                    ShardSlice(name, (0,) * len(size), size, name, 0, elements.view(size).stride()),
+                    elements,
+                )
     (made / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
     source = made
     if to == "hf":
@@ -146,13 +165,26 @@ def _source(folder: Path, model: Mapping[str, object], to: str) -> Path:
 
 
 def _converting(source: Path, target: Path, to: str) -> list[str]:
-    return [sys.executable, "-W", "ignore", "-m", "megarl.cli", "convert", str(source), str(target), "--to", to]
+    return [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "megarl.cli",
+        "convert",
+        str(source),
+        str(target),
+        "--to",
+        to,
+    ]
 
 
 def _timed(command: list[str]) -> tuple[float, int, str]:
     """Seconds from its start to its end, the process's peak of resident bytes, and what it prints."""
     began = time.perf_counter()
-    child = subprocess.run([sys.executable, "-c", _PEAK, *command], stdout=subprocess.PIPE, text=True)
+    child = subprocess.run(
+        [sys.executable, "-c", _PEAK, *command], stdout=subprocess.PIPE, text=True
+    )
     seconds = time.perf_counter() - began
     if child.returncode:
         raise RuntimeError(f"{' '.join(command[:6])} ended with {child.returncode}")
@@ -164,7 +196,8 @@ def _sums(folder: Path) -> dict[str, str]:
     """As `megarl convert` lists them, taken by other code: of whole tensors."""
     tensors = (item for file in folder.glob("*.safetensors") for item in load_file(file).items())
     return {
-        name: f"{int(positional_checksum(tensor, (0,) * tensor.dim())) % (1 << 64):016x}" for name, tensor in tensors
+        name: f"{int(positional_checksum(tensor, (0,) * tensor.dim())) % (1 << 64):016x}"
+        for name, tensor in tensors
     }
 
 

@@ -59,7 +59,9 @@ GRPO: dict[str, Any] = {
 }
 MODEL = get_env("MEGARL_BENCH_MODEL") or ""
 SIZES: dict[str, int] = (  # of the shipped configs
-    {"prompts": 8, "samples": 8, "response": 16} if MODEL else {"prompts": 64, "samples": 8, "response": 8}
+    {"prompts": 8, "samples": 8, "response": 16}
+    if MODEL
+    else {"prompts": 64, "samples": 8, "response": 8}
 )
 # processes on two cores, the fastest of 1 and 2 first
 BEST = {"megarl": (2,), "TRL": (2, 1)}
@@ -123,7 +125,9 @@ def _prompts(config: Config, folder: Path, count: int) -> list[list[int]]:
     """Prompts as token ids, the same on both sides."""
     tokenizer = load_tokenizer(folder, trust_remote_code=False)
     encode = prompt_encoder(tokenizer, config.task)
-    stream = PromptStream(load_sources(config.task, "train", ()), encode, max_tokens=1024, seed=config.run.seed)
+    stream = PromptStream(
+        load_sources(config.task, "train", ()), encode, max_tokens=1024, seed=config.run.seed
+    )
     return [list(prompt.tokens) for prompt in stream.take(count)]
 
 
@@ -150,9 +154,15 @@ def megarl_update(model: str, prompts: int, samples: int, response: int) -> Call
             recorded = _recorded(folder, config, prompts, samples, response)
             store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
             dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-            train = Train(dtype="fp32", lr=1e-5, max_tokens_per_microbatch=config.train.max_tokens_per_microbatch)
+            train = Train(
+                dtype="fp32",
+                lr=1e-5,
+                max_tokens_per_microbatch=config.train.max_tokens_per_microbatch,
+            )
             layout, device = Layout.of(Parallel(), 1, 0), torch.device("cpu")
-            trainer = Trainer.build(read_model(folder), layout, train=train, folder=folder, device=device)
+            trainer = Trainer.build(
+                read_model(folder), layout, train=train, folder=folder, device=device
+            )
             objective = Objective(Algorithm(**GRPO), response)
             learner = PolicyLearner.of(trainer, objective)
             batch = _batch(recorded, samples)
@@ -196,8 +206,14 @@ def trl_update(model: str, prompts: int, samples: int, response: int) -> Callabl
         with tempfile.TemporaryDirectory() as parent:
             folder, config = _folder(model, Path(parent)), _config(model)
             recorded = _recorded(folder, config, prompts, samples, response)
-            result = _train_trl(folder, parent, recorded, samples=samples, response=response, dtype="fp32", steps=1)
-        return Outcome(np.array([result["grad_norm"]]), result["seconds"][0], {"grad_norm": result["grad_norm"]})
+            result = _train_trl(
+                folder, parent, recorded, samples=samples, response=response, dtype="fp32", steps=1
+            )
+        return Outcome(
+            np.array([result["grad_norm"]]),
+            result["seconds"][0],
+            {"grad_norm": result["grad_norm"]},
+        )
 
     return cache(call)
 
@@ -232,10 +248,14 @@ def _train_trl(
         return [even_share(tokens=tokens) for tokens in completion_ids]
 
     class Trainer(trl.GRPOTrainer):
-        def _tokenize_prompts(self, prompts: list[str]) -> tuple[list[list[int]], None, dict[str, Any]]:
+        def _tokenize_prompts(
+            self, prompts: list[str]
+        ) -> tuple[list[list[int]], None, dict[str, Any]]:
             return [prompt_of[int(prompt)] for prompt in prompts], None, {}
 
-        def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+        def _generate_single_turn(
+            self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any
+        ) -> Any:
             times[0] = times[0] if len(times) > 1 else time.perf_counter()
             return (
                 ([answer for _, answer in rows], None)
@@ -273,7 +293,9 @@ def _train_trl(
         model=str(folder),
         reward_funcs=reward,
         args=options,
-        train_dataset=Dataset.from_list([{"prompt": str(number)} for number in range(len(prompt_of))]),
+        train_dataset=Dataset.from_list(
+            [{"prompt": str(number)} for number in range(len(prompt_of))]
+        ),
         processing_class=AutoTokenizer.from_pretrained(folder, padding_side="left"),
         callbacks=[Clock()],
     )
@@ -282,7 +304,11 @@ def _train_trl(
     trainer.model.get_input_embeddings().padding_idx = None
     trainer.train()
     seconds = [after - before for before, after in pairwise(times)]
-    lengths = {log["completions/mean_length"] for log in trainer.state.log_history if "completions/mean_length" in log}
+    lengths = {
+        log["completions/mean_length"]
+        for log in trainer.state.log_history
+        if "completions/mean_length" in log
+    }
     assert lengths == {float(response)}, lengths
     return {"seconds": seconds, "grad_norm": trainer.state.log_history[0]["grad_norm"]}
 
@@ -331,8 +357,12 @@ def _job(side: str, options: dict[str, Any]) -> Callable[[], Outcome]:
             ]
             for rank in ranks:
                 if rank.wait():
-                    logs = [log.read_text()[-1500:] for log in sorted(Path(parent).rglob("rank_*.log"))]
-                    raise RuntimeError("\n".join([f"a rank of {side} failed with status {rank.returncode}", *logs]))
+                    logs = [
+                        log.read_text()[-1500:] for log in sorted(Path(parent).rglob("rank_*.log"))
+                    ]
+                    raise RuntimeError(
+                        "\n".join([f"a rank of {side} failed with status {rank.returncode}", *logs])
+                    )
             seconds = json.loads(file.read_text())[1:]
         return Outcome(seconds=min(seconds), figures={"median_s": median(seconds), "load": load})
 
@@ -350,7 +380,11 @@ def _rank(
     steps: int,
     processes: int,
 ) -> None:
-    folder = Path(model).resolve() if model else next((Path(parent) / "model").rglob("config.json")).parent
+    folder = (
+        Path(model).resolve()
+        if model
+        else next((Path(parent) / "model").rglob("config.json")).parent
+    )
     config = _config(
         model,
         run={"name": "bench", "dir": parent},
@@ -358,7 +392,13 @@ def _rank(
         parallel={"tensor": 1},
         launch={"processes": processes},
         rollout={"samples_per_prompt": samples, "max_tokens": response, "stop": []},
-        train={"steps": steps, "prompts_per_step": prompts, "lr": 1e-5, "dtype": dtype, "warmup_steps": 0},
+        train={
+            "steps": steps,
+            "prompts_per_step": prompts,
+            "lr": 1e-5,
+            "dtype": dtype,
+            "warmup_steps": 0,
+        },
         checkpoint={"every": 0, "export_hf": "never", "resume": "never"},
         eval={"every": 0, "size": 1},
     )
@@ -370,7 +410,13 @@ def _rank(
         assert lengths == {float(response)}, lengths
     else:
         ids = _prompts(config, folder, prompts * steps)
-        options = {"samples": samples, "response": response, "dtype": dtype, "steps": steps, "processes": processes}
+        options = {
+            "samples": samples,
+            "response": response,
+            "dtype": dtype,
+            "steps": steps,
+            "processes": processes,
+        }
         seconds = _train_trl(folder, parent, ids, recorded=False, **options)["seconds"]
     if get_env("RANK") == "0":
         (Path(parent) / "seconds.json").write_text(json.dumps(seconds))

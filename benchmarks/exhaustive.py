@@ -25,10 +25,19 @@ NODE = "test_when_a_node_is_gone_the_run_goes_on_in_a_fallback_layout"
 STOPPED = "test_what_is_stopped_is_named_killed_and_replaced"
 CHECKS = {  # name -> the tests, and the seeds that they use
     "families": ("tests/dist/test_families.py", "model and batch 0, each family's own"),
-    "layouts": ("tests/dist/test_context.py", "model and batch 0, plans dealt by the number of ranks"),
+    "layouts": (
+        "tests/dist/test_context.py",
+        "model and batch 0, plans dealt by the number of ranks",
+    ),
     "engines": ("tests/dist/test_sync.py", "weights of the n-th sync n, prompts 100 to 109"),
-    "routes": ("tests/dist/test_routes.py", "model and prompts 0, the engine's plants by a hash of its logits"),
-    "adapters": ("tests/e2e/test_lora.py", "run.seed of the configs, adapters by run.seed and name"),
+    "routes": (
+        "tests/dist/test_routes.py",
+        "model and prompts 0, the engine's plants by a hash of its logits",
+    ),
+    "adapters": (
+        "tests/e2e/test_lora.py",
+        "run.seed of the configs, adapters by run.seed and name",
+    ),
     "learning": ("tests/e2e/test_algorithms.py", "run.seed of configs/tiny_dense.yaml"),
     "cheat": ("tests/e2e/test_trained_cheat.py", "run.seed of its config"),
     "loop": ("tests/e2e/test_loop.py", "run.seed of the configs"),
@@ -51,7 +60,16 @@ def versions() -> str:
 def run(name: str) -> bool:
     """Run the tests of one check and write its file; whether all passed."""
     tests, seeds = CHECKS[name]
-    command = [sys.executable, "-m", "pytest", "-q", "-rA", "--show-capture=stdout", "-p", "no:cacheprovider"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-rA",
+        "--show-capture=stdout",
+        "-p",
+        "no:cacheprovider",
+    ]
     command += [
         "-m",
         "long" if name == "stops" else "exhaustive",
@@ -59,7 +77,9 @@ def run(name: str) -> bool:
         *(["--curves", "docs"] if name == "learning" else []),
     ]
     began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=child_env(OMP_NUM_THREADS=1))
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env=child_env(OMP_NUM_THREADS=1)
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     RESULTS.mkdir(exist_ok=True)
@@ -71,7 +91,10 @@ def run(name: str) -> bool:
         f"time      {time.monotonic() - began:.0f} s, {cpu_s:.0f} s of CPU\n\n"
         f"{done.stdout[-60_000:]}"
     )
-    print(f"{name}: {'passed' if done.returncode == 0 else 'FAILED'}, {RESULTS / name}.txt", flush=True)
+    print(
+        f"{name}: {'passed' if done.returncode == 0 else 'FAILED'}, {RESULTS / name}.txt",
+        flush=True,
+    )
     return done.returncode == 0
 
 

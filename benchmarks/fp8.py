@@ -44,14 +44,20 @@ def learning(steps: int = 30, seeds: int = 3) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
-    lines = [f"a 3-layer model of 128, {steps} steps of 64 samples, seeds 1 to {seeds}; share of even tokens", ""]
-    lines.append(f"{'':18}{'first':>8}{'last 5 steps, by seed':>26}{'mean |diff|':>14}{'kl':>10}{'s/step':>8}")
+    lines = [
+        f"a 3-layer model of 128, {steps} steps of 64 samples, seeds 1 to {seeds}; share of even tokens",
+        "",
+    ]
+    lines.append(
+        f"{'':18}{'first':>8}{'last 5 steps, by seed':>26}{'mean |diff|':>14}{'kl':>10}{'s/step':>8}"
+    )
     with tempfile.TemporaryDirectory() as temporary:
         for variant, values in VARIANTS.items():
             name = re.sub(r"\W", "_", variant)
             options = [*values, f"train.steps={steps}"]
             runs = [
-                run(Path(temporary), f"{name}_{seed}", [*options, f"run.seed={seed}"]) for seed in range(1, seeds + 1)
+                run(Path(temporary), f"{name}_{seed}", [*options, f"run.seed={seed}"])
+                for seed in range(1, seeds + 1)
             ]
             rewards = [[row["reward/mean"] for row in rows] for rows in runs]
             columns = list(zip(*rewards, strict=True))
@@ -60,7 +66,9 @@ def learning(steps: int = 30, seeds: int = 3) -> None:
             ends = "  ".join(f"{statistics.mean(reward[-5:]):.3f}" for reward in rewards)
             means = [statistics.mean(row[key] for rows in runs for row in rows) for key in SHOWN]
             first = statistics.mean(columns[0])
-            lines.append(f"{variant:18}{first:8.3f}{ends:>26}{means[1]:14.4f}{means[2]:10.5f}{means[3]:8.2f}")
+            lines.append(
+                f"{variant:18}{first:8.3f}{ends:>26}{means[1]:14.4f}{means[2]:10.5f}{means[3]:8.2f}"
+            )
             print(lines[-1], flush=True)
     axes.set(xlabel="step", ylabel="reward (mean; band: least and most of the seeds)")
     axes.legend()
@@ -85,22 +93,45 @@ def gradients(draws: int = 32, rows: int = 64) -> None:
     from megarl.config.section import Fp8
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    sizes = {"hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "intermediate": 512, "layers": 8}
-    experts = {"family": "qwen3_moe", "experts": 4, "experts_per_token": 2, "moe_intermediate": 256, "layers": 4}
+    sizes = {
+        "hidden": 256,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 64,
+        "intermediate": 512,
+        "layers": 8,
+    }
+    experts = {
+        "family": "qwen3_moe",
+        "experts": 4,
+        "experts_per_token": 2,
+        "moe_intermediate": 256,
+        "layers": 4,
+    }
     lines = [
         f"||g_fp8 - g_fp32|| / ||g_fp32|| by layer, median of the linear layers' weights; {rows} rows; predicted: "
     ]
     lines[0] += f"least and most of {draws} draws"
     figure, panels = pyplot.subplots(1, 2, figsize=(11, 4))
-    for case, create, axes in zip(("dense", "experts"), (sizes, sizes | experts), panels, strict=True):
+    for case, create, axes in zip(
+        ("dense", "experts"), (sizes, sizes | experts), panels, strict=True
+    ):
         for color, recipe in enumerate(("blockwise", "mxfp8", "tensorwise")):
             with tempfile.TemporaryDirectory() as folder:
                 fp8 = Fp8(recipe=recipe, emulate=True)
-                errors = [by_layer(each) for each in relative_errors(Path(folder), create, fp8, draws=draws, rows=rows)]
+                errors = [
+                    by_layer(each)
+                    for each in relative_errors(Path(folder), create, fp8, draws=draws, rows=rows)
+                ]
             found, least, most = errors[0], np.min(errors[1:], axis=0), np.max(errors[1:], axis=0)
             axes.plot(found, marker="o", color=f"C{color}", label=recipe)
             axes.fill_between(
-                range(len(found)), least, most, color=f"C{color}", alpha=0.25, label=f"{recipe}, predicted"
+                range(len(found)),
+                least,
+                most,
+                color=f"C{color}",
+                alpha=0.25,
+                label=f"{recipe}, predicted",
             )
             for name, values in ((f"{case}, {recipe}", found), ("  predicted", least), ("", most)):
                 lines.append(f"{name:20}" + " ".join(f"{value:.3f}" for value in values))

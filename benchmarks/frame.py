@@ -28,7 +28,9 @@ TIMEOUT_S = 600.0
 class Contender:
     label: str
     function: str  # "module:function"; function(**arguments) -> call
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # JSON values, added to those of the case
+    arguments: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # JSON values, added to those of the case
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,9 @@ class Case:
     rtol: float = 1e-5
     atol: float = 1e-6
     with_memory: bool = False
-    at_least: float | None = None  # target: how many times as fast the first should be as each of the others
+    at_least: float | None = (
+        None  # target: how many times as fast the first should be as each of the others
+    )
     call_s: float = 1.0  # how long a process repeats the call
 
 
@@ -73,15 +77,23 @@ class Result:
     peak_bytes: int | None = None  # resident memory that the first call adds to its inputs
     figures: dict[str, float] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
-    note: str = ""  # why it did not run, or the largest difference from the first contender's output
+    note: str = (
+        ""  # why it did not run, or the largest difference from the first contender's output
+    )
     is_equal: bool = True
-    speedup: float | None = None  # of the first contender over this one: seconds / the first's seconds
+    speedup: float | None = (
+        None  # of the first contender over this one: seconds / the first's seconds
+    )
     at_least: float | None = None
 
 
-def run_case(case: Case, *, rounds: int, progress: Callable[[str], None] = lambda text: None) -> list[Result]:
+def run_case(
+    case: Case, *, rounds: int, progress: Callable[[str], None] = lambda text: None
+) -> list[Result]:
     """One result per contender and number of threads; the note of a contender that failed or is missing says why."""
-    answers: dict[str, list[dict[str, Any]]] = {contender.label: [] for contender in case.contenders}
+    answers: dict[str, list[dict[str, Any]]] = {
+        contender.label: [] for contender in case.contenders
+    }
     notes: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder:
         outputs = {label: Path(folder) / f"{number}.npy" for number, label in enumerate(answers)}
@@ -98,7 +110,9 @@ def run_case(case: Case, *, rounds: int, progress: Callable[[str], None] = lambd
                     answers[label].append(answer)
         compared = _compare(case, outputs)
     results = [
-        _result(case, label, threads, answers[label], notes, compared) for threads in case.threads for label in answers
+        _result(case, label, threads, answers[label], notes, compared)
+        for threads in case.threads
+        for label in answers
     ]
     return [_with_speedup(result, results) for result in results]
 
@@ -121,7 +135,9 @@ def _run_contender(case: Case, contender: Contender, output: Path | None) -> dic
     lines = done.stdout.splitlines()
     if done.returncode == 0 and lines:
         return json.loads(lines[-1])
-    return {"error": f"failed: {(done.stderr.splitlines() or [f'exit code {done.returncode}'])[-1]}"}
+    return {
+        "error": f"failed: {(done.stderr.splitlines() or [f'exit code {done.returncode}'])[-1]}"
+    }
 
 
 def _compare(case: Case, outputs: Mapping[str, Path]) -> dict[str, tuple[bool, str]]:
@@ -140,7 +156,10 @@ def _compare(case: Case, outputs: Mapping[str, Path]) -> dict[str, tuple[bool, s
             continue
         off = np.abs(theirs.astype(np.float64) - expected)
         equal = bool(np.all(off <= case.atol + case.rtol * np.abs(expected)))
-        compared[label] = (equal, f"{'equal' if equal else 'DIFFERS'}, at most {off.max(initial=0.0):.1e} apart")
+        compared[label] = (
+            equal,
+            f"{'equal' if equal else 'DIFFERS'}, at most {off.max(initial=0.0):.1e} apart",
+        )
     return compared
 
 
@@ -155,7 +174,9 @@ def _result(
     if label in notes:
         return Result(case.name, label, threads, note=notes[label])
     seconds = [answer["seconds"][str(threads)] for answer in answers]
-    cpu_seconds = [s for answer in answers if (s := answer["cpu_seconds"][str(threads)]) is not None]
+    cpu_seconds = [
+        s for answer in answers if (s := answer["cpu_seconds"][str(threads)]) is not None
+    ]
     peaks = [answer["peak_bytes"] for answer in answers if answer["peak_bytes"] is not None]
     is_equal, note = compared.get(label, (True, ""))
     return Result(

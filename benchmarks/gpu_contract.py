@@ -67,7 +67,10 @@ def model_folder(case: str, folder: Path) -> Path:
     else:
         config = json.loads((ROOT / "configs/models" / case / "config.json").read_text())
         layers, kept = config["num_hidden_layers"], config.get("first_k_dense_replace", 0) + 2
-        config = {key: x[:kept] if isinstance(x, list) and len(x) == layers else x for key, x in config.items()}
+        config = {
+            key: x[:kept] if isinstance(x, list) and len(x) == layers else x
+            for key, x in config.items()
+        }
         config["num_hidden_layers"] = kept
     model = folder / case.replace(" ", "_")
     model.mkdir()
@@ -83,17 +86,28 @@ def count_elements(slices: Iterable[ShardSlice]) -> Counter[str]:
 
 
 def compare_parameters(
-    slices: list[ShardSlice], parameters: dict[str, torch.Tensor], fp32: frozenset[str], *, widened: bool
+    slices: list[ShardSlice],
+    parameters: dict[str, torch.Tensor],
+    fp32: frozenset[str],
+    *,
+    widened: bool,
 ) -> Difference:
     """Names, element counts, extents and dtypes; with `widened`, other tensors than those of `fp32` may be fp32 too."""
     counts = count_elements(slices)
     if counts.keys() != parameters.keys():
-        tables, models = sorted(counts.keys() - parameters.keys()), sorted(parameters.keys() - counts.keys())
+        tables, models = (
+            sorted(counts.keys() - parameters.keys()),
+            sorted(parameters.keys() - counts.keys()),
+        )
         return f"only in the table: {tables[:4]}; only in the model: {models[:4]}"
     for part in slices:
         tensor = parameters[part.param]
-        last = part.offset + sum((n - 1) * stride for n, stride in zip(part.shape, part.strides, strict=True))
-        allowed = {torch.float32} if part.name in fp32 else {DTYPE, torch.float32} if widened else {DTYPE}
+        last = part.offset + sum(
+            (n - 1) * stride for n, stride in zip(part.shape, part.strides, strict=True)
+        )
+        allowed = (
+            {torch.float32} if part.name in fp32 else {DTYPE, torch.float32} if widened else {DTYPE}
+        )
         if tensor.dtype not in allowed:
             return f"{part.param} is {tensor.dtype}, {part.name} is sent as {allowed}"
         if last >= tensor.numel():
@@ -124,7 +138,9 @@ def _trainer_difference(shape: ModelShape, layout: Layout) -> tuple[str, Differe
     from megarl.trainer.model import build_model, local_tensors
 
     with gpu_stubs.On("meta"), torch.device("meta"):
-        settings = transformer_config(shape, layout, dtype=DTYPE, dispatcher="alltoall", use_te=True)
+        settings = transformer_config(
+            shape, layout, dtype=DTYPE, dispatcher="alltoall", use_te=True
+        )
         chunks = build_model(shape, layout, settings, use_te=True)
         held = local_tensors(chunks)
         saved = chunks[0].sharded_state_dict()
@@ -132,7 +148,11 @@ def _trainer_difference(shape: ModelShape, layout: Layout) -> tuple[str, Differe
     slices = slices_of(megatron_table(shape, spec="te", padded_vocab=vocab), shape, layout)
     problem = compare_parameters(slices, held, fp32_tensors(shape), widened=False)
     padding = (vocab - shape.vocab) * shape.hidden  # of the last rank's embedding and head
-    gaps = {name: held[name].numel() - numel for name, numel in count_elements(slices).items() if name in held}
+    gaps = {
+        name: held[name].numel() - numel
+        for name, numel in count_elements(slices).items()
+        if name in held
+    }
     if wrong := [name for name, gap in gaps.items() if gap not in (0, padding)]:
         problem = problem or f"the table fills only part of {wrong[:4]}"
     if unsaved := sorted(held.keys() - saved.keys()):
@@ -144,7 +164,9 @@ def _trainer_difference(shape: ModelShape, layout: Layout) -> tuple[str, Differe
 def check_engine(case: str, model: Path) -> Iterable[tuple[str, Difference]]:
     shape = read_model(model)
     for rank in (0, TENSOR - 1):
-        built = _engine_model(model, rank, "cpu" if shape.tied else "meta")  # on meta, a tied head aliases nothing
+        built = _engine_model(
+            model, rank, "cpu" if shape.tied else "meta"
+        )  # on meta, a tied head aliases nothing
         dtypes = dict(Counter(str(x.dtype).removeprefix("torch.") for x in built.parameters()))
         text = f"rank {rank} of {TENSOR}: {sum(dtypes.values())} parameters {dtypes}"
         yield text, _engine_difference(shape, built, rank)
@@ -187,7 +209,11 @@ def _engine_difference(shape: ModelShape, built: torch.nn.Module, rank: int) -> 
 
     trace = trace_loader(built, hf_shapes(shape), DTYPE)
     table = slices_of(engine_table(shape), shape, engine_layout(tensor=TENSOR, rank=rank))
-    parameters = {name: x for name, x in built.named_parameters() if name in {part.param for part in trace.slices}}
+    parameters = {
+        name: x
+        for name, x in built.named_parameters()
+        if name in {part.param for part in trace.slices}
+    }
     return first_mismatch(table, trace.slices) or compare_parameters(
         list(trace.slices), parameters, fp32_tensors(shape), widened=True
     )
@@ -205,9 +231,10 @@ def run_side(side: str, cases: Iterable[str]) -> int:
     else:
         gpu_stubs.pretend_h100(0)
         gpu_stubs.fake_vllm_platform()
-    check: Callable[[str, Path], Iterable[tuple[str, Difference]]] = {"trainer": check_trainer, "engine": check_engine}[
-        side
-    ]
+    check: Callable[[str, Path], Iterable[tuple[str, Difference]]] = {
+        "trainer": check_trainer,
+        "engine": check_engine,
+    }[side]
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
         for case in cases:
@@ -218,7 +245,10 @@ def run_side(side: str, cases: Iterable[str]) -> int:
                     print(f"{side:8} {case:17} {text}: {problem or 'equal'}", flush=True)
             except Exception:  # noqa: BLE001 (the other cases are still of interest)
                 failed += 1
-                print(f"{side:8} {case:17} could not be built:\n{traceback.format_exc(limit=-4)}", flush=True)
+                print(
+                    f"{side:8} {case:17} could not be built:\n{traceback.format_exc(limit=-4)}",
+                    flush=True,
+                )
             print(f"{side} {case}: {time.monotonic() - began:.0f} s", file=sys.stderr)
     return failed
 
@@ -228,9 +258,13 @@ def versions() -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("side", nargs="?", choices=["trainer", "engine"])
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join([*LARGE, *SMALL])}")
+    parser.add_argument(
+        "cases", nargs="*", metavar="CASE", help=f"of {', '.join([*LARGE, *SMALL])}"
+    )
     parser.add_argument("--megatron", metavar="DIR", type=Path)
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # in this process
     args = parser.parse_args()
@@ -247,9 +281,20 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         gpu_stubs.build_driver(Path(folder))
         for side, packages in runs:
-            command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu_contract", side, *args.cases, "--here"]
+            command = [
+                sys.executable,
+                "-W",
+                "ignore",
+                "-m",
+                "benchmarks.gpu_contract",
+                side,
+                *args.cases,
+                "--here",
+            ]
             environment = gpu_stubs.environment(Path(folder), packages)
-            done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+            )
             print(done.stdout, end="", flush=True)
             outputs.append(done.stdout)
             codes.append(done.returncode)

@@ -47,7 +47,10 @@ def build_driver(folder: Path) -> None:
 def environment(driver: Path, packages: Path | None = None) -> dict[str, str]:
     """Of a process that imports the GPU packages, those in `packages` first; `driver` is build_driver's folder."""
     first = {"LD_LIBRARY_PATH": driver, "PYTHONPATH": packages}
-    paths = {name: ":".join(map(str, filter(None, (x, os.environ.get(name))))) for name, x in first.items()}
+    paths = {
+        name: ":".join(map(str, filter(None, (x, os.environ.get(name)))))
+        for name, x in first.items()
+    }
     return {
         **os.environ,
         **paths,
@@ -73,7 +76,9 @@ def pretend_h100(device: Any) -> None:
         "get_device_name": H100.name,
         "current_stream": _Stream(),
         "default_stream": _Stream(),
-        **dict.fromkeys(("set_device", "synchronize", "_lazy_init", "manual_seed", "set_rng_state")),
+        **dict.fromkeys(
+            ("set_device", "synchronize", "_lazy_init", "manual_seed", "set_rng_state")
+        ),
         "get_rng_state": torch.zeros(16, dtype=torch.uint8),
     }
     for name, answer in answers.items():
@@ -191,4 +196,6 @@ def fake_vllm_platform() -> None:
             return H100.multi_processor_count
 
     platforms._current_platform = Platform()
-    registry._run_in_subprocess = lambda function: function()  # it would only keep CUDA out of this process
+    registry._run_in_subprocess = lambda function: (
+        function()
+    )  # it would only keep CUDA out of this process

@@ -28,11 +28,26 @@ from benchmarks.checkpoint_memory import ROOT, Live, resident
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 WEIGHTS = {"type": "int", "num_bits": 4, "symmetric": True, "strategy": "group", "group_size": 32}
-INT4 = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"0": {"weights": WEIGHTS}}}
-MOE = {"layers": 1, "hidden": 2112, "heads": 8, "kv_heads": 4, "experts": 4, "vocab": 4096, "tied": False}
+INT4 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {"0": {"weights": WEIGHTS}},
+}
+MOE = {
+    "layers": 1,
+    "hidden": 2112,
+    "heads": 8,
+    "kv_heads": 4,
+    "experts": 4,
+    "vocab": 4096,
+    "tied": False,
+}
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "bf16": ({"family": "qwen3_moe", "moe_intermediate": 4224, **MOE}, None),
-    "fp8": ({"family": "qwen3_moe", "moe_intermediate": 4224, **MOE}, FP8),  # partial blocks, also in a rank's half
+    "fp8": (
+        {"family": "qwen3_moe", "moe_intermediate": 4224, **MOE},
+        FP8,
+    ),  # partial blocks, also in a rank's half
     "int4": ({"family": "qwen3_moe", "moe_intermediate": 4224, **MOE}, INT4),
     "mxfp4": ({"family": "gpt_oss", "moe_intermediate": 4224, **MOE}, {"quant_method": "mxfp4"}),
 }
@@ -45,17 +60,27 @@ def make(kind: str, folder: Path) -> None:
     from megarl.weights.quantize import PLAIN, Storage
 
     create, quantization = KINDS[kind]
-    shutil.copytree(create_model(Create(tokenizer="none", **create), folder / "made"), folder / "model")
+    shutil.copytree(
+        create_model(Create(tokenizer="none", **create), folder / "made"), folder / "model"
+    )
     tensors = load_file(folder / "model/model.safetensors")
     storage = PLAIN
     if quantization:
         config = folder / "model/config.json"
-        config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": quantization}))
-        linear = ("_proj.weight", "gate_up_proj", "down_proj") if kind != "mxfp4" else ("gate_up_proj", "down_proj")
+        config.write_text(
+            json.dumps(json.loads(config.read_text()) | {"quantization_config": quantization})
+        )
+        linear = (
+            ("_proj.weight", "gate_up_proj", "down_proj")
+            if kind != "mxfp4"
+            else ("gate_up_proj", "down_proj")
+        )
         names = frozenset(name for name in tensors if name.endswith(linear))
         storage = Storage(read_quantization(quantization), names)
     stored = {
-        part: x for name, tensor in tensors.items() for part, x in storage.encode(name, tensor.bfloat16()).items()
+        part: x
+        for name, tensor in tensors.items()
+        for part, x in storage.encode(name, tensor.bfloat16()).items()
     }
     save_file(stored, folder / "model/model.safetensors")
 
@@ -78,22 +103,35 @@ def load(folder: Path) -> dict[str, int]:
     with Live():  # its first use imports 40 MB
         HfFolder(folder / "model").copy(warm, torch.empty(sizes[warm.param], dtype=torch.bfloat16))
     libc = ctypes.CDLL("libc.so.6")
-    libc.mallopt(-3, 1 << 20)  # freed blocks of 1 MiB or more are returned at once, as in `megarl convert`
+    libc.mallopt(
+        -3, 1 << 20
+    )  # freed blocks of 1 MiB or more are returned at once, as in `megarl convert`
     libc.malloc_trim(0)
-    libc.prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: pages of 4 kB, or each parameter is rounded up to 2 MB
+    libc.prctl(
+        41, 1, 0, 0, 0
+    )  # PR_SET_THP_DISABLE: pages of 4 kB, or each parameter is rounded up to 2 MB
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
     with Live() as live:
         load_hf(
-            {name: torch.empty(size, dtype=torch.bfloat16) for name, size in sizes.items()}, slices, folder / "model"
+            {name: torch.empty(size, dtype=torch.bfloat16) for name, size in sizes.items()},
+            slices,
+            folder / "model",
         )
     share = 2 * sum(sizes.values())
     limit = share + 2 * 2 * max(part.numel for part in slices)
-    return {"share": share, "limit": limit, "tensors": live.peak, "resident": resident("VmHWM") - before}
+    return {
+        "share": share,
+        "limit": limit,
+        "tensors": live.peak,
+        "resident": resident("VmHWM") - before,
+    }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("kinds", nargs="*", default=list(KINDS))
     parser.add_argument("--child", nargs=2)
     args = parser.parse_args()
@@ -108,11 +146,27 @@ def main() -> int:
     for kind in args.kinds:
         with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder:
             for action in (kind, "load"):
-                command = [sys.executable, "-W", "ignore", "-m", "benchmarks.loading_memory", "--child", action, folder]
-                done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+                command = [
+                    sys.executable,
+                    "-W",
+                    "ignore",
+                    "-m",
+                    "benchmarks.loading_memory",
+                    "--child",
+                    action,
+                    folder,
+                ]
+                done = subprocess.run(
+                    command, env=environment, stdout=subprocess.PIPE, text=True, check=True
+                )
             found = json.loads(done.stdout.splitlines()[-1])
         is_within &= max(found["tensors"], found["resident"]) <= found["limit"]
-        print(f"{kind:8} " + " ".join(f"{found[key] / 1e6:8.1f}" for key in ("share", "limit", "tensors", "resident")))
+        print(
+            f"{kind:8} "
+            + " ".join(
+                f"{found[key] / 1e6:8.1f}" for key in ("share", "limit", "tensors", "resident")
+            )
+        )
     print("within the limit" if is_within else "beyond the limit")
     return 0 if is_within else 3
 

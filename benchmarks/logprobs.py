@@ -25,7 +25,16 @@ from megarl.layout import Layout, Parallel
 from megarl.trainer.logprobs import VocabShard, token_outputs
 from megarl.trainer.parallel_groups import init_parallel
 
-__all__ = ["CASES", "megatrons", "ours", "plain", "plain_forward", "trls", "verls_fused", "verls_logits"]
+__all__ = [
+    "CASES",
+    "megatrons",
+    "ours",
+    "plain",
+    "plain_forward",
+    "trls",
+    "verls_fused",
+    "verls_logits",
+]
 
 VOCAB = 151_936
 LARGE = 4096  # tokens; from here on a call takes long and is made once
@@ -45,18 +54,24 @@ FORWARD = Contender("torch, forward only", f"{HERE}:plain_forward")
 def _case(title: str, *others: Contender, at_least: float | None = None, **arguments: Any) -> Case:
     name = f"{title} {arguments['tokens']}x{VOCAB} hidden {arguments['hidden']} entropy {arguments['entropy']}"
     # gradients of the weight are sums over all tokens in another order
-    return Case(name, (OURS, *others), arguments, rtol=1e-3, atol=1e-5, with_memory=True, at_least=at_least)
+    return Case(
+        name, (OURS, *others), arguments, rtol=1e-3, atol=1e-5, with_memory=True, at_least=at_least
+    )
 
 
 def _recompute(entropy: str) -> Case:
-    return _case("recompute", VERL, TRL, TRL_SMALL, at_least=1.0, tokens=256, hidden=256, entropy=entropy)
+    return _case(
+        "recompute", VERL, TRL, TRL_SMALL, at_least=1.0, tokens=256, hidden=256, entropy=entropy
+    )
 
 
 CASES = (
     *(_recompute(entropy) for entropy in ("none", "value", "gradient")),
     _case("plain", *PLAIN, tokens=256, hidden=256, entropy="none"),
     _case("memory", VERL, TRL, FORWARD, tokens=16384, hidden=64, entropy="none"),
-    _case("memory, a quarter", PLAIN[-1], tokens=LARGE, hidden=64, entropy="none"),  # whole, it would take 30 GB
+    _case(
+        "memory, a quarter", PLAIN[-1], tokens=LARGE, hidden=64, entropy="none"
+    ),  # whole, it would take 30 GB
 )
 
 
@@ -69,7 +84,9 @@ def _inputs(tokens: int, hidden: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return hidden_TH, weight_VH, labels_T, torch.randn(tokens, generator=random)
 
 
-LogProbs = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]  # hidden, weight, labels -> with entropy
+LogProbs = Callable[
+    [Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]
+]  # hidden, weight, labels -> with entropy
 
 
 def _call(tokens: int, hidden: int, entropy: str, read: LogProbs) -> Callable[[], Outcome]:
@@ -107,9 +124,17 @@ def ours(tokens: int, hidden: int, entropy: str) -> Callable[[], Outcome]:
     _one_rank()
     shard = VocabShard.of(VOCAB, VOCAB, dist.group.WORLD)  # pyright: ignore[reportArgumentType]
 
-    def read(hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor | None]:
+    def read(
+        hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         of = token_outputs(
-            hidden_TH, weight_VH, labels_T, shard, temperature=1.0, chunk=1024, entropy=entropy != "none"
+            hidden_TH,
+            weight_VH,
+            labels_T,
+            shard,
+            temperature=1.0,
+            chunk=1024,
+            entropy=entropy != "none",
         )
         return of.logprobs_T, of.entropy_T
 
@@ -117,7 +142,12 @@ def ours(tokens: int, hidden: int, entropy: str) -> Callable[[], Outcome]:
 
 
 def verls_fused(tokens: int, hidden: int, entropy: str) -> Callable[[], Outcome]:
-    return _call(tokens, hidden, entropy, verl_module("verl.utils.experimental.torch_functional").FusedLinearForPPO())
+    return _call(
+        tokens,
+        hidden,
+        entropy,
+        verl_module("verl.utils.experimental.torch_functional").FusedLinearForPPO(),
+    )
 
 
 def trls(tokens: int, hidden: int, entropy: str, columns: int = 32768) -> Callable[[], Outcome]:
@@ -125,7 +155,9 @@ def trls(tokens: int, hidden: int, entropy: str, columns: int = 32768) -> Callab
     function = trl_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction
     outputs = () if entropy == "none" else ("entropy",)
 
-    def read(hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor | None]:
+    def read(
+        hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         logprobs_T, entropy_T, *_ = function.apply(
             hidden_TH, weight_VH, None, labels_T, 1.0, columns, None, 1.0, outputs
         )
@@ -137,7 +169,9 @@ def trls(tokens: int, hidden: int, entropy: str, columns: int = 32768) -> Callab
 def verls_logits(tokens: int, hidden: int, entropy: str) -> Callable[[], Outcome]:
     assert entropy == "none"
     logprobs_from_logits = verl_module("verl.utils.torch_functional").logprobs_from_logits
-    return _call(tokens, hidden, entropy, lambda h, w, labels: (logprobs_from_logits(h @ w.T, labels), None))
+    return _call(
+        tokens, hidden, entropy, lambda h, w, labels: (logprobs_from_logits(h @ w.T, labels), None)
+    )
 
 
 def megatrons(tokens: int, hidden: int, entropy: str) -> Callable[[], Outcome]:
@@ -146,7 +180,9 @@ def megatrons(tokens: int, hidden: int, entropy: str) -> Callable[[], Outcome]:
     init_parallel(Layout.of(Parallel(), 1, 0))
     cross_entropy = import_module("megatron.core.tensor_parallel").vocab_parallel_cross_entropy
 
-    def read(hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor | None]:
+    def read(
+        hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         return -cross_entropy((hidden_TH @ weight_VH.T)[:, None], labels_T[:, None])[:, 0], None
 
     return _call(tokens, hidden, entropy, read)
@@ -155,7 +191,10 @@ def megatrons(tokens: int, hidden: int, entropy: str) -> Callable[[], Outcome]:
 def plain(tokens: int, hidden: int, entropy: str) -> Callable[[], Outcome]:
     assert entropy == "none"
     return _call(
-        tokens, hidden, entropy, lambda h, w, labels: ((h @ w.T).log_softmax(1).gather(1, labels[:, None])[:, 0], None)
+        tokens,
+        hidden,
+        entropy,
+        lambda h, w, labels: ((h @ w.T).log_softmax(1).gather(1, labels[:, None])[:, 0], None),
     )
 
 
@@ -167,7 +206,10 @@ def plain_forward(tokens: int, hidden: int, entropy: str) -> Callable[[], Outcom
     @torch.no_grad()
     def call() -> Outcome:
         logits_TV = hidden_TH @ weight_VH.T
-        total = sum(float(row_V[label] - row_V.logsumexp(0)) for row_V, label in zip(logits_TV, labels_T, strict=True))
+        total = sum(
+            float(row_V[label] - row_V.logsumexp(0))
+            for row_V, label in zip(logits_TV, labels_T, strict=True)
+        )
         return Outcome(figures={"mean": total / tokens})
 
     return cache(_timed(call))

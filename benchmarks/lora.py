@@ -29,11 +29,22 @@ MERGED_STEPS = 3
 
 def train(folder: Path, model: Path, name: str, *keys: str) -> tuple[list[Any], list[Any], float]:
     """Returns the lines of metrics.jsonl and eval.jsonl, and the seconds."""
-    command = [sys.executable, "-m", "megarl.cli", "train", "configs/lora.yaml", f"model.path={model.resolve()}"]
+    command = [
+        sys.executable,
+        "-m",
+        "megarl.cli",
+        "train",
+        "configs/lora.yaml",
+        f"model.path={model.resolve()}",
+    ]
     began = time.monotonic()
     subprocess.run([*command, f"run.dir={folder}", f"run.name={name}", *keys], cwd=ROOT, check=True)
     held_out = folder / name / "eval.jsonl"
-    evaluated = [json.loads(line) for line in held_out.read_text().splitlines()] if held_out.is_file() else []
+    evaluated = (
+        [json.loads(line) for line in held_out.read_text().splitlines()]
+        if held_out.is_file()
+        else []
+    )
     return list(read_metrics(folder / name / "metrics.jsonl")), evaluated, time.monotonic() - began
 
 
@@ -49,12 +60,25 @@ def adapter_bytes(file: Path) -> int:
 def draw(rows: list[Any], held_out: list[Any], file: Path) -> None:
     matplotlib.use("Agg")
     figure, axes = plt.subplots(figsize=(6, 3.4), layout="constrained")
-    axes.plot([row["step"] + 1 for row in rows], [row["reward/mean"] for row in rows], color="#0b6bcb", label="reward")
+    axes.plot(
+        [row["step"] + 1 for row in rows],
+        [row["reward/mean"] for row in rows],
+        color="#0b6bcb",
+        label="reward",
+    )
     for key, colour in (("sampled_accuracy", "#c2410c"), ("accuracy", "#15803d")):
         axes.plot(
-            [x["step"] for x in held_out], [x[key] for x in held_out], "o", color=colour, label=f"held out, {key}"
+            [x["step"] for x in held_out],
+            [x[key] for x in held_out],
+            "o",
+            color=colour,
+            label=f"held out, {key}",
         )
-    axes.set(xlabel="step", ylim=(0, 1), title="quickstart with LoRA, rank 16, adapter sync, two CPU cores")
+    axes.set(
+        xlabel="step",
+        ylim=(0, 1),
+        title="quickstart with LoRA, rank 16, adapter sync, two CPU cores",
+    )
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     figure.savefig(file, dpi=110)
@@ -70,7 +94,12 @@ def main() -> int:
         rows, held_out, seconds = train(folder, args.model, "adapter", f"train.steps={args.steps}")
         size = adapter_bytes(folder / "adapter" / "adapter" / "adapter_model.safetensors")
         merged, *_ = train(
-            folder, args.model, "merged", "lora.sync=merged", f"train.steps={MERGED_STEPS}", "eval.size=8"
+            folder,
+            args.model,
+            "merged",
+            "lora.sync=merged",
+            f"train.steps={MERGED_STEPS}",
+            "eval.size=8",
         )
     syncs, engines = [row["weights/bytes"] for row in rows], rows[0]["world_size"]
     gain = [held_out[-1][key] - held_out[0][key] for key in ("sampled_accuracy", "accuracy")]

@@ -25,7 +25,10 @@ CLIP_LOW, CLIP_HIGH, DUAL_CLIP = 0.2, 0.28, 10.0
 CASES = tuple(
     Case(
         f"ppo_clip {rows}x{length}",
-        (Contender("megarl", "benchmarks.losses:ours"), Contender("verl", "benchmarks.losses:verls")),
+        (
+            Contender("megarl", "benchmarks.losses:ours"),
+            Contender("verl", "benchmarks.losses:verls"),
+        ),
         {"rows": rows, "length": length},
         threads=(1, 2),
         rtol=1e-4,

@@ -36,7 +36,15 @@ __all__ = ["DEVICE", "Device", "main", "memory_by_phase"]
 HERE = Path(__file__).resolve().parents[1]
 DEVICE = torch.device("cpu", 0)
 UTILIZATION = 0.6
-SIZES = {"layers": 2, "hidden": 256, "heads": 8, "kv_heads": 4, "vocab": 8192, "tied": False, "tokenizer": "none"}
+SIZES = {
+    "layers": 2,
+    "hidden": 256,
+    "heads": 8,
+    "kv_heads": 4,
+    "vocab": 8192,
+    "tied": False,
+    "tokenizer": "none",
+}
 EXPERTS = {"family": "qwen3_moe", "experts": 4, "moe_intermediate": 256, "experts_per_token": 2}
 MODELS = {  # its layout, and the size of the device in copies of the model
     "dense tp2": (SIZES, {"tensor": 2}, 7),
@@ -63,10 +71,14 @@ class Device(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
         found = func(*args, **given)
-        to_host = func is torch.ops.aten._to_copy.default and given.get("device") == torch.device("cpu")
+        to_host = func is torch.ops.aten._to_copy.default and given.get("device") == torch.device(
+            "cpu"
+        )
         storages = [x.untyped_storage() for x in tree_leaves(found) if isinstance(x, Tensor)]
         if to_host:
-            self._host |= {storage._cdata: weakref.ref(storage) for storage in storages}  # views of it, too
+            self._host |= {
+                storage._cdata: weakref.ref(storage) for storage in storages
+            }  # views of it, too
         elif not self._is_host:
             for storage in storages:
                 self._add(storage)
@@ -109,7 +121,9 @@ class Device(TorchDispatchMode):
             self._host[storage._cdata] = weakref.ref(storage)
             return buffer
 
-        users = [m for m in list(sys.modules.values()) if made and vars(m).get("host_bytes") is made]
+        users = [
+            m for m in list(sys.modules.values()) if made and vars(m).get("host_bytes") is made
+        ]
         for module in users:
             module.host_bytes = host_bytes  # type: ignore[attr-defined]
         try:
@@ -166,8 +180,12 @@ class _Sampler:
     def sample(self, requests: Any, *, version: int, **_unused: Any) -> list[Any]:
         from megarl.types import Sample
 
-        of_tokens = str(Sample.__annotations__["versions"]).startswith("Tensor")  # before, the oldest and the newest
-        versions: Any = torch.full((512,), version, dtype=torch.int32) if of_tokens else (version, version)
+        of_tokens = str(Sample.__annotations__["versions"]).startswith(
+            "Tensor"
+        )  # before, the oldest and the newest
+        versions: Any = (
+            torch.full((512,), version, dtype=torch.int32) if of_tokens else (version, version)
+        )
         return [
             Sample(
                 prompt_id=request.prompt.prompt_id,
@@ -216,7 +234,10 @@ def measure(model: str, offload: str, folder: Path) -> dict[str, int]:
     kinds, level = OFFLOAD[offload]
     rank, parallel = dist.get_rank(), Parallel(**sizes)
     path = create_model(Create(**create), folder / f"model{rank}")
-    shape, train = read_model(path), Train(dtype="bf16", lr=1e-3, max_tokens_per_microbatch=256, offload=kinds)
+    shape, train = (
+        read_model(path),
+        Train(dtype="bf16", lr=1e-3, max_tokens_per_microbatch=256, offload=kinds),
+    )
     fleet = Fleet(parallel, 2, tensor=1, replicas=2, is_split=False)
     table = slices_of(engine_table(shape), shape, fleet.engine_layout(rank))
     total = copies * 2 * sum(map(prod, hf_shapes(shape).values()))
@@ -234,7 +255,9 @@ def measure(model: str, offload: str, folder: Path) -> dict[str, int]:
         options: dict[str, Any] = {"spec": "local", "itemsize": 2, "round_bytes": 1 << 20}
         measured: Any = lambda name: device.peak(name, peaks)  # noqa: E731
         publisher = Publisher(
-            plan_transfers(shape, fleet, padded_vocab=padded_vocab(shape.vocab, parallel.tensor), **options),
+            plan_transfers(
+                shape, fleet, padded_vocab=padded_vocab(shape.vocab, parallel.tensor), **options
+            ),
             WeightSender(trainer.local_slices(), trainer.parameters_by_name),
             side.receiver,
             Collective(),
@@ -247,14 +270,27 @@ def measure(model: str, offload: str, folder: Path) -> dict[str, int]:
         else:
             stage = publisher._stage
             publisher._stage = lambda parameters: _within(measured("staging"), stage, parameters)  # type: ignore[method-assign]
-        memory: Any = [trainer] if "trainers" in TimedPhases.__dataclass_fields__ else trainer.memory
+        memory: Any = (
+            [trainer] if "trainers" in TimedPhases.__dataclass_fields__ else trainer.memory
+        )
         phases = TimedPhases(measured, lambda values: None, DEVICE, memory, side)
-        on_device = "device" in Exchange.__dataclass_fields__  # before, the exchange went over the device
-        exchange = Exchange(_Sampler(), _Sampler(), Axis(2, rank), Axis(1), *([DEVICE] if on_device else []))
+        on_device = (
+            "device" in Exchange.__dataclass_fields__
+        )  # before, the exchange went over the device
+        exchange = Exchange(
+            _Sampler(), _Sampler(), Axis(2, rank), Axis(1), *([DEVICE] if on_device else [])
+        )
         requests = [Request(Prompt(number, (1,), ""), 0, 0, 1.0) for number in range(64)]
         state = ObjectiveState(kl_coef=0.0)
         saves = Checkpoints(
-            folder / "run", trainer, _Prompts(), state, every=1, keep=1, last_step=9, asynchronous=False
+            folder / "run",
+            trainer,
+            _Prompts(),
+            state,
+            every=1,
+            keep=1,
+            last_step=9,
+            asynchronous=False,
         )
         save = getattr(phases, "save", None)
         with phases.sync():
@@ -302,7 +338,17 @@ def run(tree: Path, model: str, offload: str) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-W", "ignore", __file__, "--rank", f"{rank}", folder, model, offload],
+                [
+                    sys.executable,
+                    "-W",
+                    "ignore",
+                    __file__,
+                    "--rank",
+                    f"{rank}",
+                    folder,
+                    model,
+                    offload,
+                ],
                 env=os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"},
                 stdout=subprocess.PIPE,
                 text=True,
@@ -317,7 +363,9 @@ def run(tree: Path, model: str, offload: str) -> dict[str, int]:
 
 def _rank(rank: str, folder: str, model: str, offload: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=int(rank), world_size=2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=int(rank), world_size=2
+    )
     peaks = measure(model, offload, Path(folder))
     print(json.dumps(peaks), flush=True)
     dist.barrier()
@@ -332,12 +380,19 @@ def memory_by_phase(config: Any, shape: Any, world: int) -> dict[str, float]:
 
     train, sizes = config.train, config.parallel.sizes
     table = megatron_table(shape, spec="te", padded_vocab=padded_vocab(shape.vocab, sizes.tensor))
-    found: list[tuple[int, float]] = []  # of each rank: parameters, and its share of them over data ranks
+    found: list[
+        tuple[int, float]
+    ] = []  # of each rank: parameters, and its share of them over data ranks
     for rank in range(world):
         layout = Layout.of(sizes, world, rank)
         copies = {True: layout.edp.size, False: layout.dp.size * layout.cp.size}
-        parts = [(part.numel, copies[".experts." in part.param]) for part in slices_of(table, shape, layout)]
-        found.append((sum(numel for numel, _ in parts), sum(numel / shared for numel, shared in parts)))
+        parts = [
+            (part.numel, copies[".experts." in part.param])
+            for part in slices_of(table, shape, layout)
+        ]
+        found.append(
+            (sum(numel for numel, _ in parts), sum(numel / shared for numel, shared in parts))
+        )
     (count, share), item = max(found), 4 if train.dtype == "fp32" else 2
     weights, gradients, main = item * count, 4 * count, 4 * share if item == 2 else 0.0
     adam = main + 8 * share
@@ -356,7 +411,9 @@ def memory_by_phase(config: Any, shape: Any, world: int) -> dict[str, float]:
     return {name: size / 1e9 if name != "gpu_share" else size for name, size in figures.items()}
 
 
-def arithmetic(gpu_gb: float = 80.0, libraries_gb: float = 4.0) -> list[tuple[str, float, float, float]]:
+def arithmetic(
+    gpu_gb: float = 80.0, libraries_gb: float = 4.0
+) -> list[tuple[str, float, float, float]]:
     """Qwen3-30B-A3B on 8 x 80 GB: GB of the fullest rank in each phase, with the engine first, before, and now."""
     from megarl.config.load import load_config
     from megarl.models.registry import read_model
@@ -365,8 +422,13 @@ def arithmetic(gpu_gb: float = 80.0, libraries_gb: float = 4.0) -> list[tuple[st
     shape = read_model(HERE / "configs" / "models" / "qwen3_30b_a3b")
     m = memory_by_phase(config, shape, 8)
     engine = 0.6 * gpu_gb
-    build, resumed = m["weights"] + m["gradients"] + m["main"], m["weights"] + m["gradients"] + m["adam"]
-    build_now = max(2 * m["weights"] + m["gradients"], m["weights"] + m["kept_gradients"] + m["main"])
+    build, resumed = (
+        m["weights"] + m["gradients"] + m["main"],
+        m["weights"] + m["gradients"] + m["adam"],
+    )
+    build_now = max(
+        2 * m["weights"] + m["gradients"], m["weights"] + m["kept_gradients"] + m["main"]
+    )
     save = m["weights"] + m["kept_gradients"] + m["adam"]
     rows = [
         ("start-up: trainer built", build + engine, build, build_now),
@@ -375,30 +437,48 @@ def arithmetic(gpu_gb: float = 80.0, libraries_gb: float = 4.0) -> list[tuple[st
         ("rollout", m["kept"] + engine, m["kept"] + engine, engine - libraries_gb),
         ("optimizer step", resumed, resumed, resumed),
         ("save, without its buffers", resumed, resumed, save),
-        ("sync, with staging", m["kept"] + 2 * m["vllm"], m["kept"] + 2 * m["vllm"], m["kept"] + m["vllm"]),
+        (
+            "sync, with staging",
+            m["kept"] + 2 * m["vllm"],
+            m["kept"] + 2 * m["vllm"],
+            m["kept"] + m["vllm"],
+        ),
     ]
     return [(name, *(value + libraries_gb for value in values)) for name, *values in rows]  # type: ignore[misc]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory_phases", description=__doc__)
-    parser.add_argument("--against", metavar="PATH", type=Path, help="another checkout: the peaks before")
-    parser.add_argument("--only", metavar="TEXT", default="", help="only the models and settings that contain TEXT")
+    parser.add_argument(
+        "--against", metavar="PATH", type=Path, help="another checkout: the peaks before"
+    )
+    parser.add_argument(
+        "--only", metavar="TEXT", default="", help="only the models and settings that contain TEXT"
+    )
     parser.add_argument("--rank", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
         _rank(*args.rank)
     columns = [("before", args.against)] if args.against else []
     columns.append(("now", HERE))
-    print("MB on the device at the peak of a phase, the larger of two ranks, bf16; a parent includes its parts\n")
+    print(
+        "MB on the device at the peak of a phase, the larger of two ranks, bf16; a parent includes its parts\n"
+    )
     for model in MODELS:
         for offload in OFFLOAD:
             if args.only in f"{model}, {offload}":
                 found = [run(tree, model, offload) for _, tree in columns]
-                print(f"{model}, {offload}\n  {'':10}" + "".join(f"{name:>14}" for name, _ in columns))
+                print(
+                    f"{model}, {offload}\n  {'':10}" + "".join(f"{name:>14}" for name, _ in columns)
+                )
                 for phase in PHASES:
-                    print(f"  {phase:10}" + "".join(f"{peaks[phase] / 1e6:14.1f}" for peaks in found), flush=True)
-    print("\nQwen3-30B-A3B, 8 x 80 GB, configs/qwen3_30b_a3b_8gpu.yaml with a share of 0.6 for the engine: GB of the")
+                    print(
+                        f"  {phase:10}" + "".join(f"{peaks[phase] / 1e6:14.1f}" for peaks in found),
+                        flush=True,
+                    )
+    print(
+        "\nQwen3-30B-A3B, 8 x 80 GB, configs/qwen3_30b_a3b_8gpu.yaml with a share of 0.6 for the engine: GB of the"
+    )
     print("fullest rank by arithmetic, with 4 GB for CUDA contexts and NCCL, without activations")
     print(f"  {'':26}{'engine first':>14}{'before':>10}{'now':>10}")
     for name, *values in arithmetic():

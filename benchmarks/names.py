@@ -18,17 +18,30 @@ class Bench:
 
 
 BENCHES: dict[str, Bench] = {
-    "advantages": Bench("reinforce_pp, grpo and reinforce_pp_baseline against verl's", "benchmarks.advantages"),
-    "losses": Bench("ppo_clip with its gradient against verl's, time and peak memory", "benchmarks.losses"),
-    "packing": Bench("rows into bins against MFFD, bins to ranks against verl's partition", "benchmarks.packing"),
+    "advantages": Bench(
+        "reinforce_pp, grpo and reinforce_pp_baseline against verl's", "benchmarks.advantages"
+    ),
+    "losses": Bench(
+        "ppo_clip with its gradient against verl's, time and peak memory", "benchmarks.losses"
+    ),
+    "packing": Bench(
+        "rows into bins against MFFD, bins to ranks against verl's partition", "benchmarks.packing"
+    ),
     "logprobs": Bench(
-        "log-probs from hidden states and their gradients against verl, TRL, Megatron-Core", "benchmarks.logprobs"
+        "log-probs from hidden states and their gradients against verl, TRL, Megatron-Core",
+        "benchmarks.logprobs",
     ),
-    "convert": Bench("a 2 GB model converted by a fresh process against a plain copy", "benchmarks.convert"),
+    "convert": Bench(
+        "a 2 GB model converted by a fresh process against a plain copy", "benchmarks.convert"
+    ),
     "end_to_end": Bench(
-        "GRPO steps of fixed length against TRL's, whole jobs in fresh processes", "benchmarks.end_to_end"
+        "GRPO steps of fixed length against TRL's, whole jobs in fresh processes",
+        "benchmarks.end_to_end",
     ),
-    "sync": Bench("weights shard to shard against full tensors on every rank, 4 and 8 gloo ranks", "benchmarks.sync"),
+    "sync": Bench(
+        "weights shard to shard against full tensors on every rank, 4 and 8 gloo ranks",
+        "benchmarks.sync",
+    ),
 }
 
 

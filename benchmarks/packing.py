@@ -37,7 +37,10 @@ CASES = (
     *(
         Case(
             f"ranks {items} rows {parts} ranks, {what}",
-            (Contender("megarl", f"{HERE}:ranks"), Contender("verl", f"{HERE}:verls_ranks", {"equal_size": equal})),
+            (
+                Contender("megarl", f"{HERE}:ranks"),
+                Contender("verl", f"{HERE}:verls_ranks", {"equal_size": equal}),
+            ),
             {"items": items, "parts": parts},
             at_least=None if equal else 20.0 if items == 8192 else 1.0,
         )
@@ -53,7 +56,9 @@ def _lengths(items: int, longest: int) -> np.ndarray:
     return drawn.astype(np.int64).clip(16, longest)
 
 
-def _packed(pack: Callable[[Sequence[int], int], list[list[int]]], items: int, longest: int) -> Callable[[], Outcome]:
+def _packed(
+    pack: Callable[[Sequence[int], int], list[list[int]]], items: int, longest: int
+) -> Callable[[], Outcome]:
     lengths_N = _lengths(items, longest)
     lengths = lengths_N.tolist()
     bound = -(-int(lengths_N.sum()) // CAPACITY)
@@ -83,7 +88,10 @@ def pack_mffd(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     small ones, the emptiest bin first; then whatever fits, the fullest first; the rest by first fit decreasing.
     """
     rest = _Sorted(lengths, [item for item, length in enumerate(lengths) if length <= capacity / 2])
-    large = sorted((item for item, length in enumerate(lengths) if length > capacity / 2), key=lambda i: -lengths[i])
+    large = sorted(
+        (item for item, length in enumerate(lengths) if length > capacity / 2),
+        key=lambda i: -lengths[i],
+    )
     bins, room = [[item] for item in large], [capacity - lengths[item] for item in large]
     medium = rest.split(capacity / 3)
     for at, free in enumerate(room):

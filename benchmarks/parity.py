@@ -71,7 +71,9 @@ TRAININGS = {
     "tiny_dense bf16, 200 steps": "configs/tiny_dense.yaml train.dtype=bf16 train.steps=200",
     "tiny_moe bf16, 200 steps": "configs/tiny_moe.yaml train.dtype=bf16 train.steps=200",
 }
-FEW_SAMPLES = "train.prompts_per_step=2 rollout.samples_per_prompt=4 algorithm.filter_zero_std=false"
+FEW_SAMPLES = (
+    "train.prompts_per_step=2 rollout.samples_per_prompt=4 algorithm.filter_zero_std=false"
+)
 REAL_TRAININGS = {
     f"SmolLM2 {dtype}, 20 steps": "configs/smollm2.yaml train.steps=20 eval.every=0 checkpoint.export_hf=never "
     f"train.dtype={dtype} {FEW_SAMPLES}"
@@ -83,7 +85,8 @@ FAULTS = {
     for dtype in ("fp32", "bf16")
 }
 REAL_FAULTS = {
-    f"SmolLM2 {dtype}": f"configs/smollm2.yaml train.dtype={dtype} train.lr=1e-4" for dtype in ("fp32", "bf16")
+    f"SmolLM2 {dtype}": f"configs/smollm2.yaml train.dtype={dtype} train.lr=1e-4"
+    for dtype in ("fp32", "bf16")
 }
 
 
@@ -134,20 +137,34 @@ class Faults:
         layer = shape.layers // 2
         head = head_weight(unwrapped(self.trainer))
         name = next(name for name, each in params.items() if each.data_ptr() == head.data_ptr())
-        older = OlderHead(shape.vocab, self.trainer.train.logprob_chunk, weight_VH=self.updated[name])
-        yield self.probed("stale head", distance([name], params, self.updated), r"^the output head$", head=older)
+        older = OlderHead(
+            shape.vocab, self.trainer.train.logprob_chunk, weight_VH=self.updated[name]
+        )
+        yield self.probed(
+            "stale head", distance([name], params, self.updated), r"^the output head$", head=older
+        )
         if shape.is_moe:
             first = [name for name in params if f"layers.{layer}." in name and "experts.0." in name]
             pairs = [(name, name.replace("experts.0.", "experts.1.")) for name in first]
             swapped = {a: params[b].clone() for a, b in [*pairs, *((b, a) for a, b in pairs)]}
             yield self.probed(
-                "swapped experts", f"2 of {shape.experts} in one layer", rf"^layer {layer} \(MLP\)$", weights=swapped
+                "swapped experts",
+                f"2 of {shape.experts} in one layer",
+                rf"^layer {layer} \(MLP\)$",
+                weights=swapped,
             )
         final = next(name for name in params if name.endswith("final_layernorm.weight"))
-        yield self.probed("one norm, the last", "1.05 times", "^final norm$", weights={final: params[final] * 1.05})
+        yield self.probed(
+            "one norm, the last",
+            "1.05 times",
+            "^final norm$",
+            weights={final: params[final] * 1.05},
+        )
         norm = next(name for name in params if f"layers.{layer}.input_layernorm" in name)
         weights, cause = {norm: params[norm] * 1.05}, rf"^layer {layer} \(input norm\)$"
-        yield self.probed("one norm, of a layer", "1.05 times", cause, weights=weights, at_least=1.0)
+        yield self.probed(
+            "one norm, of a layer", "1.05 times", cause, weights=weights, at_least=1.0
+        )
         names = [name for name in params if f"layers.{layer}." in name]
         yield self.probed(
             "one layer of older weights",
@@ -158,7 +175,10 @@ class Faults:
         if padding := head.shape[0] - shape.vocab:
             padded = VocabularyHead(head.shape[0], self.trainer.train.logprob_chunk)
             yield self.probed(
-                "padded vocabulary in the softmax", f"{padding} rows beyond {shape.vocab}", "^the softmax", head=padded
+                "padded vocabulary in the softmax",
+                f"{padding} rows beyond {shape.vocab}",
+                "^the softmax",
+                head=padded,
             )
         yield self.sampled_at(0.9)
 
@@ -179,7 +199,9 @@ class Faults:
         try:
             batch, (excess, *_) = self.checks.probe()
             assert self.checks.find
-            return judged(fault, size, excess, self.checks.find(batch, excess.floor), cause, at_least)
+            return judged(
+                fault, size, excess, self.checks.find(batch, excess.floor), cause, at_least
+            )
         finally:
             copy(kept, params)
             self.trainer.head = kept_head
@@ -194,12 +216,16 @@ class Faults:
         excess = self.checks.excess(found, measured.floor, prompts=batch.prompt_id.unique().numel())
         few = sampled_rows(batch, 8)
         assert self.checks.find
-        cause = self.checks.find(few, measure_logprobs(self.trainer, few).floor, few.rollout_logprobs)
+        cause = self.checks.find(
+            few, measure_logprobs(self.trainer, few).floor, few.rollout_logprobs
+        )
         pattern = r"sampled at temperature 0\.(89|9|91),"
         return judged(f"temperature {temperature} for 1.0", "at sampling", excess, cause, pattern)
 
 
-def judged(fault: str, size: str, excess: Excess, cause: str | None, pattern: str, at_least: float = 2.0) -> Found:
+def judged(
+    fault: str, size: str, excess: Excess, cause: str | None, pattern: str, at_least: float = 2.0
+) -> Found:
     is_named = bool(cause and re.search(pattern, cause))
     return Found(fault, size, excess.statistic / excess.limit, at_least, cause or "", is_named)
 
@@ -249,7 +275,9 @@ def plant_faults(config_file: str, overrides: list[str]) -> list[Found]:
 
 def megarl(*arguments: str) -> str:
     command = [sys.executable, "-m", "megarl.cli", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=child_env(OMP_NUM_THREADS=1))
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env=child_env(OMP_NUM_THREADS=1)
+    )
     if done.returncode:
         raise RuntimeError(
             f"{' '.join(command[1:])} ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}"
@@ -263,10 +291,20 @@ def healthy_starts(real: str | None) -> Iterator[tuple[str, list[str]]]:
         for model, layouts in (("tiny_dense", LAYOUTS), ("tiny_moe", LAYOUTS | EXPERT_LAYOUTS)):
             for layout, keys in layouts.items():
                 for seed in (1, 2, 3) if not keys else (1,):
-                    arguments = [f"configs/{model}.yaml", f"train.dtype={dtype}", f"run.seed={seed}", *keys.split()]
+                    arguments = [
+                        f"configs/{model}.yaml",
+                        f"train.dtype={dtype}",
+                        f"run.seed={seed}",
+                        *keys.split(),
+                    ]
                     yield f"{model} {dtype} {layout}, seed {seed}", arguments
         for layout, keys in REAL_LAYOUTS.items() if real else ():
-            arguments = ["configs/smollm2.yaml", f"model.path={real}", f"train.dtype={dtype}", *keys.split()]
+            arguments = [
+                "configs/smollm2.yaml",
+                f"model.path={real}",
+                f"train.dtype={dtype}",
+                *keys.split(),
+            ]
             yield f"SmolLM2 {dtype} {layout}", arguments
 
 
@@ -289,7 +327,12 @@ def run_faults(arguments: list[str]) -> Iterator[tuple[float, str]]:
     """Yields statistic over bound, and what was planted and named."""
     command = [sys.executable, "-m", "benchmarks.parity", "--faults", *arguments]
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=True, env=child_env(OMP_NUM_THREADS=1)
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        env=child_env(OMP_NUM_THREADS=1),
     )
     for found in json.loads(done.stdout.splitlines()[-1]):
         right = "" if found["is_named"] else "  WRONG NAME"
@@ -313,18 +356,28 @@ def cases(real: str | None) -> Iterator[tuple[str, str, Callable[[], list[str]]]
         yield (
             faulty,
             name,
-            lambda name=name, keys=keys: [f"  {ratio:8.3g}  {name}: {text}" for ratio, text in run_faults(keys)],
+            lambda name=name, keys=keys: [
+                f"  {ratio:8.3g}  {name}: {text}" for ratio, text in run_faults(keys)
+            ],
         )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.parity", description=__doc__)
-    parser.add_argument("--only", metavar="TEXT", default="", help="run only the cases whose name contains TEXT")
-    parser.add_argument("--real", metavar="FOLDER", help="SmolLM2-135M-Instruct; without it, only tiny models")
-    parser.add_argument("--faults", nargs="+", metavar=("CONFIG", "KEY=VALUE"), help="plant them in one model")
+    parser.add_argument(
+        "--only", metavar="TEXT", default="", help="run only the cases whose name contains TEXT"
+    )
+    parser.add_argument(
+        "--real", metavar="FOLDER", help="SmolLM2-135M-Instruct; without it, only tiny models"
+    )
+    parser.add_argument(
+        "--faults", nargs="+", metavar=("CONFIG", "KEY=VALUE"), help="plant them in one model"
+    )
     args = parser.parse_args()
     if args.faults:
-        print(json.dumps([asdict(found) for found in plant_faults(args.faults[0], args.faults[1:])]))
+        print(
+            json.dumps([asdict(found) for found in plant_faults(args.faults[0], args.faults[1:])])
+        )
         return 0
     is_full = args.real and not args.only
     done: dict[str, list[str]] = json.loads(PART.read_text()) if is_full and PART.exists() else {}

@@ -52,8 +52,14 @@ class _StandIns(MetaPathFinder, Loader):
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
 
-    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        return ModuleSpec(fullname, self, is_package=True) if fullname.partition(".")[0] in self.names else None
+    def find_spec(
+        self, fullname: str, path: object = None, target: object = None
+    ) -> ModuleSpec | None:
+        return (
+            ModuleSpec(fullname, self, is_package=True)
+            if fullname.partition(".")[0] in self.names
+            else None
+        )
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return _Empty(spec.name)

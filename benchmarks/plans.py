@@ -28,14 +28,24 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 CASES = [(name, None) for name in ("qwen3_235b_a22b", "deepseek_v3", "kimi_k2")] + [
     (name, world) for name in ("qwen3_235b_a22b", "glm_4_5") for world in (256, 512)
 ]
-LIMITS = {"over_floor": 1.3, "with_messages": 1.6, "busiest_link": 1.15, "seconds": 60.0, "peak_gb": 2.0}
+LIMITS = {
+    "over_floor": 1.3,
+    "with_messages": 1.6,
+    "busiest_link": 1.15,
+    "seconds": 60.0,
+    "peak_gb": 2.0,
+}
 
 
 def measure(name: str, world: int | None) -> dict[str, Any]:
     """`world`: number of colocated ranks; None: split, as configured."""
     overrides = [f"model.path={CONFIGS}/models/{name}"]
     if world:
-        overrides += ["launch.topology=colocated", f"launch.processes={world}", "rollout.replicas=null"]
+        overrides += [
+            "launch.topology=colocated",
+            f"launch.processes={world}",
+            "rollout.replicas=null",
+        ]
     config = load_config(CONFIGS / f"{name}.yaml", overrides)
     plan, figures = plan_weights(config)
     fleet = fleet_of(config)
@@ -69,7 +79,9 @@ def _wire_seconds(plan: Any, world: int, node: int) -> tuple[float, float]:
         file = Path(folder) / "messages.jsonl"
         write_messages(plan, file)
         numbers = file.read_text().translate({ord("["): None, ord("]"): None, ord("\n"): ","})
-    rounds, senders, receivers, sizes = np.fromstring(numbers, dtype=np.int64, sep=",").reshape(-1, 4).T
+    rounds, senders, receivers, sizes = (
+        np.fromstring(numbers, dtype=np.int64, sep=",").reshape(-1, 4).T
+    )
     count, links = int(rounds.max()) + 1, LINKS["h100"]
     is_near = senders // node == receivers // node
     times = np.zeros((count, world))
@@ -88,9 +100,18 @@ def check(*, only: str = "", json_file: Path | None = None) -> bool:
     results, failures = [], []
     for number in (number for number, (name, _) in enumerate(CASES) if only in name):
         command = [sys.executable, "-m", "benchmarks.plans", str(number)]
-        result = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        print(", ".join(f"{name} {value}" if name != "case" else value for name, value in result.items()), flush=True)
-        failures += [f"{result['case']}: {name}" for name, limit in LIMITS.items() if result[name] > limit]
+        result = json.loads(
+            subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        )
+        print(
+            ", ".join(
+                f"{name} {value}" if name != "case" else value for name, value in result.items()
+            ),
+            flush=True,
+        )
+        failures += [
+            f"{result['case']}: {name}" for name, limit in LIMITS.items() if result[name] > limit
+        ]
         failures += [f"{result['case']}: below its floor"] * (result["over_floor"] < 1)
         results.append(result)
     print("all within limits" if not failures else "\n".join(failures), LIMITS)

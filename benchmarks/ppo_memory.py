@@ -46,19 +46,29 @@ GPU_GB = 80.0
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> int:
-    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+    return sum(
+        {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values()
+    )
 
 
 def tensors_of(trainer: Trainer) -> dict[str, int]:
-    buffers = [buffer for chunk in trainer.model for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+    buffers = [
+        buffer
+        for chunk in trainer.model
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers
+    ]
     parts = getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])
     mains = [x for part in parts for group in part.optimizer.param_groups for x in group["params"]]
-    states = [x for part in parts for state in part.optimizer.state.values() for x in state.values()]
+    states = [
+        x for part in parts for state in part.optimizer.state.values() for x in state.values()
+    ]
     weights = [buffer.param_data for buffer in buffers]
     return {
         "weights": storages(weights),
         "gradients": storages(buffer.grad_data for buffer in buffers),
-        "optimizer": storages([*mains, *(x for x in states if torch.is_tensor(x) and x.numel() > 1)]),
+        "optimizer": storages(
+            [*mains, *(x for x in states if torch.is_tensor(x) and x.numel() > 1)]
+        ),
     }
 
 
@@ -73,13 +83,23 @@ def measure(algorithm: dict, folder: Path) -> dict[str, int]:
     from trainer_cases import random_batch
 
     config, path, device = config_of(algorithm), create_model(SMALL, folder), torch.device("cpu")
-    shape, layout, objective = read_model(path), Layout.of(Parallel(), 1, 0), Objective(config.algorithm)
+    shape, layout, objective = (
+        read_model(path),
+        Layout.of(Parallel(), 1, 0),
+        Objective(config.algorithm),
+    )
     actor = Trainer.build(shape, layout, train=config.train, folder=path, device=device)
     learner = PolicyLearner.of(actor, objective)
     trainers = [actor]
     if config.algorithm.needs_critic:
         values = Trainer.build(
-            shape, layout, train=config.train, folder=path, device=device, head=ValueHead(), beside=actor
+            shape,
+            layout,
+            train=config.train,
+            folder=path,
+            device=device,
+            head=ValueHead(),
+            beside=actor,
         )
         learner, trainers = ActorCritic(learner, values, config.critic), [actor, values]
     batch = random_batch(num_rows=16, longest=64)
@@ -118,10 +138,15 @@ def measured() -> list[str]:
     ]
     lines.append(f"{'':<20}" + "".join(f"{name:>12}" for name in columns))
     for kind in KINDS:
-        lines.append(f"  {kind:<18}" + "".join(f"{column[kind] / 1e6:>12.1f}" for column in columns.values()))
+        lines.append(
+            f"  {kind:<18}" + "".join(f"{column[kind] / 1e6:>12.1f}" for column in columns.values())
+        )
     total = {name: sum(column.values()) for name, column in columns.items()}
     lines.append(f"  {'sum':<18}" + "".join(f"{value / 1e6:>12.1f}" for value in total.values()))
-    lines.append(f"  {'of GRPO':<18}" + "".join(f"{value / total['GRPO']:>11.2f}x" for value in total.values()))
+    lines.append(
+        f"  {'of GRPO':<18}"
+        + "".join(f"{value / total['GRPO']:>11.2f}x" for value in total.values())
+    )
     return lines
 
 
@@ -151,7 +176,10 @@ def arithmetic() -> list[str]:
         config = config.model_copy(update={"parallel": parallel})
         shape = read_model(HERE / "configs" / "models" / name)
         count = sum(map(prod, hf_shapes(shape).values()))
-        lines += ["", f"{name}, {count / 1e9:.1f}e9 parameters, {', '.join(f'{k} {v}' for k, v in sizes.items())}"]
+        lines += [
+            "",
+            f"{name}, {count / 1e9:.1f}e9 parameters, {', '.join(f'{k} {v}' for k, v in sizes.items())}",
+        ]
         columns = ("policy", "policy and critic", "offloaded")
         lines.append(f"  {'GPUs':>6}" + "".join(f"{column:>20}" for column in (*columns, "host")))
         fits: dict[str, int] = {}
@@ -160,14 +188,19 @@ def arithmetic() -> list[str]:
             layout = Layout.of(config.parallel.sizes, world, 0)
             weights = 2 * (dense + experts) / 1e9
             adam = 12 * (dense / layout.dp.size + experts / layout.edp.size) / 1e9
-            one, host = 3 * weights + adam, weights + 2 * adam  # gradients take twice the bytes of weights
+            one, host = (
+                3 * weights + adam,
+                weights + 2 * adam,
+            )  # gradients take twice the bytes of weights
             needed = dict(zip(columns, (one, 2 * one, one + weights), strict=True))
             for column, size in needed.items():
                 if size <= GPU_GB:
                     fits.setdefault(column, world)
             cells = [f"{size:>19.1f}{'*' if size > GPU_GB else ' '}" for size in needed.values()]
             lines.append(f"  {world:>6}{''.join(cells)}{host:>20.1f}")
-        lines.append("  first fits" + "".join(f"{fits.get(column, '-'):>15} GPUs" for column in columns))
+        lines.append(
+            "  first fits" + "".join(f"{fits.get(column, '-'):>15} GPUs" for column in columns)
+        )
     return lines
 
 
@@ -183,4 +216,8 @@ def main(file: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "benchmarks" / "results" / "ppo_memory.txt")
+    main(
+        Path(sys.argv[1])
+        if len(sys.argv) > 1
+        else HERE / "benchmarks" / "results" / "ppo_memory.txt"
+    )

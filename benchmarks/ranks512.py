@@ -107,7 +107,9 @@ def exchange(world: int, samples: int, tokens: int, members: int = 2) -> dict[st
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("fork")
         arguments = (world, members, world // members * samples, tokens, folder)
-        ranks = [context.Process(target=_exchange_rank, args=(rank, *arguments)) for rank in range(world)]
+        ranks = [
+            context.Process(target=_exchange_rank, args=(rank, *arguments)) for rank in range(world)
+        ]
         for process in ranks:
             process.start()
         for process in ranks:
@@ -119,18 +121,27 @@ def exchange(world: int, samples: int, tokens: int, members: int = 2) -> dict[st
         "seconds": round(max(result["seconds"] for result in results), 3),
         "sample_mb": round(results[0]["bytes"] / 1e6, 3),
         "received_over_samples": round(received / results[0]["bytes"], 3),
-        "padded_all_gather_over_samples": round(world * results[0]["largest"] / results[0]["bytes"], 3),
-        "peak_over_samples": round(max(result["peak"] for result in results) / results[0]["bytes"], 2),
+        "padded_all_gather_over_samples": round(
+            world * results[0]["largest"] / results[0]["bytes"], 3
+        ),
+        "peak_over_samples": round(
+            max(result["peak"] for result in results) / results[0]["bytes"], 2
+        ),
         "metrics_all_reduce_ms": round(1e3 * max(result["reduce_s"] for result in results), 3),
     }
 
 
-def _exchange_rank(rank: int, world: int, members: int, count: int, tokens: int, folder: str) -> None:
+def _exchange_rank(
+    rank: int, world: int, members: int, count: int, tokens: int, folder: str
+) -> None:
     store = dist.FileStore(f"{folder}/store", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     requests, member = requests_of(count), Axis(members, rank % members)
     replica = Axis(world // members, rank // members)
-    mine = [make_sample(x.prompt, x.index, tokens, x.seed) for x in deal(requests, replica.size)[replica.rank]]
+    mine = [
+        make_sample(x.prompt, x.index, tokens, x.seed)
+        for x in deal(requests, replica.size)[replica.rank]
+    ]
     prepared = Prepared(mine)
     share = Exchange(prepared, prepared, replica=replica, member=member)
     received: list[int] = []
@@ -171,13 +182,17 @@ def _exchange_rank(rank: int, world: int, members: int, count: int, tokens: int,
 def one_rank(replicas: int, samples: int, tokens: int) -> dict[str, Any]:
     """The work of one rank of `replicas` x MEMBERS, in CPU seconds of a thread; links' bytes follow from its sizes."""
     requests = requests_of(samples)
-    mine = [make_sample(request.prompt, request.index, tokens, request.seed) for request in requests]
+    mine = [
+        make_sample(request.prompt, request.index, tokens, request.seed) for request in requests
+    ]
     start = time.process_time()
     part = pack(mine)
     pack_s = time.process_time() - start
     total = replicas * part.numel()
     before = peak_bytes()
-    parts = torch.empty(total, dtype=torch.uint8).split(part.numel())  # what the exchange receives into
+    parts = torch.empty(total, dtype=torch.uint8).split(
+        part.numel()
+    )  # what the exchange receives into
     for piece in parts:
         piece.copy_(part)
     start = time.process_time()
@@ -195,7 +210,9 @@ def one_rank(replicas: int, samples: int, tokens: int) -> dict[str, Any]:
     by_prompt: dict[int, list[Sample]] = {}
     for sample in gathered:
         by_prompt.setdefault(sample.prompt_id, []).append(sample)
-    groups = tuple(Group(Prompt(number, (1,), ""), tuple(group)) for number, group in by_prompt.items())
+    groups = tuple(
+        Group(Prompt(number, (1,), ""), tuple(group)) for number, group in by_prompt.items()
+    )
     start = time.process_time()
     rollout_metrics(Rollout(groups, groups, {}, digest))
     metrics_s = time.process_time() - start
@@ -224,7 +241,9 @@ def one_rank(replicas: int, samples: int, tokens: int) -> dict[str, Any]:
 def plan(trainers: int, replicas: int) -> dict[str, Any]:
     """The weights of Qwen3-235B-A22B from `trainers` ranks to `replicas` engines of tensor 8."""
     overrides = [f"model.path={CONFIGS}/models/qwen3_235b_a22b", f"launch.processes={trainers}"]
-    config = load_config(CONFIGS / "qwen3_235b_a22b.yaml", [*overrides, f"rollout.replicas={replicas}"])
+    config = load_config(
+        CONFIGS / "qwen3_235b_a22b.yaml", [*overrides, f"rollout.replicas={replicas}"]
+    )
     before = peak_bytes()
     figures = plan_weights(config)[1]
     return {
@@ -238,15 +257,32 @@ def plan(trainers: int, replicas: int) -> dict[str, Any]:
     }
 
 
-def check(*, cases: list[tuple[str, dict[str, int]]] = CASES, json_file: Path | None = None) -> bool:
+def check(
+    *, cases: list[tuple[str, dict[str, int]]] = CASES, json_file: Path | None = None
+) -> bool:
     """Runs the cases, and prints their figures. Returns whether all are within LIMITS."""
     results, failures = [], []
-    print(machine(), f"computed at {RATE / 1e9:g} GB/s a stream, {HOP_S * 1e6:g} us a message", sep="; ")
+    print(
+        machine(),
+        f"computed at {RATE / 1e9:g} GB/s a stream, {HOP_S * 1e6:g} us a message",
+        sep="; ",
+    )
     for name, arguments in cases:
         command = [sys.executable, "-m", "benchmarks.ranks512", name, json.dumps(arguments)]
-        figures = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        print(f"{name} {arguments}", *(f"    {key} {value}" for key, value in figures.items()), sep="\n", flush=True)
-        failures += [f"{name} {arguments}: {key}" for key, most in LIMITS.items() if figures.get(key, 0) > most]
+        figures = json.loads(
+            subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        )
+        print(
+            f"{name} {arguments}",
+            *(f"    {key} {value}" for key, value in figures.items()),
+            sep="\n",
+            flush=True,
+        )
+        failures += [
+            f"{name} {arguments}: {key}"
+            for key, most in LIMITS.items()
+            if figures.get(key, 0) > most
+        ]
         results.append({"case": name, **arguments, **figures})
     print("all within limits" if not failures else "\n".join(failures), LIMITS)
     if json_file:

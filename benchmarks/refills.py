@@ -59,16 +59,26 @@ def measure(count: int, first: float, last: float, total: float) -> dict[str, fl
     from megarl.types import Sample
 
     draw, chances, step_now = random.Random(0), {}, 0
-    empty = {"tokens": torch.zeros(1, dtype=torch.int64), "trainable": torch.zeros(1, dtype=torch.bool)}
+    empty = {
+        "tokens": torch.zeros(1, dtype=torch.int64),
+        "trainable": torch.zeros(1, dtype=torch.bool),
+    }
 
     def generate(requests: Any, *, version: int) -> list[Any]:
         mean = first + (last - first) * step_now / STEPS
         samples = []
         for request in requests:
             number = request.prompt.prompt_id
-            chance = chances.setdefault((version, number), draw.betavariate(total * mean, total * (1 - mean)))
+            chance = chances.setdefault(
+                (version, number), draw.betavariate(total * mean, total * (1 - mean))
+            )
             reward = float(draw.random() < chance)
-            place = {"prompt_id": number, "index": request.index, "versions": (version, version), "finish": "stop"}
+            place = {
+                "prompt_id": number,
+                "index": request.index,
+                "versions": (version, version),
+                "finish": "stop",
+            }
             samples.append(Sample(**place, **empty, rollout_logprobs=torch.zeros(1), reward=reward))
         return samples
 
@@ -95,7 +105,9 @@ def measure(count: int, first: float, last: float, total: float) -> dict[str, fl
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.refills", description=__doc__)
-    parser.add_argument("--against", metavar="PATH", type=Path, nargs="*", default=[], help="other checkouts")
+    parser.add_argument(
+        "--against", metavar="PATH", type=Path, nargs="*", default=[], help="other checkouts"
+    )
     parser.add_argument("--run", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.run:
@@ -106,7 +118,9 @@ def main() -> int:
     print(f"{'':36}{'rounds':>8}{'largest':>8}{'first':>8}{'groups':>8}{'sampled':>8}{'lost':>8}")
     command, found = [sys.executable, __file__, "--run"], {}
     for which, tree in trees.items():
-        found[which] = json.loads(subprocess.check_output(command, env=child_env(PYTHONPATH=str(tree))))
+        found[which] = json.loads(
+            subprocess.check_output(command, env=child_env(PYTHONPATH=str(tree)))
+        )
     for number, name in enumerate(RUNS):
         for which, rows in found.items():
             print(f"{name:28}{which:8}" + "".join(f"{value:8.3g}" for value in rows[number]))

@@ -42,9 +42,18 @@ Row = Mapping[str, Any]
 
 def train(folder: Path, model: Path, keys: Sequence[str]) -> tuple[Sequence[Row], Sequence[Row]]:
     """Returns the lines of metrics.jsonl and eval.jsonl."""
-    command = [sys.executable, "-m", "megarl.cli", "train", "configs/smollm2.yaml", f"model.path={model.resolve()}"]
+    command = [
+        sys.executable,
+        "-m",
+        "megarl.cli",
+        "train",
+        "configs/smollm2.yaml",
+        f"model.path={model.resolve()}",
+    ]
     subprocess.run([*command, f"run.dir={folder}", *keys], cwd=ROOT, check=True, stdout=sys.stderr)
-    return read_metrics(folder / "smollm2" / "metrics.jsonl"), read_metrics(folder / "smollm2" / "eval.jsonl")
+    return read_metrics(folder / "smollm2" / "metrics.jsonl"), read_metrics(
+        folder / "smollm2" / "eval.jsonl"
+    )
 
 
 def learn(model: Path, seeds: Sequence[int]) -> Iterator[str]:
@@ -57,10 +66,13 @@ def learn(model: Path, seeds: Sequence[int]) -> Iterator[str]:
         first, last = held_out[0], held_out[-1]
         for key, name in FIGURES.items():
             before, after = (
-                f"{row[key]:.3f} ({row[f'{key}/low']:.3f} .. {row[f'{key}/high']:.3f})" for row in (first, last)
+                f"{row[key]:.3f} ({row[f'{key}/low']:.3f} .. {row[f'{key}/high']:.3f})"
+                for row in (first, last)
             )
             yield f"seed {seed}  {name:<8}{before} -> {after}  {last[key] - first[key]:+.3f} of {last['size']} problems"
-        statistic, length = (max(row[key] for row in metrics) for key in ("logprob_diff/statistic", "length/mean"))
+        statistic, length = (
+            max(row[key] for row in metrics) for key in ("logprob_diff/statistic", "length/mean")
+        )
         yield (
             f"seed {seed}  {len(metrics)} steps in {seconds:.0f} s with start and evaluations, {length:.1f} tokens a "
             f"response at most on average; largest parity statistic {statistic:.2f}"
@@ -73,14 +85,29 @@ def draw(runs: Mapping[int, tuple[Sequence[Row], Sequence[Row]]], file: Path) ->
     matplotlib.use("Agg")
     figure, panels = plt.subplots(1, 3, figsize=(11, 3.4), sharey=True, layout="constrained")
     colours = ("#0b6bcb", "#c2410c", "#15803d", "#7e22ce")
-    for number, ((seed, (metrics, held_out)), colour) in enumerate(zip(runs.items(), colours, strict=False)):
-        panels[0].plot([row["step"] + 1 for row in metrics], [row["reward/mean"] for row in metrics], color=colour)
+    for number, ((seed, (metrics, held_out)), colour) in enumerate(
+        zip(runs.items(), colours, strict=False)
+    ):
+        panels[0].plot(
+            [row["step"] + 1 for row in metrics],
+            [row["reward/mean"] for row in metrics],
+            color=colour,
+        )
         for panel, key in zip(panels[1:], FIGURES, strict=True):
-            steps = [row["step"] + 0.3 * (number - (len(runs) - 1) / 2) for row in held_out]  # bars beside each other
+            steps = [
+                row["step"] + 0.3 * (number - (len(runs) - 1) / 2) for row in held_out
+            ]  # bars beside each other
             values = [row[key] for row in held_out]
-            errors = [[abs(row[f"{key}/{end}"] - row[key]) for row in held_out] for end in ("low", "high")]
-            panel.errorbar(steps, values, errors, color=colour, marker="o", capsize=3, label=f"seed {seed}")
-    titles = ("reward of the samples trained on", *(f"256 held-out problems, {name}" for name in FIGURES.values()))
+            errors = [
+                [abs(row[f"{key}/{end}"] - row[key]) for row in held_out] for end in ("low", "high")
+            ]
+            panel.errorbar(
+                steps, values, errors, color=colour, marker="o", capsize=3, label=f"seed {seed}"
+            )
+    titles = (
+        "reward of the samples trained on",
+        *(f"256 held-out problems, {name}" for name in FIGURES.values()),
+    )
     for panel, title in zip(panels, titles, strict=True):
         panel.set_title(title, fontsize=10)
         panel.set_xlabel("step")
@@ -89,7 +116,9 @@ def draw(runs: Mapping[int, tuple[Sequence[Row], Sequence[Row]]], file: Path) ->
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
     panels[2].legend(frameon=False)
-    figure.suptitle("SmolLM2-135M-Instruct, addition of two numbers, GRPO, two CPU cores", fontsize=11)
+    figure.suptitle(
+        "SmolLM2-135M-Instruct, addition of two numbers, GRPO, two CPU cores", fontsize=11
+    )
     figure.savefig(file, dpi=110)
 
 
@@ -118,7 +147,9 @@ def layouts(model: Path) -> Iterator[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.smollm2", description=__doc__)
-    parser.add_argument("model", metavar="MODEL", type=Path, help="the folder that scripts/make_smollm2.py made")
+    parser.add_argument(
+        "model", metavar="MODEL", type=Path, help="the folder that scripts/make_smollm2.py made"
+    )
     parser.add_argument("--seeds", metavar="N", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--only", choices=("seeds", "layouts"))
     args = parser.parse_args()

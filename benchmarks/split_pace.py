@@ -39,9 +39,19 @@ SHOWN = ("time/step", "time/generate", "time/update", "time/publish")
 
 def steps(name: str, values: tuple[str, ...]) -> list[dict[str, float]]:
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "megarl.cli", "train", "configs/tiny_dense.yaml", *COMMON, *values]
+        command = [
+            sys.executable,
+            "-m",
+            "megarl.cli",
+            "train",
+            "configs/tiny_dense.yaml",
+            *COMMON,
+            *values,
+        ]
         command += [f"run.dir={folder}", "run.name=run"]
-        done = subprocess.run(command, cwd=ROOT, env=child_env(OMP_NUM_THREADS=1), capture_output=True, text=True)
+        done = subprocess.run(
+            command, cwd=ROOT, env=child_env(OMP_NUM_THREADS=1), capture_output=True, text=True
+        )
         assert done.returncode == 0, f"{name}: {done.stderr[-2000:]}"
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines][SKIPPED:]
@@ -60,15 +70,23 @@ def main(rounds: int = 3) -> None:
         f"load      {before:.1f} before; {os.cpu_count()} cores; 256 samples of up to 48 tokens a step",
         "",
         "medians over the steps of all rounds, s; `against` is by time/step, of each round, lowest to highest",
-        f"{'':20}" + "".join(f"{key.removeprefix('time/'):>10}" for key in SHOWN) + f"{'against colocated':>20}",
+        f"{'':20}"
+        + "".join(f"{key.removeprefix('time/'):>10}" for key in SHOWN)
+        + f"{'against colocated':>20}",
     ]
-    of_round = {name: [median(row["time/step"] for row in rows) for rows in runs[name]] for name in CASES}
+    of_round = {
+        name: [median(row["time/step"] for row in rows) for rows in runs[name]] for name in CASES
+    }
     for name in CASES:
         rows = [row for each in runs[name] for row in each]
         values = [median(row.get(key) or 0.0 for row in rows) for key in SHOWN]
-        ratios = sorted(one / here for one, here in zip(of_round["colocated"], of_round[name], strict=True))
+        ratios = sorted(
+            one / here for one, here in zip(of_round["colocated"], of_round[name], strict=True)
+        )
         lines.append(
-            f"{name:20}" + "".join(f"{value:10.3f}" for value in values) + f"{ratios[0]:13.2f}x-{ratios[-1]:.2f}x"
+            f"{name:20}"
+            + "".join(f"{value:10.3f}" for value in values)
+            + f"{ratios[0]:13.2f}x-{ratios[-1]:.2f}x"
         )
     text = "\n".join(lines) + "\n"
     (RESULTS / "split_pace.txt").write_text(text)

@@ -38,7 +38,13 @@ CASES: dict[str, list[list[str]]] = {
         ],
     ],
     "grpo_process": [
-        ["model", "reward_model", "reward_model={process: true}", *JUDGED, "rollout.max_prompt_tokens=8"],
+        [
+            "model",
+            "reward_model",
+            "reward_model={process: true}",
+            *JUDGED,
+            "rollout.max_prompt_tokens=8",
+        ],
         [
             "policy",
             "tiny_dense",
@@ -80,7 +86,10 @@ def judged_lines(*, split: str, size: int = 4096) -> list[dict[str, Any]]:
     draw = random.Random(f"lines/{split}")
     rows = []
     for _ in range(size):
-        lines = ["".join(draw.choices("0123456789", k=draw.randint(1, 6))) for _ in range(draw.randint(1, 4))]
+        lines = [
+            "".join(draw.choices("0123456789", k=draw.randint(1, 6)))
+            for _ in range(draw.randint(1, 4))
+        ]
         labels = [int(line[-1]) % 2 == 0 for line in lines]
         rows.append({"prompt": draw.choice("0123456789"), "completions": lines, "labels": labels})
     return rows
@@ -106,12 +115,21 @@ def main(stage: str, *overrides: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name, config, *keys in CASES.get(stage, [[stage, stage]]):
             values = [key.replace("FOLDER", folder) for key in (*keys, *overrides)]
-            command = [sys.executable, "-m", "megarl.cli", "train", f"configs/{config}.yaml", f"run.dir={folder}"]
+            command = [
+                sys.executable,
+                "-m",
+                "megarl.cli",
+                "train",
+                f"configs/{config}.yaml",
+                f"run.dir={folder}",
+            ]
             subprocess.run([*command, f"run.name={name}", *values], cwd=HERE, check=True)
         run = Path(folder) / name
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         file = run / "eval.jsonl"
-        held_out = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+        held_out = (
+            [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+        )
         seed = load_config(run / "config.yaml").run.seed
         results = HERE / "benchmarks" / "results" / f"stages_{stage}"
         (results.with_suffix(".png")).write_bytes((run / "report.png").read_bytes())

@@ -66,7 +66,9 @@ class RealClock:
 
     def __init__(self, scale: float) -> None:
         self.scale, self._start = scale, time.monotonic()
-        self.late = 0.0  # by how much the machine has overslept, beside other work: no time of the schedule
+        self.late = (
+            0.0  # by how much the machine has overslept, beside other work: no time of the schedule
+        )
 
     @property
     def now(self) -> float:
@@ -89,7 +91,9 @@ class Running:
         tokens = math.ceil(self.seconds)
         ends = [math.floor(progress) for _, progress in self.spans[1:]] + [tokens]
         starts = [0, *ends[:-1]]
-        spans = [(version, a, b) for (version, _), a, b in zip(self.spans, starts, ends, strict=True)]
+        spans = [
+            (version, a, b) for (version, _), a, b in zip(self.spans, starts, ends, strict=True)
+        ]
         length = len(PROMPT) + tokens
         request, drawn = self.request, random.Random(self.request.seed)
         return Sample(
@@ -223,7 +227,9 @@ class Stream:
 
     def take(self, count: int) -> list[Prompt]:
         self.position += count
-        return [Prompt(number, PROMPT, "") for number in range(self.position - count, self.position)]
+        return [
+            Prompt(number, PROMPT, "") for number in range(self.position - count, self.position)
+        ]
 
     def put_back(self, prompts: Sequence[Prompt]) -> None:
         if prompts:
@@ -249,7 +255,12 @@ class Scoring:
         scored = []
         for sample in samples:
             reward = 0.5 if sample.prompt_id % 4 == 0 else float(sample.tokens[-1] % 2)
-            scored.append(Sample(**{name: getattr(sample, name) for name in Sample.__slots__} | {"reward": reward}))
+            scored.append(
+                Sample(
+                    **{name: getattr(sample, name) for name in Sample.__slots__}
+                    | {"reward": reward}
+                )
+            )
         return scored
 
 
@@ -297,7 +308,9 @@ class Idle:
         return
 
     def step(self, step: int) -> AbstractContextManager[Any]:
-        return nullcontext(lambda rollout, update, sync, scored: self.result.rollouts.append(rollout))
+        return nullcontext(
+            lambda rollout, update, sync, scored: self.result.rollouts.append(rollout)
+        )
 
 
 def play(
@@ -350,7 +363,9 @@ def main() -> None:
     job = Job(steps=100)
     print(__doc__.split("\n")[0])
     print(f"seed {job.seed}, {job}")
-    print(f"{'max_staleness':>14} {'update':>18} {'time a step':>12} {'against 0':>10} {'mean staleness':>15}")
+    print(
+        f"{'max_staleness':>14} {'update':>18} {'time a step':>12} {'against 0':>10} {'mean staleness':>15}"
+    )
     once = None
     for k, in_flight in ((0, True), (1, True), (2, True), (4, True), (1, False), (2, False)):
         with tempfile.TemporaryDirectory() as folder:
@@ -364,7 +379,9 @@ def main() -> None:
         ]
         how = "-" if not k else "in flight" if in_flight else "between requests"
         mean = sum(behind) / len(behind)
-        print(f"{k:>14} {how:>18} {result.seconds / job.steps:>12.1f} {once / result.seconds:>9.2f}x {mean:>15.2f}")
+        print(
+            f"{k:>14} {how:>18} {result.seconds / job.steps:>12.1f} {once / result.seconds:>9.2f}x {mean:>15.2f}"
+        )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,10 @@ from megarl.platform.env import child_env, get_env
 
 ROOT = Path(__file__).resolve().parents[1]
 VARIABLE = "MEGARL_STEP_PHASES"  # the file
-RUNNER, SCHEDULER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner", "vllm.v1.core.sched.scheduler:Scheduler"
+RUNNER, SCHEDULER = (
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
+    "vllm.v1.core.sched.scheduler:Scheduler",
+)
 TRAINER = "megarl.trainer.trainer:"
 PARTS = {  # part -> the functions, as "module:name" in the module that calls them
     "generate": {
@@ -79,7 +82,11 @@ class Timers:
     """Seconds of each part since the step began, and of CPU, without those of the parts inside it."""
 
     def __init__(self, file: Path) -> None:
-        self.file, self.spent, self.inner = file, defaultdict[str, list[float]](lambda: [0.0, 0.0]), [[0.0, 0.0]]
+        self.file, self.spent, self.inner = (
+            file,
+            defaultdict[str, list[float]](lambda: [0.0, 0.0]),
+            [[0.0, 0.0]],
+        )
 
     def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -115,15 +122,30 @@ class Timers:
 def main(config: str, *values: str) -> int:
     with tempfile.TemporaryDirectory() as folder:
         rewards = "rewards=[{name: accuracy}, {name: 'benchmarks.step_phases:nothing', weight: 0}]"
-        command = [sys.executable, "-m", "megarl.cli", "train", config, f"run.dir={folder}", "run.name=phases", rewards]
+        command = [
+            sys.executable,
+            "-m",
+            "megarl.cli",
+            "train",
+            config,
+            f"run.dir={folder}",
+            "run.name=phases",
+            rewards,
+        ]
         env = child_env(PYTHONPATH=str(ROOT), **{VARIABLE: f"{folder}/phases.json"})
         before = os.getloadavg()[0]
-        subprocess.run([*command, *values], cwd=ROOT, env=env, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [*command, *values], cwd=ROOT, env=env, check=True, stdout=subprocess.DEVNULL
+        )
         spent = json.loads(Path(folder, "phases.json").read_text())
         step = json.loads(Path(folder, "phases", "metrics.jsonl").read_text().splitlines()[-1])
     print(f"$ python -m benchmarks.step_phases {config} {' '.join(values)}")
-    print(f"step {step['step']}, layout {step['layout']}, load {before:.1f} before and {os.getloadavg()[0]:.1f} after")
-    print(f"{step['samples/count']} samples of {step['length/mean']:.1f} tokens, loss {step['loss']:.6g}")
+    print(
+        f"step {step['step']}, layout {step['layout']}, load {before:.1f} before and {os.getloadavg()[0]:.1f} after"
+    )
+    print(
+        f"{step['samples/count']} samples of {step['length/mean']:.1f} tokens, loss {step['loss']:.6g}"
+    )
     total = sum(cpu for _, cpu in spent.values())
 
     def line(name: str, wall: float, cpu: float) -> None:

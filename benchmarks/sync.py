@@ -108,9 +108,15 @@ def view(memory: Mapping[str, Tensor], part: ShardSlice) -> Tensor:
     return memory[part.param].as_strided(part.shape, part.strides, part.offset)
 
 
-def slices_of_rank(shape: ModelShape, parallel: Parallel, world: int, rank: int) -> list[ShardSlice]:
+def slices_of_rank(
+    shape: ModelShape, parallel: Parallel, world: int, rank: int
+) -> list[ShardSlice]:
     padded = -(-shape.vocab // (8 * parallel.tensor)) * 8 * parallel.tensor
-    return slices_of(megatron_table(shape, spec="local", padded_vocab=padded), shape, Layout.of(parallel, world, rank))
+    return slices_of(
+        megatron_table(shape, spec="local", padded_vocab=padded),
+        shape,
+        Layout.of(parallel, world, rank),
+    )
 
 
 class _Ranks:
@@ -138,12 +144,18 @@ class _Ranks:
             pipe.send("sync")
         seen = self._receive()
         figures = {"MB moved": seen[0][1] / 1e6, "messages": float(seen[0][2])}
-        return Outcome(np.array([kept for *_, kept in seen]), max(seconds for seconds, *_ in seen), figures)
+        return Outcome(
+            np.array([kept for *_, kept in seen]), max(seconds for seconds, *_ in seen), figures
+        )
 
 
-def _rank(rank: int, world: int, port: int, model: str, gather: bool, is_checked: bool, pipe: Connection) -> None:
+def _rank(
+    rank: int, world: int, port: int, model: str, gather: bool, is_checked: bool, pipe: Connection
+) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
+    )
     shape = parse_model(hf_config(Create.model_validate(MODELS[model])), "model.create")
     shapes = hf_shapes(shape)
     trainer, tensor = (TRAINER, ENGINE) if world > 1 else (Parallel(), 1)
@@ -156,15 +168,22 @@ def _rank(rank: int, world: int, port: int, model: str, gather: bool, is_checked
     full = {name: torch.randn(size, generator=generator) for name, size in shapes.items()}
     for part in sources[rank]:
         view(parameters, part).copy_(slice_of(full, part))
-    slices = Parallel(tensor=tensor, expert_tensor=tensor)  # as vLLM: every rank keeps a slice of every expert
+    slices = Parallel(
+        tensor=tensor, expert_tensor=tensor
+    )  # as vLLM: every rank keeps a slice of every expert
     destinations = [slices_of_rank(shape, slices, tensor, r % tensor) for r in range(world)]
     engine = receiver = Memory(destinations[rank])
     if gather:
-        whole = [ShardSlice(name, (0,) * len(size), size, name, 0, _strides(size)) for name, size in shapes.items()]
+        whole = [
+            ShardSlice(name, (0,) * len(size), size, name, 0, _strides(size))
+            for name, size in shapes.items()
+        ]
         destinations, receiver = [whole] * world, Memory(whole)
     replica = 1 if gather else tensor
     weights = WeightFormat(shapes, torch.float32)
-    plan = plan_slices(weights, sources, destinations, ranks_per_replica=replica, round_bytes=ROUND_BYTES)
+    plan = plan_slices(
+        weights, sources, destinations, ranks_per_replica=replica, round_bytes=ROUND_BYTES
+    )
     sender = WeightSender(sources[rank], lambda: parameters)
     transport = Collective() if world > 1 else InProcess()
     publisher = Publisher(plan, sender, receiver, transport, weights, ranks_per_replica=replica)
@@ -189,7 +208,9 @@ def _rank(rank: int, world: int, port: int, model: str, gather: bool, is_checked
 
 
 def slice_of(full: Mapping[str, Tensor], part: ShardSlice) -> Tensor:
-    return full[part.name][tuple(slice(a, a + n) for a, n in zip(part.start, part.shape, strict=True))]
+    return full[part.name][
+        tuple(slice(a, a + n) for a, n in zip(part.start, part.shape, strict=True))
+    ]
 
 
 def _strides(size: tuple[int, ...]) -> tuple[int, ...]:

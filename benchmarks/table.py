@@ -21,13 +21,20 @@ __all__ = ["machine", "show", "show_run", "write_json"]
 
 def machine() -> dict[str, Any]:
     """The machine and its load averages over 1, 5 and 15 minutes."""
-    return {"cpu": _cpu_name(), "cpus": os.cpu_count(), "load": [round(load, 2) for load in os.getloadavg()]}
+    return {
+        "cpu": _cpu_name(),
+        "cpus": os.cpu_count(),
+        "load": [round(load, 2) for load in os.getloadavg()],
+    }
 
 
 def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
 
 
 def show(results: Sequence[Result]) -> None:

@@ -13,7 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megarl.launch.exit_codes import DEFECT, DONE, REFUSED, STOPPED, USER, Failure, classify, write_exit
+from megarl.launch.exit_codes import (
+    DEFECT,
+    DONE,
+    REFUSED,
+    STOPPED,
+    USER,
+    Failure,
+    classify,
+    write_exit,
+)
 from megarl.platform.disk import full_disk
 from megarl.platform.env import Env, get_env, is_interactive, redact
 
@@ -29,7 +38,9 @@ On several nodes, start the same command with torchrun (scripts/torchrun_multino
 
 
 class _Parser(argparse.ArgumentParser):
-    def __init__(self, *, run: Callable[[argparse.Namespace], int] | None = None, **options: Any) -> None:
+    def __init__(
+        self, *, run: Callable[[argparse.Namespace], int] | None = None, **options: Any
+    ) -> None:
         super().__init__(**options)
         self.set_defaults(run=run)
 
@@ -71,53 +82,129 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.set_defaults(overrides=[], layouts=[], dry_run=False, resume_changed=False)
     add = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser).add_parser
-    train = add("train", run=partial(_run, "train"), help="train a model; results go to runs/<run.name>")
+    train = add(
+        "train", run=partial(_run, "train"), help="train a model; results go to runs/<run.name>"
+    )
     train.add_argument("--dry-run", action="store_true", help="validate and print what would run")
     changed = "resume a run with settings that change what is trained; config_<n>.yaml records them"
     train.add_argument("--resume-changed", action="store_true", help=changed)
     evaluate = add(
-        "eval", run=partial(_run, "eval"), help="measure a model's accuracy on held-out problems of the task"
+        "eval",
+        run=partial(_run, "eval"),
+        help="measure a model's accuracy on held-out problems of the task",
     )
-    plan = add("plan", run=_plan, help="predict bytes and time of a weight sync, without weights or a GPU")
+    plan = add(
+        "plan", run=_plan, help="predict bytes and time of a weight sync, without weights or a GPU"
+    )
     check = add("check", run=_check, help="compare layouts on one update, or trainer and engine")
     layouts = "e.g. 1 tp2 tp2,pp2; default: common ones that fit the model"
-    check.add_argument("--parity", action="store_true", help="do trainer and engine differ by more than rounding?")
-    check.add_argument("--sync", action="store_true", help="make one weight sync, verified as the first of a run")
-    check.add_argument("--precision", action="store_true", help="list the precision of every module on both sides")
+    check.add_argument(
+        "--parity", action="store_true", help="do trainer and engine differ by more than rounding?"
+    )
+    check.add_argument(
+        "--sync", action="store_true", help="make one weight sync, verified as the first of a run"
+    )
+    check.add_argument(
+        "--precision", action="store_true", help="list the precision of every module on both sides"
+    )
     check.add_argument("--layouts", metavar="LAYOUT", nargs="*", default=[], help=layouts)
     for each in (train, evaluate, plan, check):
-        each.add_argument("config", metavar="CONFIG", help="a YAML file, e.g. configs/quickstart.yaml")
-        each.add_argument("overrides", metavar="key=value", nargs="*", help="override a value, e.g. train.lr=1e-5")
+        each.add_argument(
+            "config", metavar="CONFIG", help="a YAML file, e.g. configs/quickstart.yaml"
+        )
+        each.add_argument(
+            "overrides", metavar="key=value", nargs="*", help="override a value, e.g. train.lr=1e-5"
+        )
     report = add("report", run=_report, help="draw the curves of runs: report.png and report.html")
-    report.add_argument("--compare", action="store_true", help="draw the runs together: compare.html beside the first")
     report.add_argument(
-        "run_dirs", metavar="RUN_DIR", nargs="+", type=Path, help="a run directory, e.g. runs/quickstart"
+        "--compare",
+        action="store_true",
+        help="draw the runs together: compare.html beside the first",
     )
-    ledger = add("audit", run=_audit, help="balance a run's ledger: what became of every prompt; exit 3 if it does not")
-    ledger.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run directory, e.g. runs/quickstart")
-    plan.add_argument("--weights", action="store_true", required=True, help="plan the sync from trainer to engines")
-    plan.add_argument("--gpu", choices=("h100", "h200", "b200"), default="h100", help="GPU type (default: h100)")
+    report.add_argument(
+        "run_dirs",
+        metavar="RUN_DIR",
+        nargs="+",
+        type=Path,
+        help="a run directory, e.g. runs/quickstart",
+    )
+    ledger = add(
+        "audit",
+        run=_audit,
+        help="balance a run's ledger: what became of every prompt; exit 3 if it does not",
+    )
+    ledger.add_argument(
+        "run_dir", metavar="RUN_DIR", type=Path, help="a run directory, e.g. runs/quickstart"
+    )
+    plan.add_argument(
+        "--weights",
+        action="store_true",
+        required=True,
+        help="plan the sync from trainer to engines",
+    )
+    plan.add_argument(
+        "--gpu", choices=("h100", "h200", "b200"), default="h100", help="GPU type (default: h100)"
+    )
     plan.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     plan.add_argument(
-        "--messages", metavar="FILE", type=Path, help="write one line [round, sender, receiver, bytes] per message"
+        "--messages",
+        metavar="FILE",
+        type=Path,
+        help="write one line [round, sender, receiver, bytes] per message",
     )
-    plan.add_argument("--figure", metavar="FILE", type=Path, help="draw ranks and transfers to a .png or .svg file")
-    convert = add("convert", run=_convert, help="HF model <-> Megatron distributed checkpoint, streamed and verified")
-    convert.add_argument("source", metavar="SRC", type=Path, help="HF model, Megatron checkpoint or a run's step_<n>")
-    convert.add_argument("target", metavar="DST", type=Path, help="a new folder; an interrupted conversion resumes")
+    plan.add_argument(
+        "--figure",
+        metavar="FILE",
+        type=Path,
+        help="draw ranks and transfers to a .png or .svg file",
+    )
+    convert = add(
+        "convert",
+        run=_convert,
+        help="HF model <-> Megatron distributed checkpoint, streamed and verified",
+    )
+    convert.add_argument(
+        "source", metavar="SRC", type=Path, help="HF model, Megatron checkpoint or a run's step_<n>"
+    )
+    convert.add_argument(
+        "target", metavar="DST", type=Path, help="a new folder; an interrupted conversion resumes"
+    )
     convert.add_argument("--to", required=True, choices=("megatron", "hf"), help="format of DST")
     for name, axis in (("tp", "tensor ranks"), ("pp", "pipeline stages"), ("ep", "expert ranks")):
         convert.add_argument(
-            f"--{name}", metavar="N", type=_size, default=1, help=f"number of {axis} (1); any layout loads it"
+            f"--{name}",
+            metavar="N",
+            type=_size,
+            default=1,
+            help=f"number of {axis} (1); any layout loads it",
         )
-    convert.add_argument("--config", metavar="DIR", type=Path, help="the HF model's folder, if SRC has no config.json")
-    convert.add_argument("--export-format", choices=("bf16", "same"), default="bf16", help="as in a run's config")
-    convert.add_argument("--file-gb", metavar="GB", type=float, help="maximum file size; default: as for export_hf")
-    serve = add("serve-reward", run=_serve_reward, help="score responses with a reward model, over HTTP")
-    serve.add_argument("folder", metavar="FOLDER", type=Path, help="a reward model in Hugging Face format")
-    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine)")
+    convert.add_argument(
+        "--config",
+        metavar="DIR",
+        type=Path,
+        help="the HF model's folder, if SRC has no config.json",
+    )
+    convert.add_argument(
+        "--export-format", choices=("bf16", "same"), default="bf16", help="as in a run's config"
+    )
+    convert.add_argument(
+        "--file-gb", metavar="GB", type=float, help="maximum file size; default: as for export_hf"
+    )
+    serve = add(
+        "serve-reward", run=_serve_reward, help="score responses with a reward model, over HTTP"
+    )
+    serve.add_argument(
+        "folder", metavar="FOLDER", type=Path, help="a reward model in Hugging Face format"
+    )
+    serve.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on (default: 127.0.0.1, this machine)",
+    )
     serve.add_argument("--port", type=int, default=8000, help="(default: 8000; 0: a free one)")
-    serve.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16", help="of the weights (default: bf16)")
+    serve.add_argument(
+        "--dtype", choices=("fp32", "bf16"), default="bf16", help="of the weights (default: bf16)"
+    )
     return parser
 
 
@@ -182,7 +269,9 @@ def _check(args: argparse.Namespace) -> int:
     if args.precision:
         print(describe_precision(config, check_config(config, env, command="check").model))
         return DONE
-    return check_layouts_of(config, [text for text in args.layouts if "=" not in text], env, partial(_launch, env))
+    return check_layouts_of(
+        config, [text for text in args.layouts if "=" not in text], env, partial(_launch, env)
+    )
 
 
 def _launch(env: Env, config: Config, job: Job, command: str) -> int:
@@ -236,9 +325,15 @@ def _run(command: str, args: argparse.Namespace) -> int:
         from megarl.telemetry.report import write_report
 
         try:
-            if config.stage in ENGINE_STAGES and job.model.bridge is None:  # the planner needs a table
+            if (
+                config.stage in ENGINE_STAGES and job.model.bridge is None
+            ):  # the planner needs a table
                 is_split, world = config.launch.topology == "split", job.world
-                _write_plan(config, world, 8 if is_split else env.local_world_size if env.has_launcher else world)
+                _write_plan(
+                    config,
+                    world,
+                    8 if is_split else env.local_world_size if env.has_launcher else world,
+                )
             print(f"report: {write_report(run_dir(config))}")
         except FileNotFoundError:  # no step has finished
             pass
@@ -264,7 +359,9 @@ def _write_plan(config: Config, world: int, ranks_per_node: int) -> None:
 def _report(args: argparse.Namespace) -> int:
     from megarl.telemetry.report import write_comparison, write_report
 
-    for page in [write_comparison(args.run_dirs)] if args.compare else map(write_report, args.run_dirs):
+    for page in (
+        [write_comparison(args.run_dirs)] if args.compare else map(write_report, args.run_dirs)
+    ):
         print(f"report: {page}")
     return DONE
 

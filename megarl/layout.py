@@ -32,7 +32,10 @@ class Parallel:
     @property
     def divisors(self) -> dict[str, int]:
         """Products of sizes that must divide the world size, by the names of their axes."""
-        return {"tensor x pipeline x context": self.dense, "expert_tensor x expert x pipeline": self.sparse}
+        return {
+            "tensor x pipeline x context": self.dense,
+            "expert_tensor x expert x pipeline": self.sparse,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,19 +82,30 @@ class Layout:
             raise ValueError(f"rank {rank} is outside a world of {world}")
 
         def digits(*sizes: int) -> list[Axis]:
-            return [Axis(size, rank // prod(sizes[:index]) % size) for index, size in enumerate(sizes)]
+            return [
+                Axis(size, rank // prod(sizes[:index]) % size) for index, size in enumerate(sizes)
+            ]
 
-        tp, cp, dp, pp = digits(parallel.tensor, parallel.context, world // parallel.dense, parallel.pipeline)
-        etp, ep, edp, _ = digits(parallel.expert_tensor, parallel.expert, world // parallel.sparse, parallel.pipeline)
+        tp, cp, dp, pp = digits(
+            parallel.tensor, parallel.context, world // parallel.dense, parallel.pipeline
+        )
+        etp, ep, edp, _ = digits(
+            parallel.expert_tensor, parallel.expert, world // parallel.sparse, parallel.pipeline
+        )
         return cls(rank, world, tp, pp, Axis(parallel.virtual_pipeline), cp, ep, etp, dp, edp)
 
     @property
     def sizes(self) -> Parallel:
-        return Parallel(*(axis.size for axis in (self.tp, self.pp, self.vpp, self.cp, self.ep, self.etp)))
+        return Parallel(
+            *(axis.size for axis in (self.tp, self.pp, self.vpp, self.cp, self.ep, self.etp))
+        )
 
     def __str__(self) -> str:
         names = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
-        return " ".join(f"{name}{size}" for name in names if (size := getattr(self, name).size) > 1) or "1"
+        return (
+            " ".join(f"{name}{size}" for name in names if (size := getattr(self, name).size) > 1)
+            or "1"
+        )
 
 
 def smallest_world(parallel: Parallel, rollout_tensor: int) -> int:
@@ -110,4 +124,6 @@ def stage_layers(num_layers: int, layout: Layout) -> tuple[range, ...]:
         )
     per_chunk, rest = divmod(num_layers, count)
     starts = [chunk * per_chunk + min(chunk, rest) for chunk in range(count + 1)]
-    return tuple(range(starts[chunk], starts[chunk + 1]) for chunk in range(layout.pp.rank, count, size))
+    return tuple(
+        range(starts[chunk], starts[chunk + 1]) for chunk in range(layout.pp.rank, count, size)
+    )

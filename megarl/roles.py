@@ -53,14 +53,20 @@ class Prompts(Stateful, Protocol):
         """`take` returns these, the last that were taken, again."""
 
 
-Finished = Callable[[Sequence[Sample]], None]  # called with samples while others are still generated
+Finished = Callable[
+    [Sequence[Sample]], None
+]  # called with samples while others are still generated
 
 
 class Sampler(Protocol):
     """Samples from the policy: the engine replica of this rank."""
 
     def sample(
-        self, requests: Sequence[Request], *, version: int, finished: Finished = lambda samples: None
+        self,
+        requests: Sequence[Request],
+        *,
+        version: int,
+        finished: Finished = lambda samples: None,
     ) -> list[Sample]: ...
 
 
@@ -166,7 +172,11 @@ class Record(Protocol):
     """Writes the metrics and samples of one step from what its roles returned."""
 
     def __call__(
-        self, rollout: Rollout | None, update: StepReport, sync: PublishReport | None, scored: ScoredBatch | None = None
+        self,
+        rollout: Rollout | None,
+        update: StepReport,
+        sync: PublishReport | None,
+        scored: ScoredBatch | None = None,
     ) -> None: ...
 
 

@@ -59,7 +59,9 @@ class Routes:
 
     owners: tuple[int, ...]  # rank, by layer
     checksums: tuple[int, ...]  # weights.checksum.row_checksums, by layer
-    experts: Tensor | None = None  # [layers, L, K], of route_dtype; layers first, of which a rank reads its own
+    experts: Tensor | None = (
+        None  # [layers, L, K], of route_dtype; layers first, of which a rank reads its own
+    )
 
 
 def route_dtype(num_experts: int) -> torch.dtype:
@@ -81,8 +83,12 @@ class Sample:
     text: str = ""  # the response, decoded
     reward: float | None = None  # None: not scored (yet, or the reward failed)
     rewards: Mapping[str, float] = field(default_factory=dict)  # each reward, unweighted
-    step_rewards: tuple[tuple[int, float], ...] = ()  # (token index, reward of the step that ends there)
-    has_outcome: bool = True  # False: `reward` is the sum of the steps, which are trained on instead
+    step_rewards: tuple[
+        tuple[int, float], ...
+    ] = ()  # (token index, reward of the step that ends there)
+    has_outcome: bool = (
+        True  # False: `reward` is the sum of the steps, which are trained on instead
+    )
     extra: Mapping[str, Any] = field(default_factory=dict)
     prompt_tokens_computed: int = 0  # by the engine; its prefix cache had the others
     routes: Routes | None = None  # the engine's; None: not captured
@@ -129,7 +135,9 @@ class TokenBatch:
     mask: Tensor  # [T] bool: True where labels[t] is learned; False at the last position of a row
     cu_seqlens: Tensor  # [N + 1] int64
     temperature: float  # of the softmax
-    extra_labels: Tensor | None = None  # [T, K] int32: other tokens whose log-probs a loss reads; any ids if masked
+    extra_labels: Tensor | None = (
+        None  # [T, K] int32: other tokens whose log-probs a loss reads; any ids if masked
+    )
     routes: tuple[Routes | None, ...] = ()  # by row, to be replayed; empty: the routers choose
 
     @property
@@ -150,7 +158,9 @@ class PreferenceBatch(TokenBatch):
     """Responses, some preferred to others. Rows of one prompt are consecutive, and share a micro-batch."""
 
     group: Tensor  # [N] int64, dense ids of prompts
-    pairs: Tensor  # [P, 2] int64: row of the better response, row of the worse one, both of one group
+    pairs: (
+        Tensor  # [P, 2] int64: row of the better response, row of the worse one, both of one group
+    )
     margins: Tensor  # [P] fp32: 0 where the data give none
 
 
@@ -167,7 +177,9 @@ class TrainBatch(TokenBatch):
 
     rollout_logprobs: Tensor  # [T] fp32, of labels[t]
     token_rewards: Tensor  # [T] fp32, outcome reward on the last True position of each row
-    step_ends: Tensor  # [T] bool: a process-reward step, or the whole row with its outcome, ends here
+    step_ends: (
+        Tensor  # [T] bool: a process-reward step, or the whole row with its outcome, ends here
+    )
     outcome_at: Tensor  # [N] int64: position of each row's outcome reward in [T]; -1: it has none
     rewards: Tensor  # [N] fp32, of the whole row
     baseline: Tensor  # [N] fp32
@@ -182,11 +194,17 @@ class ScoredBatch(TrainBatch):
     """A batch with its advantages."""
 
     advantages: Tensor  # [T] fp32
-    old_logprobs: Tensor | None  # [T] fp32, the trainer's before the update; None: those of the update's own forward
-    ref_logprobs: Tensor | None  # [T] fp32; None: no reference term, or the reference is the policy itself
+    old_logprobs: (
+        Tensor | None
+    )  # [T] fp32, the trainer's before the update; None: those of the update's own forward
+    ref_logprobs: (
+        Tensor | None
+    )  # [T] fp32; None: no reference term, or the reference is the policy itself
     kl_coef: float  # of this batch, in the reward and in the loss
     teacher_logprobs: Tensor | None = None  # [T] fp32; None: the objective has no teacher
-    teacher_top_logprobs: Tensor | None = None  # [T, K] fp32, of extra_labels, its likeliest tokens; -inf: padding
+    teacher_top_logprobs: Tensor | None = (
+        None  # [T, K] fp32, of extra_labels, its likeliest tokens; -inf: padding
+    )
     old_values: Tensor | None = None  # [T] fp32, the critic's before the update; None: no critic
     returns: Tensor | None = None  # [T] fp32, the critic's targets; None: no critic
 
@@ -196,13 +214,19 @@ class TokenScores:
     """What the trainer computes of ``labels`` before an update: fp32 on every rank, 0 where the mask is False."""
 
     old_logprobs: Tensor | None  # [T]; None: those of the update's own forward
-    ref_logprobs: Tensor | None  # [T]; None: no reference term, or the reference is the policy itself
+    ref_logprobs: (
+        Tensor | None
+    )  # [T]; None: no reference term, or the reference is the policy itself
     teacher_logprobs: Tensor | None = None  # [T]; None: the objective has no teacher
-    teacher_top_ids: Tensor | None = None  # [T, K] int32: its likeliest tokens; None: the objective reads none
+    teacher_top_ids: Tensor | None = (
+        None  # [T, K] int32: its likeliest tokens; None: the objective reads none
+    )
     teacher_top_logprobs: Tensor | None = None  # [T, K]; -inf: padding
     # [T]: V of the state before each label, with critic.bootstrap_truncated also after a row's last; None: no critic
     values: Tensor | None = None
-    routes: tuple[Routes | None, ...] = ()  # by row: those of the pass that computed old_logprobs; empty: not recorded
+    routes: tuple[
+        Routes | None, ...
+    ] = ()  # by row: those of the pass that computed old_logprobs; empty: not recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +237,9 @@ class TokenOutputs:
     entropy_T: Tensor | None = None  # nats
     values_T: Tensor | None = None  # one number per token: a critic's value, a reward model's score
     gates_T: Tensor | None = None  # logit of a token's weight in the score of its row
-    extra_labels_TK: Tensor | None = None  # int64: the K likeliest tokens, where the head was asked for them
+    extra_labels_TK: Tensor | None = (
+        None  # int64: the K likeliest tokens, where the head was asked for them
+    )
     extra_logprobs_TK: Tensor | None = None  # of these, or of the batch's `extra_labels`
 
 
@@ -236,7 +262,9 @@ class TokenLosses:
     """The losses of one micro-batch, and sums to report."""
 
     loss: Tensor  # [M] with gradient, unweighted, 0 where the mask is False
-    sums: Mapping[str, Tensor]  # name -> 0-d, a sum over the micro-batch; the same names for every micro-batch
+    sums: Mapping[
+        str, Tensor
+    ]  # name -> 0-d, a sum over the micro-batch; the same names for every micro-batch
     count: Tensor  # 0-d: the divisor of the sums, once both are summed over micro-batches and ranks
 
 
@@ -255,7 +283,9 @@ class MicrobatchPlan:
     def updates(self) -> tuple[MicrobatchPlan, ...]:
         """A plan for each update alone."""
         updates = zip(self.rows, self.num_tokens, strict=True)
-        return tuple(MicrobatchPlan((rows,), (num_tokens,), self.efficiency) for rows, num_tokens in updates)
+        return tuple(
+            MicrobatchPlan((rows,), (num_tokens,), self.efficiency) for rows, num_tokens in updates
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,8 +293,15 @@ class ObjectiveState:
     """The state of the objective between steps; saved with checkpoints."""
 
     kl_coef: float
-    reward_stats: tuple[float, float, float] = (0.0, 0.0, 0.0)  # n, mean, M2 of all outcome rewards so far
-    held_out: tuple[float, int] = (math.inf, 0)  # stage sft: the lowest held-out loss, and evaluations since
+    reward_stats: tuple[float, float, float] = (
+        0.0,
+        0.0,
+        0.0,
+    )  # n, mean, M2 of all outcome rewards so far
+    held_out: tuple[float, int] = (
+        math.inf,
+        0,
+    )  # stage sft: the lowest held-out loss, and evaluations since
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +320,9 @@ class StepReport:
     """The updates made on one batch."""
 
     updates: tuple[UpdateReport, ...]
-    metrics: Mapping[str, float] = field(default_factory=dict)  # of the whole step: logprob_diff/mean ...
+    metrics: Mapping[str, float] = field(
+        default_factory=dict
+    )  # of the whole step: logprob_diff/mean ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,14 +21,20 @@ def main() -> None:
     untrained = read(RUNS / "quickstart-sft-eval")[-1]
     after_sft, *_, after_rl = read(RUNS / "quickstart")
     stages = {"before_sft": untrained, "after_sft": after_sft, "after_rl": after_rl}
-    summary = {figure: {stage: values[figure] for stage, values in stages.items()} for figure in FIGURES}
+    summary = {
+        figure: {stage: values[figure] for stage, values in stages.items()} for figure in FIGURES
+    }
     file = RUNS / "quickstart" / "summary.json"
     file.write_text(json.dumps(summary | {"seconds": seconds}, indent=2) + "\n")
 
     print(f"\n{after_rl['size']} fresh problems   before SFT   after SFT   after GRPO")
     for figure, name in FIGURES.items():
         print(f"{name:<20}" + "".join(f"{value:>12.3f}" for value in summary[figure].values()))
-    print("seconds: " + ", ".join(f"{part} {value}" for part, value in seconds.items()) + f"   ({file})")
+    print(
+        "seconds: "
+        + ", ".join(f"{part} {value}" for part, value in seconds.items())
+        + f"   ({file})"
+    )
 
 
 def read(folder: Path) -> list[dict[str, float]]:

@@ -12,15 +12,21 @@ import pytest
 from megarl.platform.env import get_env, set_env
 
 set_env(OMP_NUM_THREADS=1, TOKENIZERS_PARALLELISM="false")
-ROOT = Path(__file__).resolve().parents[1]  # rank programs import the benchmarks, which are not installed
+ROOT = (
+    Path(__file__).resolve().parents[1]
+)  # rank programs import the benchmarks, which are not installed
 set_env(PYTHONPATH=":".join(filter(None, (str(ROOT), get_env("PYTHONPATH", "")))))
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: what tests interrupt would inherit it
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # a shell's background job: what tests interrupt would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--curves", help="folder for the learning curves of tests/e2e/test_algorithms.py")
+    parser.addoption(
+        "--curves", help="folder for the learning curves of tests/e2e/test_algorithms.py"
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -87,27 +87,41 @@ def files_that_name(value: Value, root: Path) -> list[str]:
         path
         for path, file in sources(root)
         if not elsewhere.fullmatch(path)
-        and any(pattern.fullmatch(name) for name in identifiers(ast.parse(file.read_text(encoding="utf-8"))))
+        and any(
+            pattern.fullmatch(name)
+            for name in identifiers(ast.parse(file.read_text(encoding="utf-8")))
+        )
     ]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
     parser.add_argument("root", type=Path, nargs="?", default=Path(__file__).resolve().parents[1])
-    parser.add_argument("--against", type=Path, metavar="OLD", help="another checkout, whose figures stand in brackets")
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="OLD",
+        help="another checkout, whose figures stand in brackets",
+    )
     args = parser.parse_args()
     new, old = sizes(args.root), sizes(args.against) if args.against else {}
     new["total"], old["total"] = sum(new.values(), Counter()), sum(old.values(), Counter())
     for package in sorted(new.keys() | old.keys(), key=lambda name: (name == "total", name)):
         now, before = new.get(package, Counter()), old.get(package, Counter())
-        columns = (f"{now[kind]:>8,} ({before[kind]:,}) {kind}" for kind in ("lines", "tokens", "files"))
+        columns = (
+            f"{now[kind]:>8,} ({before[kind]:,}) {kind}" for kind in ("lines", "tokens", "files")
+        )
         print(f"{package:<12}" + "".join(f"{column:<26}" for column in columns))
     is_over = False
     for value in VALUES:
         files = files_that_name(value, args.root)
-        before = f", {len(files_that_name(value, args.against))} in the other" if args.against else ""
+        before = (
+            f", {len(files_that_name(value, args.against))} in the other" if args.against else ""
+        )
         is_over |= len(files) > value.most
-        print(f"\n{value.name}: {len(files)} files, at most {value.most}{before}\n  {' '.join(files)}")
+        print(
+            f"\n{value.name}: {len(files)} files, at most {value.most}{before}\n  {' '.join(files)}"
+        )
     return int(is_over)
 
 

@@ -47,18 +47,29 @@ class Hub:
 
     def env(self, home: Path, **variables: str) -> dict[str, str]:
         """The environment of a process that sees this hub; `home` has its cache."""
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("HF_", "TRANSFORMERS_"))
+        }
         hub = {"HF_ENDPOINT": self.base, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1"}
         return {**inherited, **hub, **variables}
 
 
 @contextmanager
-def serve_hub(models: Mapping[str, Repo] | None = None, datasets: Mapping[str, Repo] | None = None) -> Iterator[Hub]:
+def serve_hub(
+    models: Mapping[str, Repo] | None = None, datasets: Mapping[str, Repo] | None = None
+) -> Iterator[Hub]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     server.daemon_threads = True
-    hub = Hub(f"http://127.0.0.1:{server.server_port}", {"models": models or {}, "datasets": datasets or {}})
+    hub = Hub(
+        f"http://127.0.0.1:{server.server_port}",
+        {"models": models or {}, "datasets": datasets or {}},
+    )
     server.hub = hub  # type: ignore[attr-defined]
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+    ).start()
     try:
         yield hub
     finally:
@@ -80,7 +91,9 @@ class _Handler(BaseHTTPRequestHandler):
                 self._listing(name, repo, action, folder, parse_qs(url.query + "&" + body))
         elif found := FILE.fullmatch(url.path):
             is_dataset, name, revision, file = (unquote(part or "") for part in found.groups())
-            if repo := self._repo(hub.repos["datasets" if is_dataset else "models"].get(name), revision):
+            if repo := self._repo(
+                hub.repos["datasets" if is_dataset else "models"].get(name), revision
+            ):
                 self._file(repo, file)
         else:
             self._refuse(404, "", "no such path")
@@ -89,7 +102,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _repo(self, repo: Repo | None, revision: str) -> Repo | None:
         """The repository, unless it is answered that there is none for this client."""
-        if repo is None or (repo.token and self.headers.get("Authorization") != f"Bearer {repo.token}"):
+        if repo is None or (
+            repo.token and self.headers.get("Authorization") != f"Bearer {repo.token}"
+        ):
             self._refuse(401, "RepoNotFound", "Repository not found")
         elif revision not in ("", *repo.revisions, repo.commit):
             self._refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
@@ -97,18 +112,27 @@ class _Handler(BaseHTTPRequestHandler):
             return repo
         return None
 
-    def _listing(self, name: str, repo: Repo, action: str, folder: str, asked: Mapping[str, list[str]]) -> None:
+    def _listing(
+        self, name: str, repo: Repo, action: str, folder: str, asked: Mapping[str, list[str]]
+    ) -> None:
         """What the repository is, what is in one of its folders (tree), or the given paths of it (paths-info)."""
         entries = {path: {"type": "file", "path": path, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
                    for path, data in repo.files.items()}  # fmt: skip
         for path in repo.files:
             for parent in map(str, PurePosixPath(path).parents[:-1]):
-                entries[parent] = {"type": "directory", "path": parent, "size": 0, "oid": repo.commit}
+                entries[parent] = {
+                    "type": "directory",
+                    "path": parent,
+                    "size": 0,
+                    "oid": repo.commit,
+                }
         prefix = f"{folder}/" if folder else ""
         is_recursive = asked.get("recursive", [""])[0].lower() == "true"
         if action == "tree":
             inside = [path for path in entries if path.startswith(prefix)]
-            shown = [path for path in inside if is_recursive or "/" not in path.removeprefix(prefix)]
+            shown = [
+                path for path in inside if is_recursive or "/" not in path.removeprefix(prefix)
+            ]
             if not inside:
                 return self._refuse(404, "EntryNotFound", f"{folder} does not exist")
             answer: Any = [entries[path] for path in shown]
@@ -116,7 +140,13 @@ class _Handler(BaseHTTPRequestHandler):
             answer = [entries[path] for path in asked.get("paths", []) if path in entries]
         else:
             files = [{"rfilename": file} for file in repo.files]
-            answer = {"id": name, "sha": repo.commit, "private": False, "gated": repo.is_gated, "siblings": files}
+            answer = {
+                "id": name,
+                "sha": repo.commit,
+                "private": False,
+                "gated": repo.is_gated,
+                "siblings": files,
+            }
             answer |= {"tags": [], "downloads": 0, "likes": 0}
         self._reply(json.dumps(answer).encode())
 
@@ -137,9 +167,13 @@ class _Handler(BaseHTTPRequestHandler):
             self._reply(data, status, breaks_off=repo.breaks_off, **headers)
 
     def _refuse(self, status: int, code: str, message: str, **headers: str) -> None:
-        self._reply(json.dumps({"error": message}).encode(), status, **{"X-Error-Code": code}, **headers)
+        self._reply(
+            json.dumps({"error": message}).encode(), status, **{"X-Error-Code": code}, **headers
+        )
 
-    def _reply(self, data: bytes, status: int = 200, *, breaks_off: bool = False, **headers: str) -> None:
+    def _reply(
+        self, data: bytes, status: int = 200, *, breaks_off: bool = False, **headers: str
+    ) -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         for name, value in headers.items():

@@ -26,7 +26,16 @@ from pathlib import Path
 from planted import MUTANTS, SMALLEST
 
 ROOT = Path(__file__).resolve().parents[1]
-COPIED = ("megarl", "tests", "benchmarks", "configs", "scripts", "docs", "README.md", "pyproject.toml")
+COPIED = (
+    "megarl",
+    "tests",
+    "benchmarks",
+    "configs",
+    "scripts",
+    "docs",
+    "README.md",
+    "pyproject.toml",
+)
 TIMEOUT_S = 300
 
 
@@ -72,7 +81,10 @@ class Run:
             os.chdir(tree)
             os.environ |= {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
             sys.dont_write_bytecode = True
-            sys.path[:] = [str(tree), *(path for path in sys.path if not path.startswith(str(ROOT / "tests")))]
+            sys.path[:] = [
+                str(tree),
+                *(path for path in sys.path if not path.startswith(str(ROOT / "tests"))),
+            ]
             for name in [name for name in sys.modules if name.split(".")[0] == "planted"]:
                 del sys.modules[name]
             import pytest
@@ -125,7 +137,9 @@ def copy_repository(tree: Path) -> Path:
 def place(test: str) -> tuple[str, int]:
     """Sorts tests as pytest runs a file, where some share what others would destroy."""
     file, _, name = test.partition("::")
-    return file, (ROOT / "tests" / file).read_text(encoding="utf-8").find(f"def {name.partition('[')[0]}(")
+    return file, (ROOT / "tests" / file).read_text(encoding="utf-8").find(
+        f"def {name.partition('[')[0]}("
+    )
 
 
 def plant(mutant: Mutant, tree: Path) -> Run | str:
@@ -168,18 +182,28 @@ def judge_all(mutants: Sequence[Mutant], trees: Sequence[Path]) -> list[Verdict]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--only", metavar="TEXT", nargs="+", default=[""], help="only mutants whose file, text or test contains a TEXT"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--jobs", metavar="N", type=int, default=1, help="tests to run at once (default: 1)")
+    parser.add_argument(
+        "--only",
+        metavar="TEXT",
+        nargs="+",
+        default=[""],
+        help="only mutants whose file, text or test contains a TEXT",
+    )
+    parser.add_argument(
+        "--jobs", metavar="N", type=int, default=1, help="tests to run at once (default: 1)"
+    )
     parser.add_argument("--smallest", action="store_true", help="a few fast ones")
     args = parser.parse_args()
     mutants = [Mutant(*entry) for entry in (SMALLEST if args.smallest else MUTANTS)]
     mutants = [
         mutant
         for mutant in mutants
-        if any(only in text for only in args.only for text in (mutant.file, mutant.name, mutant.test))
+        if any(
+            only in text for only in args.only for text in (mutant.file, mutant.name, mutant.test)
+        )
     ]
     if not mutants:
         parser.error(f"no mutant contains {' or '.join(args.only)}")

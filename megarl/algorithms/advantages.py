@@ -64,7 +64,9 @@ def grpo(
         advantage_N, score_N = _divide(advantage_N, std_N, eps), score_N / (1 + eps)
     elif scale == "batch":
         everyone = Groups.of(torch.zeros_like(groups.group_V), groups.size_V > 0)
-        advantage_N = _divide(advantage_N, everyone.std(everyone.centre(score_N), biased=biased), eps)
+        advantage_N = _divide(
+            advantage_N, everyone.std(everyone.centre(score_N), biased=biased), eps
+        )
     return _with_singletons(advantage_N, score_N, groups, singleton)
 
 
@@ -108,7 +110,9 @@ def _with_singletons(advantage_V: Tensor, raw_V: Tensor, groups: Groups, singlet
     is_single_V = groups.size_V == 1
     if singleton == "error" and is_single_V.any():
         num_groups = int(is_single_V.sum())
-        raise ValueError(f"singleton=error, but {num_groups} groups have one sample; sample more, or use zero or raw")
+        raise ValueError(
+            f"singleton=error, but {num_groups} groups have one sample; sample more, or use zero or raw"
+        )
     return torch.where(is_single_V, raw_V if singleton == "raw" else 0, advantage_V)
 
 
@@ -142,12 +146,19 @@ def gae(batch: _Batch, values_T: Tensor, *, gamma: float = 1.0, lam: float = 1.0
 
 
 def grpo_process(
-    batch: _Batch, step_ends_T: Tensor, *, std: str = "unbiased", eps: float = 1e-6, singleton: str = "zero"
+    batch: _Batch,
+    step_ends_T: Tensor,
+    *,
+    std: str = "unbiased",
+    eps: float = 1e-6,
+    singleton: str = "zero",
 ) -> Tensor:
     """GRPO with process supervision: step rewards are standardised over all steps of the group, and a token's
     advantage is the sum over the steps that end at it or later. DeepSeekMath, arXiv 2402.03300, section 4.1.3."""
     reward_V = batch.rewards_T[step_ends_T].double()
-    groups = Groups.of(batch.rows.spread(batch.groups.group_V)[step_ends_T], step_ends_T[step_ends_T])
+    groups = Groups.of(
+        batch.rows.spread(batch.groups.group_V)[step_ends_T], step_ends_T[step_ends_T]
+    )
     centred_V = groups.centre(reward_V)
     step_V = _divide(centred_V, groups.std(centred_V, biased=std == "biased"), eps)
     steps_T = torch.zeros_like(batch.rewards_T, dtype=torch.float64)
@@ -162,7 +173,11 @@ def returns(advantages_T: Tensor, values_T: Tensor) -> Tensor:
 
 _PER_ROW = (grpo, dr_grpo, rloo, reinforce_pp_baseline, opo, gpg)
 _PER_TOKEN = (reinforce, reinforce_pp, remax, gae, grpo_process)
-_NEUTRAL = {"gamma": 1.0, "lam": 1.0, "singleton": "zero"}  # every estimator accepts these, where they change nothing
+_NEUTRAL = {
+    "gamma": 1.0,
+    "lam": 1.0,
+    "singleton": "zero",
+}  # every estimator accepts these, where they change nothing
 WHITENED = ("reinforce_pp", "reinforce_pp_baseline", "gae")  # unless `whiten` is False
 
 
@@ -182,13 +197,21 @@ def _advantages(
     spec = getfullargspec(estimator)
     needed = spec.args[1:]  # without the batch
     _check_choice("std", options.get("std", "unbiased"), ("unbiased", "biased"))
-    scaling = {key: options.pop(key) for key in ("std", "eps") if key in options and key not in spec.kwonlyargs}
-    options = {key: x for key, x in options.items() if key in spec.kwonlyargs or _NEUTRAL.get(key) != x}
+    scaling = {
+        key: options.pop(key)
+        for key in ("std", "eps")
+        if key in options and key not in spec.kwonlyargs
+    }
+    options = {
+        key: x for key, x in options.items() if key in spec.kwonlyargs or _NEUTRAL.get(key) != x
+    }
 
     given = {"values_T": values_T, "step_ends_T": step_ends_T, "baseline_N": baseline_N}
     inputs = {key: x for key in needed if (x := given[key]) is not None}
     if missing := [key for key in needed if key not in inputs]:
-        raise ValueError(f"advantage={estimator.__name__} needs {missing[0]} [{missing[0][-1]}]; pass it")
+        raise ValueError(
+            f"advantage={estimator.__name__} needs {missing[0]} [{missing[0][-1]}]; pass it"
+        )
 
     dtype, per_row = at_least_fp32(rewards_T.dtype), estimator in _PER_ROW
     limit = torch.finfo(dtype).max / 8
@@ -199,7 +222,9 @@ def _advantages(
     advantages = estimator(batch, **inputs, **options).clamp(-limit, limit)
     if whiten:
         biased, eps = scaling.get("std") == "biased", scaling.get("eps", 1e-8)
-        count = batch.rows.num_tokens_N if per_row else batch.rows.mask_T  # a row's counts once for each of its tokens
+        count = (
+            batch.rows.num_tokens_N if per_row else batch.rows.mask_T
+        )  # a row's counts once for each of its tokens
         advantages = whiten_tokens(advantages, count, biased=biased, eps=eps)
     return batch.rows.spread(advantages.to(dtype)) if per_row else advantages.to(dtype)
 
@@ -217,8 +242,14 @@ def _clean_batch(
         if x.is_floating_point():
             takes_part_N &= (rows.sum(x.abs()) if key.endswith("_T") else x.abs()) <= limit
     if not takes_part_N.all():
-        rows, scores_N = Rows.of(rows.spread(takes_part_N), rows.cu_seqlens), clean(scores_N, takes_part_N)
-        inputs = {key: clean(x, rows.mask_T if key.endswith("_T") else takes_part_N) for key, x in inputs.items()}
+        rows, scores_N = (
+            Rows.of(rows.spread(takes_part_N), rows.cu_seqlens),
+            clean(scores_N, takes_part_N),
+        )
+        inputs = {
+            key: clean(x, rows.mask_T if key.endswith("_T") else takes_part_N)
+            for key, x in inputs.items()
+        }
     groups = Groups.of(group_N.to(rewards_T.device), takes_part_N)
     return _Batch(rows, groups, inputs.pop("rewards_T", rewards_T), scores_N), inputs
 
@@ -229,5 +260,6 @@ def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {
-    rule.__name__: partial(_advantages, rule, whiten=rule.__name__ in WHITENED) for rule in (*_PER_ROW, *_PER_TOKEN)
+    rule.__name__: partial(_advantages, rule, whiten=rule.__name__ in WHITENED)
+    for rule in (*_PER_ROW, *_PER_TOKEN)
 }

@@ -42,7 +42,9 @@ _Rule = Callable[[Rows, Tensor | None, float | None], Tensor | int]
 _RULES: dict[str, _Rule] = {
     "token-mean": lambda rows, *_: rows.num_tokens_N.sum().clamp(min=1),  # DAPO, arXiv 2503.14476
     "token-sum": lambda *_: 1,
-    "seq-mean-token-mean": lambda rows, *_: _num_rows(rows) * rows.num_tokens_N.clamp(min=1),  # arXiv 2402.03300
+    "seq-mean-token-mean": lambda rows, *_: (
+        _num_rows(rows) * rows.num_tokens_N.clamp(min=1)
+    ),  # arXiv 2402.03300
     "seq-mean-token-sum": lambda rows, *_: _num_rows(rows),
     "seq-mean-token-sum-norm": _dr_grpo,  # arXiv 2503.20783
     "prompt-mean": _prompt_mean,  # ScaleRL, arXiv 2510.13786
@@ -50,18 +52,31 @@ _RULES: dict[str, _Rule] = {
 
 
 def _weights(
-    rule: _Rule, mask_T: Tensor, cu_seqlens: Tensor, group_N: Tensor | None = None, *, constant: float | None = None
+    rule: _Rule,
+    mask_T: Tensor,
+    cu_seqlens: Tensor,
+    group_N: Tensor | None = None,
+    *,
+    constant: float | None = None,
 ) -> Tensor:
     """[T] fp64: the weight of each token's loss in the batch's loss; 0 on False positions."""
     rows = Rows.of(mask_T, cu_seqlens)
-    return rows.spread(torch.ones_like(rows.num_tokens_N, dtype=torch.float64) / rule(rows, group_N, constant))
+    return rows.spread(
+        torch.ones_like(rows.num_tokens_N, dtype=torch.float64) / rule(rows, group_N, constant)
+    )
 
 
-def _aggregate(rule: _Rule, loss_T: Tensor, mask_T: Tensor, *rows: Tensor, **options: Any) -> Tensor:
+def _aggregate(
+    rule: _Rule, loss_T: Tensor, mask_T: Tensor, *rows: Tensor, **options: Any
+) -> Tensor:
     """[]: the batch's loss. What follows `loss_T` is as in `_weights`."""
     loss_T = clean(loss_T, mask_T.bool())
     return (loss_T * _weights(rule, mask_T, *rows, **options).to(loss_T.dtype)).sum()
 
 
-WEIGHTS: dict[str, Callable[..., Tensor]] = {name: partial(_weights, rule) for name, rule in _RULES.items()}
-AGGREGATIONS: dict[str, Callable[..., Tensor]] = {name: partial(_aggregate, rule) for name, rule in _RULES.items()}
+WEIGHTS: dict[str, Callable[..., Tensor]] = {
+    name: partial(_weights, rule) for name, rule in _RULES.items()
+}
+AGGREGATIONS: dict[str, Callable[..., Tensor]] = {
+    name: partial(_aggregate, rule) for name, rule in _RULES.items()
+}

@@ -50,8 +50,12 @@ def _weights(
 ) -> Tensor:
     mask_T = mask_T.bool()
     old_T = clean(old_logprobs_T.detach(), mask_T)
-    rollout_T = torch.where(mask_T & rollout_logprobs_T.isfinite(), rollout_logprobs_T.detach(), old_T)
-    of_policy = (x_T if x_T is None else clean(x_T.detach(), mask_T) for x_T in (logprobs_T, advantages_T))
+    rollout_T = torch.where(
+        mask_T & rollout_logprobs_T.isfinite(), rollout_logprobs_T.detach(), old_T
+    )
+    of_policy = (
+        x_T if x_T is None else clean(x_T.detach(), mask_T) for x_T in (logprobs_T, advantages_T)
+    )
     gap = _Gap(mask_T, cu_seqlens, old_T - rollout_T, old_T, *of_policy)
     return clean(rule(gap, **options), mask_T)
 
@@ -95,4 +99,6 @@ def opsm(gap: _Gap, *, delta: float = 1e-4) -> Tensor:
 
 
 _RULES = (none, tis, seq_tis, icepop, seq_mask, opsm)
-CORRECTIONS: dict[str, Callable[..., Tensor]] = {rule.__name__: partial(_weights, rule) for rule in _RULES}
+CORRECTIONS: dict[str, Callable[..., Tensor]] = {
+    rule.__name__: partial(_weights, rule) for rule in _RULES
+}

@@ -19,14 +19,20 @@ def value_after_cut(batch: TrainBatch, values_T: Tensor) -> Tensor:
     state after the cut; 0 elsewhere. Added to the reward, times gamma, it is GAE's V after the last token."""
     after_T = torch.zeros_like(values_T)
     is_cut_N = (batch.finish == FINISH.index("length")) & (batch.cu_seqlens.diff() > 1)
-    end_N = batch.cu_seqlens[1:][is_cut_N] - 1  # not trained; the position before it is, with the token of the cut
+    end_N = (
+        batch.cu_seqlens[1:][is_cut_N] - 1
+    )  # not trained; the position before it is, with the token of the cut
     after_T[end_N - 1] = values_T[end_N]
     return clean(after_T, batch.mask)
 
 
-def value_losses(batch: ScoredBatch, clip: float | None, outputs: TokenOutputs, rows: MicrobatchRows) -> TokenLosses:
+def value_losses(
+    batch: ScoredBatch, clip: float | None, outputs: TokenOutputs, rows: MicrobatchRows
+) -> TokenLosses:
     """A types.Loss, once its first two arguments are bound: the clipped squared error to the returns, token-mean."""
-    assert outputs.values_T is not None and batch.old_values is not None and batch.returns is not None
+    assert (
+        outputs.values_T is not None and batch.old_values is not None and batch.returns is not None
+    )
     old_M, returns_M = rows.select(batch.old_values), rows.select(batch.returns)
     loss_M = VALUE_LOSSES["clipped"](outputs.values_T, old_M, returns_M, rows.mask, clip=clip)
     moved_M = clean((outputs.values_T.detach() - old_M).abs(), rows.mask)

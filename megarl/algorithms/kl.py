@@ -32,7 +32,11 @@ def likelihood_ratio(log_ratio: Tensor) -> Tensor:
 
 
 def _estimate(
-    value: Callable[[Tensor], Tensor], logprobs_T: Tensor, ref_logprobs_T: Tensor, *, value_clamp: float | None = None
+    value: Callable[[Tensor], Tensor],
+    logprobs_T: Tensor,
+    ref_logprobs_T: Tensor,
+    *,
+    value_clamp: float | None = None,
 ) -> Tensor:
     """`value` of delta, clamped to +-`value_clamp`: the gradient is 0 just where the policy is furthest from ref."""
     dtype = at_least_fp32(logprobs_T.dtype)
@@ -40,16 +44,24 @@ def _estimate(
     return value_T if value_clamp is None else value_T.clamp(-value_clamp, value_clamp)
 
 
-def _k3_plus(logprobs_T: Tensor, ref_logprobs_T: Tensor, *, value_clamp: float | None = None) -> Tensor:
+def _k3_plus(
+    logprobs_T: Tensor, ref_logprobs_T: Tensor, *, value_clamp: float | None = None
+) -> Tensor:
     """The clamp bounds its value but not its gradient."""
-    value_T, k2_T = KL["k3"](logprobs_T, ref_logprobs_T, value_clamp=value_clamp), KL["k2"](logprobs_T, ref_logprobs_T)
+    value_T, k2_T = (
+        KL["k3"](logprobs_T, ref_logprobs_T, value_clamp=value_clamp),
+        KL["k2"](logprobs_T, ref_logprobs_T),
+    )
     return value_T.detach() + (k2_T - k2_T.detach())
 
 
 KL: dict[str, Callable[..., Tensor]] = {
     "k1": partial(_estimate, lambda delta_T: delta_T),
     "k2": partial(_estimate, lambda delta_T: delta_T.square() / 2),
-    "k3": partial(_estimate, lambda delta_T: (-delta_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).expm1() + delta_T),
+    "k3": partial(
+        _estimate,
+        lambda delta_T: (-delta_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).expm1() + delta_T,
+    ),
     "k3+": _k3_plus,
     "abs": partial(_estimate, torch.abs),
 }
@@ -66,7 +78,9 @@ def adapt(coef: float, kl: float, *, target: float, horizon: float, num_samples:
     return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * num_samples / horizon)
 
 
-def teacher_divergence(student_TK: Tensor, teacher_TK: Tensor, mask_T: Tensor, *, beta: float = 1.0) -> Tensor:
+def teacher_divergence(
+    student_TK: Tensor, teacher_TK: Tensor, mask_T: Tensor, *, beta: float = 1.0
+) -> Tensor:
     """[T] in nats, 0 where `mask_T` is False: how far the student's next-token distribution is from the teacher's.
 
     Both are log-probs, under the whole vocabulary, of the same K distinct tokens; where the teacher's is -inf there is
@@ -82,7 +96,9 @@ def teacher_divergence(student_TK: Tensor, teacher_TK: Tensor, mask_T: Tensor, *
     if beta in (0, 1):
         return _exact_kl(student_TR, teacher_TR) if beta else _exact_kl(teacher_TR, student_TR)
     mix_TR = torch.logaddexp(teacher_TR + math.log(beta), student_TR + math.log(1 - beta))
-    return clean(beta * _exact_kl(teacher_TR, mix_TR) + (1 - beta) * _exact_kl(student_TR, mix_TR), mask_T)
+    return clean(
+        beta * _exact_kl(teacher_TR, mix_TR) + (1 - beta) * _exact_kl(student_TR, mix_TR), mask_T
+    )
 
 
 def _with_rest(logprobs_TK: Tensor, is_token_TK: Tensor) -> Tensor:

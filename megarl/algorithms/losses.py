@@ -80,19 +80,31 @@ def ppo_clip(
 
 
 def _clip(
-    ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
+    ratio_T: Tensor,
+    advantages_T: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
 ) -> LossAndClip:
-    loss_T = torch.maximum(-advantages_T * ratio_T, -advantages_T * ratio_T.clamp(1 - clip_low, 1 + clip_high))
+    loss_T = torch.maximum(
+        -advantages_T * ratio_T, -advantages_T * ratio_T.clamp(1 - clip_low, 1 + clip_high)
+    )
     clipped_T = _beyond_bound(ratio_T, advantages_T, clip_low, clip_high)
     if dual_clip is not None:
-        loss_T = torch.where(advantages_T < 0, torch.minimum(loss_T, -advantages_T * dual_clip), loss_T)
+        loss_T = torch.where(
+            advantages_T < 0, torch.minimum(loss_T, -advantages_T * dual_clip), loss_T
+        )
         clipped_T = clipped_T | ((advantages_T < 0) & (ratio_T > dual_clip))
     return loss_T, clipped_T
 
 
-def _beyond_bound(ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: float) -> Tensor:
+def _beyond_bound(
+    ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: float
+) -> Tensor:
     """[T] bool: the ratio is beyond the bound that its advantage pushes it towards."""
-    return torch.where(advantages_T > 0, ratio_T > 1 + clip_high, (advantages_T < 0) & (ratio_T < 1 - clip_low))
+    return torch.where(
+        advantages_T > 0, ratio_T > 1 + clip_high, (advantages_T < 0) & (ratio_T < 1 - clip_low)
+    )
 
 
 def gspo(tokens: _Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossAndClip:
@@ -102,10 +114,14 @@ def gspo(tokens: _Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) ->
     a weight on one token weighs that token only.
     """
     rows, advantages_T = tokens.rows, tokens.advantages_T
-    uneven_T = (advantages_T - rows.spread(rows.mean(advantages_T))).abs() > 1e-4 * advantages_T.abs().clamp(min=1)
+    uneven_T = (
+        advantages_T - rows.spread(rows.mean(advantages_T))
+    ).abs() > 1e-4 * advantages_T.abs().clamp(min=1)
     # a GPU's answer would hold up every micro-batch; validate refuses the configs whose advantages can differ
     if not uneven_T.is_cuda and bool((uneven_T & tokens.mask_T).any()):
-        raise ValueError("loss=gspo needs one advantage per row, but these differ within a row; use grpo or rloo")
+        raise ValueError(
+            "loss=gspo needs one advantage per row, but these differ within a row; use grpo or rloo"
+        )
     log_s_T = rows.spread(rows.mean(tokens.log_ratio_T.detach()))
     ratio_T = likelihood_ratio(log_s_T + (tokens.logprobs_T - tokens.logprobs_T.detach()))
     return _clip(ratio_T, advantages_T, clip_low, clip_high)
@@ -114,7 +130,11 @@ def gspo(tokens: _Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) ->
 def cispo(tokens: _Tokens, *, clip_low: float = 1.0, clip_high: float = 4.0) -> LossAndClip:
     """CISPO: -sg[clip(ratio, 1 - low, 1 + high)] A l; every token keeps its gradient. MiniMax-M1, arXiv 2506.13585."""
     clipped_T = tokens.mask_T & ((tokens.ratio_T < 1 - clip_low) | (tokens.ratio_T > 1 + clip_high))
-    loss_T = -tokens.ratio_T.detach().clamp(1 - clip_low, 1 + clip_high) * tokens.advantages_T * tokens.logprobs_T
+    loss_T = (
+        -tokens.ratio_T.detach().clamp(1 - clip_low, 1 + clip_high)
+        * tokens.advantages_T
+        * tokens.logprobs_T
+    )
     return loss_T, clipped_T
 
 
@@ -128,13 +148,19 @@ def gmpo(tokens: _Tokens, *, clip_low: float = 0.4, clip_high: float = 0.4) -> L
     """GMPO: -A e^(mean of l - o), each l - o clipped to [-low, high] on the side that A pushes it towards.
     arXiv 2507.20673."""
     rows, log_ratio_T, sign_T = tokens.rows, tokens.log_ratio_T, tokens.advantages_T.sign()
-    bounded_T = sign_T * torch.minimum(sign_T * log_ratio_T, sign_T * log_ratio_T.clamp(-clip_low, clip_high))
+    bounded_T = sign_T * torch.minimum(
+        sign_T * log_ratio_T, sign_T * log_ratio_T.clamp(-clip_low, clip_high)
+    )
     loss_T = rows.spread(-rows.mean(tokens.advantages_T) * likelihood_ratio(rows.mean(bounded_T)))
     return loss_T, _beyond_bound(1 + log_ratio_T, tokens.advantages_T, clip_low, clip_high)
 
 
 def clip_cov(
-    tokens: _Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, select_T: Tensor | None = None
+    tokens: _Tokens,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    select_T: Tensor | None = None,
 ) -> LossAndClip:
     """Clip-Cov: PPO-clip without the tokens that SELECT["clip_cov"] chose. arXiv 2505.22617."""
     loss_T, clipped_T = _clip(tokens.ratio_T, tokens.advantages_T, clip_low, clip_high)
@@ -180,19 +206,33 @@ _RULES: dict[str, _Rule] = {rule.__name__: rule for rule in _OF_NAME}
 _RULES["gpg"] = reinforce  # GPG differs in the factor on its advantages
 LOSSES: dict[str, partial[Tensor]] = {name: partial(_loss, rule) for name, rule in _RULES.items()}
 # with the tokens that it clips; none for a loss without a clip
-LOSS_AND_CLIP: dict[str, partial[LossAndClip]] = {name: partial(_loss_and_clip, rule) for name, rule in _RULES.items()}
+LOSS_AND_CLIP: dict[str, partial[LossAndClip]] = {
+    name: partial(_loss_and_clip, rule) for name, rule in _RULES.items()
+}
 
 
 def clipped_value_loss(
-    values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, mask_T: Tensor, *, clip: float | None = 0.2
+    values_T: Tensor,
+    old_values_T: Tensor,
+    returns_T: Tensor,
+    mask_T: Tensor,
+    *,
+    clip: float | None = 0.2,
 ) -> Tensor:
     """max((V - R)^2, (V_old + clip(V - V_old) - R)^2) / 2 for each token; without `clip`, (V - R)^2 / 2."""
     mask_T = mask_T.bool()
-    values_T, old_T, returns_T = (clean(x, mask_T) for x in (values_T, old_values_T.detach(), returns_T.detach()))
+    values_T, old_T, returns_T = (
+        clean(x, mask_T) for x in (values_T, old_values_T.detach(), returns_T.detach())
+    )
     squared_T = (values_T - returns_T).square()
     if clip is None:
         return squared_T / 2
-    return torch.maximum(squared_T, (old_T + (values_T - old_T).clamp(-clip, clip) - returns_T).square()) / 2
+    return (
+        torch.maximum(
+            squared_T, (old_T + (values_T - old_T).clamp(-clip, clip) - returns_T).square()
+        )
+        / 2
+    )
 
 
 VALUE_LOSSES: dict[str, Callable[..., Tensor]] = {"clipped": clipped_value_loss}
@@ -216,7 +256,10 @@ def select_clip_cov(
 ) -> Tensor:
     """At most `share` of the tokens, at least one, drawn from those not clipped with covariance in (low, high)."""
     mask_T = mask_T.bool()
-    log_ratio_T, advantages_T = clean((logprobs_T - old_logprobs_T).detach(), mask_T), clean(advantages_T, mask_T)
+    log_ratio_T, advantages_T = (
+        clean((logprobs_T - old_logprobs_T).detach(), mask_T),
+        clean(advantages_T, mask_T),
+    )
     clipped_T = _beyond_bound(likelihood_ratio(log_ratio_T), advantages_T, clip_low, clip_high)
     covariance_T = _covariance(logprobs_T, advantages_T, mask_T)
     candidates_C = ((covariance_T > low) & (covariance_T < high) & ~clipped_T).nonzero().flatten()
@@ -244,9 +287,13 @@ def select_kl_cov(
 
 def _covariance(logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor) -> Tensor:
     """(A - mean A)(l - mean l) over the True positions; -inf elsewhere."""
-    logprobs_T, advantages_T = (clean(x_T.detach(), mask_T).double() for x_T in (logprobs_T, advantages_T))
+    logprobs_T, advantages_T = (
+        clean(x_T.detach(), mask_T).double() for x_T in (logprobs_T, advantages_T)
+    )
     num_tokens = mask_T.sum().clamp(min=1)
-    product_T = (advantages_T - advantages_T.sum() / num_tokens) * (logprobs_T - logprobs_T.sum() / num_tokens)
+    product_T = (advantages_T - advantages_T.sum() / num_tokens) * (
+        logprobs_T - logprobs_T.sum() / num_tokens
+    )
     return product_T.masked_fill(~mask_T, float("-inf"))
 
 

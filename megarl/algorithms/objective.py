@@ -48,7 +48,9 @@ class Objective:
     algorithm: Algorithm
     max_tokens: int | None = None  # of a response: the divisor of Dr. GRPO's aggregation
     value_lam: float | None = None  # lambda of the critic's targets; None: that of the advantage
-    bootstrap_truncated: bool = False  # of responses cut by length: the value after the cut is part of their reward
+    bootstrap_truncated: bool = (
+        False  # of responses cut by length: the value after the cut is part of their reward
+    )
     couples_rows = False  # True: the rows of a prompt must share a micro-batch
 
     @property
@@ -69,9 +71,16 @@ class Objective:
         rewards_N, baseline_N, stats = _outcomes(batch, algorithm, Stats(*state.reward_stats))
         rewards_T, next_coef = _with_outcomes(batch, rewards_N), coef
         if algorithm.needs_reference and self.reads_old_logprobs:
-            assert scores.old_logprobs is not None, "a KL penalty needs the trainer's log-probs before the update"
-            old_T = clean(self._old(scores.old_logprobs, batch.rollout_logprobs, batch.mask), batch.mask)
-            ref_T = clean(scores.old_logprobs if scores.ref_logprobs is None else scores.ref_logprobs, batch.mask)
+            assert scores.old_logprobs is not None, (
+                "a KL penalty needs the trainer's log-probs before the update"
+            )
+            old_T = clean(
+                self._old(scores.old_logprobs, batch.rollout_logprobs, batch.mask), batch.mask
+            )
+            ref_T = clean(
+                scores.old_logprobs if scores.ref_logprobs is None else scores.ref_logprobs,
+                batch.mask,
+            )
             if kl.where == "reward":
                 kl_T = KL[kl.estimator](old_T, ref_T, value_clamp=kl.value_clamp)
                 rewards_T = rewards_T - coef * kl_T.detach()
@@ -81,12 +90,19 @@ class Objective:
             gamma = algorithm.advantage_options.get("gamma", 1.0)
             rewards_T = rewards_T + gamma * value_after_cut(batch, values_T)
         inputs = {"values_T": values_T, "step_ends_T": batch.step_ends, "baseline_N": baseline_N}
-        estimator, rows = ADVANTAGES[algorithm.advantage], (batch.mask, batch.cu_seqlens, batch.group)
+        estimator, rows = (
+            ADVANTAGES[algorithm.advantage],
+            (batch.mask, batch.cu_seqlens, batch.group),
+        )
         estimate = partial(estimator, rewards_T, *rows, **inputs)
         advantages_T, returns_T = estimate(**algorithm.advantage_options), None
         if values_T is not None:
             values_T = clean(values_T, batch.mask)
-            own = {"whiten": False} if self.value_lam is None else {"whiten": False, "lam": self.value_lam}
+            own = (
+                {"whiten": False}
+                if self.value_lam is None
+                else {"whiten": False, "lam": self.value_lam}
+            )
             returns_T = returns(estimate(**algorithm.advantage_options | own), values_T)
         replaced = {"extra_labels": scores.teacher_top_ids, "routes": scores.routes or batch.routes}
         scored = ScoredBatch(
@@ -102,7 +118,9 @@ class Objective:
         )
         return scored, ObjectiveState(next_coef, (stats.n, stats.mean, stats.m2))
 
-    def after_updates(self, batch: ScoredBatch, report: StepReport, state: ObjectiveState) -> ObjectiveState:
+    def after_updates(
+        self, batch: ScoredBatch, report: StepReport, state: ObjectiveState
+    ) -> ObjectiveState:
         """Adapts the coefficient of a KL term against the old policy to KL(old || policy) in the last update."""
         kl, updates = self.algorithm.kl, report.updates
         if kl.against != "old" or kl.target is None or not updates:
@@ -116,18 +134,24 @@ class Objective:
     def reads_old_logprobs(self) -> bool:
         """Whether something before the update reads the trainer's log-probs."""
         kl = self.algorithm.kl
-        is_kl_read = self.algorithm.needs_reference and (kl.where == "reward" or kl.target is not None)
+        is_kl_read = self.algorithm.needs_reference and (
+            kl.where == "reward" or kl.target is not None
+        )
         return self.selects_tokens or is_kl_read
 
     def weights(self, batch: ScoredBatch, plan: MicrobatchPlan) -> Tensor:
         """[T] fp64: each token's share of the loss of its update."""
-        return loss_weights(batch, plan, self.algorithm.aggregation, group=batch.group, constant=self.max_tokens)
+        return loss_weights(
+            batch, plan, self.algorithm.aggregation, group=batch.group, constant=self.max_tokens
+        )
 
     @property
     def selects_tokens(self) -> bool:
         return self.algorithm.loss in SELECT
 
-    def select(self, batch: ScoredBatch, logprobs_T: Tensor, plan: MicrobatchPlan, *, seed: int) -> Tensor:
+    def select(
+        self, batch: ScoredBatch, logprobs_T: Tensor, plan: MicrobatchPlan, *, seed: int
+    ) -> Tensor:
         """Returns [T] bool: the tokens of this update that clip_cov and kl_cov select; the same on every rank.
 
         `logprobs_T` are from the policy right before this update, `batch.old_logprobs` from before the first one.
@@ -135,7 +159,10 @@ class Objective:
         algorithm = self.algorithm
         assert batch.old_logprobs is not None
         old_T = self._old(batch.old_logprobs, batch.rollout_logprobs, batch.mask)
-        options = {"generator": torch.Generator().manual_seed(seed), **algorithm.token_selection_options}
+        options = {
+            "generator": torch.Generator().manual_seed(seed),
+            **algorithm.token_selection_options,
+        }
         inputs = (logprobs_T, old_T, batch.advantages, _trained(batch, plan))
         return SELECT[algorithm.loss](*inputs, **options, **algorithm.loss_bounds)
 
@@ -149,14 +176,22 @@ class Objective:
         return partial(self._token_losses, batch, select_T)
 
     def _token_losses(
-        self, batch: ScoredBatch, select_T: Tensor | None, outputs: TokenOutputs, rows: MicrobatchRows
+        self,
+        batch: ScoredBatch,
+        select_T: Tensor | None,
+        outputs: TokenOutputs,
+        rows: MicrobatchRows,
     ) -> TokenLosses:
         algorithm, mask_M = self.algorithm, rows.mask
         assert outputs.logprobs_T is not None
         new_M = clean(outputs.logprobs_T, mask_M)
         rollout_M, advantages_M = rows.select(batch.rollout_logprobs), rows.select(batch.advantages)
         # without a forward pass before the update, its own log-probs are the old ones: the ratio is 1
-        trainer_M = new_M.detach() if batch.old_logprobs is None else clean(rows.select(batch.old_logprobs), mask_M)
+        trainer_M = (
+            new_M.detach()
+            if batch.old_logprobs is None
+            else clean(rows.select(batch.old_logprobs), mask_M)
+        )
         old_M, taught = self._old(trainer_M, rollout_M, mask_M), {}
         if algorithm.distill_coef:
             assert batch.teacher_logprobs is not None, "distillation needs the teacher's log-probs"
@@ -175,7 +210,11 @@ class Objective:
         sums |= taught | {"kl/old": KL["k3"](old_M, new_M.detach()), "clip_frac": clipped_M}
         ref_M = old_M
         if algorithm.needs_reference:
-            ref_M = trainer_M if batch.ref_logprobs is None else clean(rows.select(batch.ref_logprobs), mask_M)
+            ref_M = (
+                trainer_M
+                if batch.ref_logprobs is None
+                else clean(rows.select(batch.ref_logprobs), mask_M)
+            )
             sums["kl/ref"] = KL["k3"](new_M.detach(), ref_M)
         if algorithm.kl.coef and algorithm.kl.where == "loss":
             loss_M = loss_M + batch.kl_coef * _kl_loss(new_M, old_M, ref_M, algorithm.kl)
@@ -183,7 +222,9 @@ class Objective:
             assert outputs.extra_logprobs_TK is not None and batch.teacher_top_logprobs is not None
             top = outputs.extra_logprobs_TK, rows.select(batch.teacher_top_logprobs), mask_M
             sums["kl/teacher_top_k"] = teacher_divergence(*top)
-            loss_M = loss_M + algorithm.distill_coef * teacher_divergence(*top, beta=algorithm.distill_beta)
+            loss_M = loss_M + algorithm.distill_coef * teacher_divergence(
+                *top, beta=algorithm.distill_beta
+            )
         if outputs.entropy_T is not None:
             sums["entropy"] = clean(outputs.entropy_T, mask_M)
             if algorithm.entropy_coef:
@@ -191,13 +232,22 @@ class Objective:
         return TokenLosses(loss_M, {name: _sum(x_M) for name, x_M in sums.items()}, mask_M.sum())
 
     def _correction(
-        self, new_M: Tensor, old_M: Tensor, rollout_M: Tensor, advantages_M: Tensor, rows: MicrobatchRows
+        self,
+        new_M: Tensor,
+        old_M: Tensor,
+        rollout_M: Tensor,
+        advantages_M: Tensor,
+        rows: MicrobatchRows,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns per-token correction weights [M], and the [M] tensors whose sums are reported."""
         name, options = self.algorithm.correction, self.algorithm.correction_options
         sampled = (old_M, rollout_M, rows.mask, rows.cu_seqlens)
-        weights_M = CORRECTIONS[name](*sampled, logprobs_T=new_M, advantages_T=advantages_M, **options)
-        importance_M = CORRECTIONS["seq_tis" if name == "seq_tis" else "tis"](*sampled, cap=torch.inf)
+        weights_M = CORRECTIONS[name](
+            *sampled, logprobs_T=new_M, advantages_T=advantages_M, **options
+        )
+        importance_M = CORRECTIONS["seq_tis" if name == "seq_tis" else "tis"](
+            *sampled, cap=torch.inf
+        )
         truncates = name in ("tis", "seq_tis", "icepop")
         changed_M = (weights_M != importance_M) if truncates else rows.mask & (weights_M == 0)
         return weights_M, {
@@ -213,7 +263,9 @@ class Objective:
         correction/ess is the effective sample size of uncorrected importance weights, over n: (sum w)^2 / (n sum w^2).
         """
         metrics = dict(means)
-        weight, squared = (metrics.pop(f"importance_weight{suffix}", 0.0) for suffix in ("", "_squared"))
+        weight, squared = (
+            metrics.pop(f"importance_weight{suffix}", 0.0) for suffix in ("", "_squared")
+        )
         if squared:
             metrics["correction/ess"] = weight**2 / squared
         if metrics and self.algorithm.kl.coef:
@@ -241,26 +293,34 @@ def loss_weights(
     """
     weights_T = torch.zeros(batch.num_tokens, dtype=torch.float64)
     for update in plan.updates():
-        weights_T += WEIGHTS[aggregation](_trained(batch, update), batch.cu_seqlens, group, constant=constant)
+        weights_T += WEIGHTS[aggregation](
+            _trained(batch, update), batch.cu_seqlens, group, constant=constant
+        )
     return weights_T
 
 
 def supervised_loss(outputs: TokenOutputs, rows: MicrobatchRows) -> TokenLosses:
     """Cross-entropy of each label."""
     assert outputs.logprobs_T is not None
-    sums = {} if outputs.entropy_T is None else {"entropy": _sum(clean(outputs.entropy_T, rows.mask))}
+    sums = (
+        {} if outputs.entropy_T is None else {"entropy": _sum(clean(outputs.entropy_T, rows.mask))}
+    )
     return TokenLosses(-clean(outputs.logprobs_T, rows.mask), sums, rows.mask.sum())
 
 
 def _trained(batch: TokenBatch, plan: MicrobatchPlan) -> Tensor:
     """Returns [T] bool: the tokens that the updates of `plan` train."""
-    return batch.mask & planned_rows(plan, batch.num_rows).repeat_interleave(batch.cu_seqlens.diff())
+    return batch.mask & planned_rows(plan, batch.num_rows).repeat_interleave(
+        batch.cu_seqlens.diff()
+    )
 
 
 def planned_rows(plan: MicrobatchPlan, num_rows: int) -> Tensor:
     """Returns [N] bool: the rows that the updates of `plan` train."""
     is_planned_N = torch.zeros(num_rows, dtype=torch.bool)
-    is_planned_N[[row for update in plan.rows for rank in update for rows in rank for row in rows]] = True
+    is_planned_N[
+        [row for update in plan.rows for rank in update for rows in rank for row in rows]
+    ] = True
     return is_planned_N
 
 
@@ -275,7 +335,9 @@ def _outcomes(batch: TrainBatch, algorithm: Algorithm, seen: Stats) -> tuple[Ten
     def clipped(x_N: Tensor, stage: str) -> Tensor:
         return x_N.clamp(*bounds) if bounds is not None and stage == clip_stage else x_N
 
-    rewards_N, baseline_N = (clipped(x_N.double(), "raw") for x_N in (batch.rewards, batch.baseline))
+    rewards_N, baseline_N = (
+        clipped(x_N.double(), "raw") for x_N in (batch.rewards, batch.baseline)
+    )
     if algorithm.normalise_rewards:
         seen = seen.merge(whiten_stats(rewards_N, (batch.outcome_at >= 0) & rewards_N.isfinite()))
         scale = (seen.variance() + 1e-8) ** -0.5 if seen.variance() else 1.0
@@ -287,7 +349,9 @@ def _with_outcomes(batch: TrainBatch, rewards_N: Tensor) -> Tensor:
     """Returns `token_rewards` with each row's outcome replaced, except the reward of a process step there."""
     has_outcome_N = batch.outcome_at >= 0
     position_N = batch.outcome_at[has_outcome_N]
-    step_N = batch.token_rewards[position_N] - batch.rewards[has_outcome_N]  # exactly 0 without such a step
+    step_N = (
+        batch.token_rewards[position_N] - batch.rewards[has_outcome_N]
+    )  # exactly 0 without such a step
     return batch.token_rewards.index_put((position_N,), step_N + rewards_N[has_outcome_N])
 
 
@@ -311,4 +375,6 @@ def _adapted(kl_T: Tensor, batch: TrainBatch, term: KlTerm, coef: float) -> floa
     rows = Rows.of(batch.mask, batch.cu_seqlens)
     trained_N = rows.num_tokens_N > 0
     mean = float(rows.mean(kl_T.double())[trained_N].mean())
-    return adapt(coef, mean, target=term.target, horizon=term.horizon, num_samples=int(trained_N.sum()))
+    return adapt(
+        coef, mean, target=term.target, horizon=term.horizon, num_samples=int(trained_N.sum())
+    )

@@ -37,7 +37,9 @@ class Parity:
 
 # Relative rounding error of a sublayer's output. fp32 kernels also differ in exp. Not measured: tf32 and fp8 on a GPU.
 FORMAT_EPS = {"fp32": 2**-18, "tf32": 2**-10, "bf16": 2**-8, "fp8": 2**-4}
-LOG_SOFTMAX_ERROR = 2**-17  # absolute, in fp32; exp is approximate in torch on a CPU: 7e-6 off over 49,152 tokens
+LOG_SOFTMAX_ERROR = (
+    2**-17
+)  # absolute, in fp32; exp is approximate in torch on a CPU: 7e-6 off over 49,152 tokens
 MAX_EXCESS = 2.0
 
 
@@ -56,21 +58,30 @@ class Quantiles:
         diff_K = torch.nan_to_num(diff.double().abs().flatten(), nan=torch.inf)
         if not (count := diff_K.numel()):
             return cls(0.0, 0.0, 0.0, 0)
-        median, p90 = (float(diff_K.kthvalue(1 + ceil(level * (count - 1))).values) for level in (0.5, 0.9))
+        median, p90 = (
+            float(diff_K.kthvalue(1 + ceil(level * (count - 1))).values) for level in (0.5, 0.9)
+        )
         return cls(median, p90, float(diff_K.max()), count)
 
     def __str__(self) -> str:
         return f"median {self.median:.3g}, 90% below {self.p90:.3g}"
 
 
-def rounding_floor(x_K: Tensor, noise_DK: Tensor, *, eps: float = 2**-22, error: float = 0.0) -> Quantiles:
+def rounding_floor(
+    x_K: Tensor, noise_DK: Tensor, *, eps: float = 2**-22, error: float = 0.0
+) -> Quantiles:
     """What `x_K`, log-probs or others, differ by between trainer and engine if both are correct.
 
     `noise_DK` [draws, K] is the trainer with planted rounding errors minus itself; both sides round, so the floor has
     twice its variance. `eps` is the relative rounding of `x_K` itself, `error` the absolute one of its kernel.
     """
-    noise, rounding = Quantiles.of(noise_DK * 2**0.5), eps * float(x_K.double().abs().mean()) + error
-    return Quantiles(noise.median + rounding, noise.p90 + rounding, noise.max + rounding, noise.count)
+    noise, rounding = (
+        Quantiles.of(noise_DK * 2**0.5),
+        eps * float(x_K.double().abs().mean()) + error,
+    )
+    return Quantiles(
+        noise.median + rounding, noise.p90 + rounding, noise.max + rounding, noise.count
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +122,10 @@ def compare(batch: ScoredBatch) -> Parity:
     positions = batch.mask.nonzero().flatten()
     if not positions.numel():
         return Parity(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1, 0, 0.0, 0.0)
-    trainer, engine = batch.old_logprobs[positions].double(), batch.rollout_logprobs[positions].double()
+    trainer, engine = (
+        batch.old_logprobs[positions].double(),
+        batch.rollout_logprobs[positions].double(),
+    )
     signed = torch.nan_to_num(trainer - engine, nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
     diff = signed.abs()
     worst, top = int(diff.argmax()), float(diff.max())

@@ -16,13 +16,17 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     arXiv 2107.03374, equation 1). Raises ValueError unless k is at most the number of samples.
     """
     if not 0 < k <= samples:
-        raise ValueError(f"pass@{k} needs at least {k} samples of a problem, not {samples}; draw more")
+        raise ValueError(
+            f"pass@{k} needs at least {k} samples of a problem, not {samples}; draw more"
+        )
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
 def ks_of(samples: int) -> list[int]:
     """The k to report besides 1: the powers of two below `samples`, and `samples`."""
-    return [2**power for power in range(1, samples.bit_length()) if 2**power < samples] + [samples] * (samples > 1)
+    return [2**power for power in range(1, samples.bit_length()) if 2**power < samples] + [
+        samples
+    ] * (samples > 1)
 
 
 def mean_interval(scores: Sequence[float], samples: int | None) -> tuple[float, float]:
@@ -39,7 +43,15 @@ def mean_interval(scores: Sequence[float], samples: int | None) -> tuple[float, 
         half = Z_95 * math.sqrt(spread / n)
         return mean - half, mean + half
     of_one = mean * (1 - mean)  # variance of a single independent sample
-    size = n if of_one == 0 else n * samples if spread == 0 else min(max(n * of_one / spread, n), n * samples)
+    size = (
+        n
+        if of_one == 0
+        else n * samples
+        if spread == 0
+        else min(max(n * of_one / spread, n), n * samples)
+    )
     centre = (mean + Z_95**2 / (2 * size)) / (1 + Z_95**2 / size)
     half = Z_95 / (1 + Z_95**2 / size) * math.sqrt(of_one / size + Z_95**2 / (4 * size**2))
-    return max(0.0, min(centre - half, mean)), min(1.0, max(centre + half, mean))  # within bounds after rounding
+    return max(0.0, min(centre - half, mean)), min(
+        1.0, max(centre + half, mean)
+    )  # within bounds after rounding

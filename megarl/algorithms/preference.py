@@ -20,10 +20,20 @@ from megarl.algorithms.objective import Objective, planned_rows
 from megarl.algorithms.rows import Rows, at_least_fp32
 from megarl.config.section import Dpo
 from megarl.platform.device import to_device
-from megarl.types import Loss, MicrobatchPlan, MicrobatchRows, PreferenceBatch, ScoredBatch, TokenLosses, TokenOutputs
+from megarl.types import (
+    Loss,
+    MicrobatchPlan,
+    MicrobatchRows,
+    PreferenceBatch,
+    ScoredBatch,
+    TokenLosses,
+    TokenOutputs,
+)
 
 
-def bradley_terry(scores_N: Tensor, pairs: Tensor, margins: Tensor, *, centre: float = 0.0) -> Tensor:
+def bradley_terry(
+    scores_N: Tensor, pairs: Tensor, margins: Tensor, *, centre: float = 0.0
+) -> Tensor:
     """[P]: -log sigmoid(better - worse - margin) + centre x (better + worse)^2.
 
     Margins are those of Llama 2 (arXiv 2307.09288, section 3.2.2); `centre` keeps scores near 0 (arXiv 2312.09244).
@@ -33,12 +43,17 @@ def bradley_terry(scores_N: Tensor, pairs: Tensor, margins: Tensor, *, centre: f
     return loss_P + centre * (better_P + worse_P).square() if centre else loss_P
 
 
-DPO_LOSSES: dict[str, Callable[[Tensor, float, float], Tensor]] = {  # log-ratio [P], beta, label smoothing -> loss [P]
+DPO_LOSSES: dict[
+    str, Callable[[Tensor, float, float], Tensor]
+] = {  # log-ratio [P], beta, label smoothing -> loss [P]
     # arXiv 2305.18290, equation 7; with label smoothing, the conservative one of its authors
-    "sigmoid": lambda h_P, beta, flipped: -(1 - flipped) * logsigmoid(beta * h_P) - flipped * logsigmoid(-beta * h_P),
+    "sigmoid": lambda h_P, beta, flipped: (
+        -(1 - flipped) * logsigmoid(beta * h_P) - flipped * logsigmoid(-beta * h_P)
+    ),
     # unbiased where that share of labels is flipped: arXiv 2403.00409, section 3.2
     "robust": lambda h_P, beta, flipped: (
-        (flipped * logsigmoid(-beta * h_P) - (1 - flipped) * logsigmoid(beta * h_P)) / (1 - 2 * flipped)
+        (flipped * logsigmoid(-beta * h_P) - (1 - flipped) * logsigmoid(beta * h_P))
+        / (1 - 2 * flipped)
     ),
     "hinge": lambda h_P, beta, _: (1 - beta * h_P).relu(),  # arXiv 2309.06657, section 3
     "ipo": lambda h_P, beta, _: (h_P - 1 / (2 * beta)).square(),  # arXiv 2310.12036, equation 17
@@ -60,14 +75,20 @@ def dpo(
     return DPO_LOSSES[loss](better_P - worse_P, beta, label_smoothing)
 
 
-def response_logprobs(logprobs_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, *, average: bool = False) -> Tensor:
+def response_logprobs(
+    logprobs_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, *, average: bool = False
+) -> Tensor:
     """[N] fp64: the log-prob of each response, the sum over its tokens; or their mean."""
     rows = Rows.of(mask_T, cu_seqlens)
     return (rows.mean if average else rows.sum)(logprobs_T.double())
 
 
 def dpo_losses(
-    batch: PreferenceBatch, reference_N: Tensor | None, options: Dpo, outputs: TokenOutputs, rows: MicrobatchRows
+    batch: PreferenceBatch,
+    reference_N: Tensor | None,
+    options: Dpo,
+    outputs: TokenOutputs,
+    rows: MicrobatchRows,
 ) -> TokenLosses:
     """A types.Loss, once its first three arguments are bound. A reward is beta x log-ratio; sums are over pairs.
 
@@ -75,17 +96,36 @@ def dpo_losses(
     """
     assert outputs.logprobs_T is not None
     pairs, _ = local_pairs(batch, rows)
-    policy_R = response_logprobs(outputs.logprobs_T, rows.mask, rows.cu_seqlens, average=options.averages)
-    reference_R = policy_R.detach() if reference_N is None else to_device(reference_N[[*rows.rows]], policy_R.device)
-    loss_Q = dpo(
-        policy_R, reference_R, pairs, beta=options.beta, loss=options.loss, label_smoothing=options.label_smoothing
+    policy_R = response_logprobs(
+        outputs.logprobs_T, rows.mask, rows.cu_seqlens, average=options.averages
     )
-    rewards_Q2, logprobs_Q2 = options.beta * (policy_R - reference_R).detach()[pairs], policy_R.detach()[pairs]
+    reference_R = (
+        policy_R.detach()
+        if reference_N is None
+        else to_device(reference_N[[*rows.rows]], policy_R.device)
+    )
+    loss_Q = dpo(
+        policy_R,
+        reference_R,
+        pairs,
+        beta=options.beta,
+        loss=options.loss,
+        label_smoothing=options.label_smoothing,
+    )
+    rewards_Q2, logprobs_Q2 = (
+        options.beta * (policy_R - reference_R).detach()[pairs],
+        policy_R.detach()[pairs],
+    )
     margin_Q = rewards_Q2[:, 0] - rewards_Q2[:, 1]
-    values = {"rewards/margin": margin_Q, "rewards/accuracy": (margin_Q.sign() + 1) / 2}  # of a tie: half
+    values = {
+        "rewards/margin": margin_Q,
+        "rewards/accuracy": (margin_Q.sign() + 1) / 2,
+    }  # of a tie: half
     values |= {"logprobs/chosen": logprobs_Q2[:, 0], "logprobs/rejected": logprobs_Q2[:, 1]}
     if outputs.entropy_T is not None:
-        entropy_R = response_logprobs(outputs.entropy_T.detach(), rows.mask, rows.cu_seqlens, average=True)
+        entropy_R = response_logprobs(
+            outputs.entropy_T.detach(), rows.mask, rows.cu_seqlens, average=True
+        )
         values["entropy"] = entropy_R[pairs].mean(1)
     return pair_losses(loss_Q, values, pairs, rows)
 
@@ -93,13 +133,19 @@ def dpo_losses(
 def local_pairs(batch: PreferenceBatch, rows: MicrobatchRows) -> tuple[Tensor, Tensor]:
     """The pairs of a micro-batch, [Q, 2] as places of its rows (0..R - 1), and their margins [Q], on the device."""
     index_R = torch.tensor(rows.rows, dtype=torch.int64)
-    places = torch.full((batch.num_rows,), -1).index_put((index_R,), torch.arange(len(rows.rows)))[batch.pairs]
+    places = torch.full((batch.num_rows,), -1).index_put((index_R,), torch.arange(len(rows.rows)))[
+        batch.pairs
+    ]
     is_here_P = places[:, 0] >= 0
     assert torch.equal(is_here_P, places[:, 1] >= 0), "a pair is split between micro-batches"
-    return to_device(places[is_here_P], rows.mask.device), to_device(batch.margins[is_here_P], rows.mask.device)
+    return to_device(places[is_here_P], rows.mask.device), to_device(
+        batch.margins[is_here_P], rows.mask.device
+    )
 
 
-def pair_losses(loss_Q: Tensor, values: Mapping[str, Tensor], pairs: Tensor, rows: MicrobatchRows) -> TokenLosses:
+def pair_losses(
+    loss_Q: Tensor, values: Mapping[str, Tensor], pairs: Tensor, rows: MicrobatchRows
+) -> TokenLosses:
     """The loss of each pair at the last position of its better row, 0 elsewhere; and sums over the pairs."""
     last_Q = (rows.cu_seqlens[1:] - 1)[pairs[:, 0]]
     loss_M = loss_Q.new_zeros(rows.mask.numel()).index_add(0, last_Q, loss_Q)
@@ -107,7 +153,9 @@ def pair_losses(loss_Q: Tensor, values: Mapping[str, Tensor], pairs: Tensor, row
     return TokenLosses(loss_M, sums, torch.tensor(len(pairs), device=loss_Q.device))
 
 
-def pair_weights(batch: PreferenceBatch, plan: MicrobatchPlan, *, by_prompt: bool = False) -> Tensor:
+def pair_weights(
+    batch: PreferenceBatch, plan: MicrobatchPlan, *, by_prompt: bool = False
+) -> Tensor:
     """[T] fp64: the share of each pair in the loss of its update, at every position of its rows.
 
     All pairs of an update count equally; with `by_prompt` all prompts do, as in arXiv 2203.02155, equation 1.
@@ -149,14 +197,23 @@ class DpoObjective(Objective):
 
     def loss(self, batch: ScoredBatch, select_T: Tensor | None = None) -> Loss:
         """Where the reference is the policy of the previous round, these are its log-probs before the first update."""
-        logprobs_T, reference_N = batch.ref_logprobs if self.needs_reference else batch.old_logprobs, None
+        logprobs_T, reference_N = (
+            batch.ref_logprobs if self.needs_reference else batch.old_logprobs,
+            None,
+        )
         if logprobs_T is not None:
-            reference_N = response_logprobs(logprobs_T, batch.mask, batch.cu_seqlens, average=self.options.averages)
+            reference_N = response_logprobs(
+                logprobs_T, batch.mask, batch.cu_seqlens, average=self.options.averages
+            )
         return partial(dpo_losses, _pairs_of(batch), reference_N, self.options)
 
 
 def _pairs_of(batch: ScoredBatch) -> PreferenceBatch:
     pairs = torch.arange(batch.num_rows).reshape(-1, 2)
-    assert torch.equal(batch.group[pairs[:, 0]], batch.group[pairs[:, 1]]), "two rows of each prompt"
+    assert torch.equal(batch.group[pairs[:, 0]], batch.group[pairs[:, 1]]), (
+        "two rows of each prompt"
+    )
     group = torch.arange(len(pairs)).repeat_interleave(2)
-    return PreferenceBatch(**batch.token_fields(), group=group, pairs=pairs, margins=torch.zeros(len(pairs)))
+    return PreferenceBatch(
+        **batch.token_fields(), group=group, pairs=pairs, margins=torch.zeros(len(pairs))
+    )

@@ -37,7 +37,9 @@ def row_scores(outputs: TokenOutputs, mask_T: Tensor, cu_seqlens: Tensor, aggreg
 
     def extreme(x_T: Tensor, kind: str) -> Tensor:
         masked_T = torch.where(rows.mask_T, x_T, torch.inf if kind == "min" else -torch.inf)
-        return clean(torch.segment_reduce(masked_T, kind, offsets=rows.cu_seqlens), rows.num_tokens_N > 0)
+        return clean(
+            torch.segment_reduce(masked_T, kind, offsets=rows.cu_seqlens), rows.num_tokens_N > 0
+        )
 
     if aggregate in ("max", "min"):
         return extreme(outputs.values_T, aggregate)
@@ -56,7 +58,11 @@ def ranked_right(scores_N: Tensor, pairs: Tensor) -> Tensor:
 
 
 def ranking_losses(
-    batch: PreferenceBatch, scores: Scores, centre: float, outputs: TokenOutputs, rows: MicrobatchRows
+    batch: PreferenceBatch,
+    scores: Scores,
+    centre: float,
+    outputs: TokenOutputs,
+    rows: MicrobatchRows,
 ) -> TokenLosses:
     """A types.Loss, once its first three arguments are bound: the loss of every pair. Sums are over pairs.
 
@@ -77,6 +83,8 @@ def step_losses(batch: StepBatch, outputs: TokenOutputs, rows: MicrobatchRows) -
     """
     assert outputs.values_T is not None
     is_right_M, logits_M = rows.select(batch.is_right), clean(outputs.values_T, rows.mask)
-    loss_M = binary_cross_entropy_with_logits(logits_M, is_right_M.to(logits_M.dtype), reduction="none")
+    loss_M = binary_cross_entropy_with_logits(
+        logits_M, is_right_M.to(logits_M.dtype), reduction="none"
+    )
     hits_M = rows.mask & ((logits_M > 0) == is_right_M)
     return TokenLosses(clean(loss_M, rows.mask), {"accuracy": hits_M.sum()}, rows.mask.sum())

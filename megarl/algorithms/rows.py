@@ -41,7 +41,10 @@ class Rows:
         mask_T, cu_seqlens = mask_T.bool(), cu_seqlens.to(mask_T.device).long()
         changes = _nonzero(mask_T[1:] != mask_T[:-1]) + 1
         cu_runlens = torch.unique(torch.cat([cu_seqlens, changes]))
-        run_mask_R, first_run_N = mask_T[cu_runlens[:-1]], torch.searchsorted(cu_runlens, cu_seqlens)
+        run_mask_R, first_run_N = (
+            mask_T[cu_runlens[:-1]],
+            torch.searchsorted(cu_runlens, cu_seqlens),
+        )
         lengths_R = (cu_runlens.diff() * run_mask_R).double()
         num_tokens_N = torch.segment_reduce(lengths_R, "sum", offsets=first_run_N).long()
         return cls(mask_T, cu_seqlens, num_tokens_N, cu_runlens, run_mask_R, first_run_N)
@@ -82,7 +85,10 @@ class Rows:
 
     def next(self, x_T: Tensor) -> Tensor:
         """[T]: the value at the row's next True position, 0 on the last of a row and on False positions."""
-        next_K, ends_N = x_T[self.mask_T].roll(-1), self.num_tokens_N.cumsum(0)[self.num_tokens_N > 0]
+        next_K, ends_N = (
+            x_T[self.mask_T].roll(-1),
+            self.num_tokens_N.cumsum(0)[self.num_tokens_N > 0],
+        )
         return self._scatter(next_K.index_fill(0, ends_N - 1, 0))
 
     def _scatter(self, x_K: Tensor) -> Tensor:
@@ -141,14 +147,18 @@ def _sums(x_T: Tensor, cu_seqlens: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.segment_reduce(x_T.to(dtype), "sum", offsets=cu_seqlens)
     x, ends = x_T.numpy(), cu_seqlens.numpy()
     last_R = x[ends[1:] - 1]
-    if np.count_nonzero(x != 0) == np.count_nonzero(last_R):  # outcome rewards: 0 but at the ends of segments
+    if np.count_nonzero(x != 0) == np.count_nonzero(
+        last_R
+    ):  # outcome rewards: 0 but at the ends of segments
         return torch.from_numpy(last_R).to(dtype)
     return torch.from_numpy(np.add.reduceat(x, ends[:-1], dtype=str(dtype).removeprefix("torch.")))
 
 
 def _nonzero(mask_T: Tensor) -> Tensor:
     on_cpu = mask_T.device.type == "cpu"
-    return torch.from_numpy(np.flatnonzero(mask_T.numpy())) if on_cpu else mask_T.nonzero().flatten()
+    return (
+        torch.from_numpy(np.flatnonzero(mask_T.numpy())) if on_cpu else mask_T.nonzero().flatten()
+    )
 
 
 def _repeat(x_R: Tensor, lengths_R: Tensor, total: int) -> Tensor:

@@ -29,7 +29,11 @@ class Stats:
             return other if self.n == 0 else self
         n = self.n + other.n
         delta = other.mean - self.mean
-        return Stats(n, self.mean + delta * other.n / n, self.m2 + other.m2 + delta * delta * self.n * other.n / n)
+        return Stats(
+            n,
+            self.mean + delta * other.n / n,
+            self.m2 + other.m2 + delta * delta * self.n * other.n / n,
+        )
 
     def variance(self, *, biased: bool = False) -> float:
         """0 for fewer than two values, and for values that differ only by rounding."""

@@ -35,9 +35,13 @@ class OutputFile:
 class StoredTensors:
     """Where the tensors of a Megatron distributed checkpoint lie in the parameters of a single rank."""
 
-    slices: Mapping[str, Sequence[ShardSlice]]  # by parameter, in order; `name` is the checkpoint's key
+    slices: Mapping[
+        str, Sequence[ShardSlice]
+    ]  # by parameter, in order; `name` is the checkpoint's key
     shapes: Mapping[str, tuple[int, ...]]  # by key
-    padded: frozenset[str]  # keys whose row count depends on the layout they were saved in: the vocabulary's
+    padded: frozenset[
+        str
+    ]  # keys whose row count depends on the layout they were saved in: the vocabulary's
     objects: Sequence[str]  # keys of Megatron's other state
 
 
@@ -49,7 +53,10 @@ class ConversionMap:
 
     @classmethod
     def build(
-        cls, hf_shapes: Mapping[str, tuple[int, ...]], slices: Iterable[ShardSlice], stored: StoredTensors
+        cls,
+        hf_shapes: Mapping[str, tuple[int, ...]],
+        slices: Iterable[ShardSlice],
+        stored: StoredTensors,
     ) -> ConversionMap:
         """Combine the slices of the tables with Megatron's, for a single rank; both must cover every element."""
         by_param: dict[str, list[ShardSlice]] = defaultdict(list)
@@ -57,13 +64,21 @@ class ConversionMap:
         for box in slices:
             by_param[box.param].append(box)
             elements[box.name] += box.numel
-        assert by_param.keys() == stored.slices.keys(), f"{sorted(by_param.keys() ^ stored.slices.keys())[:4]}"
+        assert by_param.keys() == stored.slices.keys(), (
+            f"{sorted(by_param.keys() ^ stored.slices.keys())[:4]}"
+        )
         for name, shape in hf_shapes.items():
-            assert elements[name] == prod(shape), f"{name}: {elements[name]} of {prod(shape)} elements have a parameter"
+            assert elements[name] == prod(shape), (
+                f"{name}: {elements[name]} of {prod(shape)} elements have a parameter"
+            )
         for param, stored_slices in stored.slices.items():
-            filled, size = (sum(box.numel for box in boxes) for boxes in (by_param[param], stored_slices))
+            filled, size = (
+                sum(box.numel for box in boxes) for boxes in (by_param[param], stored_slices)
+            )
             is_padded = stored_slices[0].name in stored.padded
-            assert filled == size or (filled < size and is_padded), f"{param}: {filled} of {size} elements filled"
+            assert filled == size or (filled < size and is_padded), (
+                f"{param}: {filled} of {size} elements filled"
+            )
         return cls(hf_shapes, by_param, stored)
 
     def numel(self, param: str) -> int:
@@ -73,7 +88,9 @@ class ConversionMap:
         """The checksum of the parameter's part of each HF tensor; over all parameters they sum to the tensor's."""
         sums: Counter[str] = Counter()
         for box in self.hf_slices[param]:
-            sums[box.name] += int(slice_checksum(box, {param: flat}, self.hf_shapes[box.name], flat.dtype))
+            sums[box.name] += int(
+                slice_checksum(box, {param: flat}, self.hf_shapes[box.name], flat.dtype)
+            )
         return sums
 
 

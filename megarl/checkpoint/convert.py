@@ -76,7 +76,9 @@ class Conversion:
             shutil.rmtree(staging / RECORDS)  # after an error everything is rewritten
             if error:
                 raise CheckFailed(error)
-            write_atomic(staging / CHECKSUMS, "".join(f"{value}  {name}\n" for name, value in lines.items()))
+            write_atomic(
+                staging / CHECKSUMS, "".join(f"{value}  {name}\n" for name, value in lines.items())
+            )
             sync_path(staging)
             staging.rename(folder)
             sync_path(folder.parent)
@@ -85,18 +87,24 @@ class Conversion:
     def _refuse_full_disk(self, staging: Path, files: Sequence[OutputFile]) -> None:
         """Raises CheckFailed, before anything is written, with the first file that would not fit."""
         free = shutil.disk_usage(staging).free
-        left = free + sum((staging / f.name).stat().st_blocks * 512 for f in files if (staging / f.name).exists())
+        left = free + sum(
+            (staging / f.name).stat().st_blocks * 512 for f in files if (staging / f.name).exists()
+        )
         for file in files:
             left -= file.nbytes
             if left < 0:
                 sizes = f"the conversion writes {sum(file.nbytes for file in files)} bytes, {free} are free"
                 problem = f"not enough disk space for {self._tensor(file.params[0])}: {sizes}"
-                raise CheckFailed(f"{staging / file.name}: {problem}; make room, or choose another disk")
+                raise CheckFailed(
+                    f"{staging / file.name}: {problem}; make room, or choose another disk"
+                )
 
     def _tensor(self, param: str) -> str:
         return self.source.conversion_map.hf_slices[param][0].name
 
-    def _write(self, staging: Path, file: OutputFile, readers: ThreadPoolExecutor) -> dict[str, Any]:
+    def _write(
+        self, staging: Path, file: OutputFile, readers: ThreadPoolExecutor
+    ) -> dict[str, Any]:
         """Write one file from scratch, then its record."""
         checksums, sources = Counter[str](), Counter[str]()
         current = file.params[0]
@@ -122,7 +130,11 @@ class Conversion:
         flat = self.source.read(param)
         before = self.source.conversion_map.checksums(param, flat)
         rounded = self.target.rounded(param, flat)
-        return flat, before if rounded is flat else self.source.conversion_map.checksums(param, rounded), before
+        return (
+            flat,
+            before if rounded is flat else self.source.conversion_map.checksums(param, rounded),
+            before,
+        )
 
     def _read_back(self, staging: Path, expected: Counter[str], readers: ThreadPoolExecutor) -> str:
         """Describes how the finished folder differs from the source, naming tensors; "" if it does not."""
@@ -135,13 +147,19 @@ class Conversion:
         actual: Counter[str] = Counter()
         try:
             written = self.target.reopen(staging)
-            for sums in readers.map(read, [param for file in self.target.files for param in file.params]):
+            for sums in readers.map(
+                read, [param for file in self.target.files for param in file.params]
+            ):
                 actual.update(sums)
         except ValueError as error:
             return f"the written files cannot be read back: {error}"
         remedy = "run the conversion again, and check the disk and the memory if it fails twice"
         wrong = [name for name in expected if (expected[name] - actual[name]) % (1 << 64)]
-        return f"{staging}: {first_few(wrong)} differ from the source when read back; {remedy}" if wrong else ""
+        return (
+            f"{staging}: {first_few(wrong)} differ from the source when read back; {remedy}"
+            if wrong
+            else ""
+        )
 
 
 def _resume(staging: Path, identity: str) -> dict[str, dict[str, Any]]:
@@ -159,7 +177,9 @@ def _hexadecimal(checksums: Counter[str]) -> dict[str, str]:
     return {name: f"{value % (1 << 64):016x}" for name, value in checksums.items()}
 
 
-def _ahead(readers: ThreadPoolExecutor, read: Callable[[str], Any], params: Sequence[str]) -> Iterator[Any]:
+def _ahead(
+    readers: ThreadPoolExecutor, read: Callable[[str], Any], params: Sequence[str]
+) -> Iterator[Any]:
     """Yields `read(param)` in order, while threads read the next parameters."""
     pending: deque[Future[Any]] = deque()
     try:
@@ -180,7 +200,11 @@ def _changed_since_made(source: Path, checksums: Mapping[str, str]) -> str:
     made = {line[18:]: line[:16] for line in (source / CHECKSUMS).read_text().splitlines()}
     remedy = f"according to {CHECKSUMS}; create it again, or remove {CHECKSUMS} if the change is intended"
     wrong = [name for name, value in checksums.items() if made.get(name) != value]
-    return f"{source}: {first_few(wrong)} changed since the folder was created, {remedy}" if wrong else ""
+    return (
+        f"{source}: {first_few(wrong)} changed since the folder was created, {remedy}"
+        if wrong
+        else ""
+    )
 
 
 @contextmanager
@@ -189,6 +213,10 @@ def _disk_errors(path: Path, tensor: Callable[[], str] | None = None) -> Iterato
     try:
         yield
     except (OSError, RuntimeError) as error:  # torch.save wraps its stream's error
-        reason = next((cause.strerror for cause in causes(error) if isinstance(cause, OSError)), str(error))
+        reason = next(
+            (cause.strerror for cause in causes(error) if isinstance(cause, OSError)), str(error)
+        )
         during = f" while writing {tensor()}" if tensor else ""
-        raise CheckFailed(f"{path}: {reason}{during}; fix this and run the same command again to resume") from error
+        raise CheckFailed(
+            f"{path}: {reason}{during}; fix this and run the same command again to resume"
+        ) from error

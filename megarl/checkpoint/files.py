@@ -46,7 +46,10 @@ def manifest(folder: Path) -> Sums:
     """Reads the manifest. Raises ValueError if it is missing or damaged, or lacks a file that a resume reads."""
     try:
         files = parse_json((folder / MANIFEST).read_bytes())["files"]
-        expected = {name: {"bytes": int(file["bytes"]), "sha256": str(file["sha256"])} for name, file in files.items()}
+        expected = {
+            name: {"bytes": int(file["bytes"]), "sha256": str(file["sha256"])}
+            for name, file in files.items()
+        }
     except FileNotFoundError:
         raise ValueError(f"{MANIFEST} is missing") from None
     except (ValueError, KeyError, TypeError, AttributeError):

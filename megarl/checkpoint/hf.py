@@ -43,7 +43,8 @@ def export_hf(
     parameters: Callable[[], Mapping[str, Tensor]],
     transport: Transport,
     storage: Storage = PLAIN,  # tensors that are quantised in the files
-    changes: Mapping[str, Mapping[str, Any]] | None = None,  # file: keys that differ from the origin's
+    changes: Mapping[str, Mapping[str, Any]]
+    | None = None,  # file: keys that differ from the origin's
     file_bytes: int = FILE_BYTES,
 ) -> None:
     """A collective. Writes `folder` completely or not at all, replacing an older one. Raises CheckFailed, on all ranks,
@@ -54,19 +55,29 @@ def export_hf(
     transport.gather(None)  # the folder exists
     shapes = weights.shapes
     sizes = {name: prod(shape) * weights.dtype_of(name).itemsize for name, shape in shapes.items()}
-    files = split_by_size(sizes, sum(sizes.values()) if origin is None else file_bytes, sizes.__getitem__)
+    files = split_by_size(
+        sizes, sum(sizes.values()) if origin is None else file_bytes, sizes.__getitem__
+    )
     names = [WEIGHTS] if origin is None else file_names(len(files))
     device = next(iter(parameters().values())).device
     for first in range(0, len(files), transport.world):
         round_ = files[first : first + transport.world]
         weights = replace(weights, shapes={name: shapes[name] for file in round_ for name in file})
         local = [[part for part in slices if part.name in weights.shapes] for slices in sources]
-        whole = [weights.moved_slices([whole_tensor(name, shapes[name]) for name in file]) for file in round_]
+        whole = [
+            weights.moved_slices([whole_tensor(name, shapes[name]) for name in file])
+            for file in round_
+        ]
         whole += [[]] * (transport.world - len(round_))
         mine = round_[transport.rank] if transport.rank < len(round_) else ()
-        tensors = {name: torch.empty(shapes[name], dtype=weights.dtype_of(name), device="cpu") for name in mine}
+        tensors = {
+            name: torch.empty(shapes[name], dtype=weights.dtype_of(name), device="cpu")
+            for name in mine
+        }
         Publisher(
-            plan_slices(weights, local, whole, ranks_per_replica=len(round_), round_bytes=ROUND_BYTES),
+            plan_slices(
+                weights, local, whole, ranks_per_replica=len(round_), round_bytes=ROUND_BYTES
+            ),
             WeightSender(local[transport.rank], parameters),
             MemoryReceiver(whole[transport.rank], tensors, weights.dtype, device) if mine else None,
             transport,
@@ -87,7 +98,9 @@ def export_hf(
     transport.gather(None)
 
 
-def _begin(staging: Path, origin: Path | None, changes: Mapping[str, Mapping[str, Any]], *, is_plain: bool) -> None:
+def _begin(
+    staging: Path, origin: Path | None, changes: Mapping[str, Mapping[str, Any]], *, is_plain: bool
+) -> None:
     """Makes the folder, with all files but those of weights."""
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
@@ -95,6 +108,8 @@ def _begin(staging: Path, origin: Path | None, changes: Mapping[str, Mapping[str
         copy_model_files(origin, staging)
     for name, values in changes.items():
         old = parse_json((staging / name).read_bytes()) if (staging / name).is_file() else {}
-        (staging / name).write_text(json.dumps(old | dict(values), indent=2) + "\n", encoding="utf-8")
+        (staging / name).write_text(
+            json.dumps(old | dict(values), indent=2) + "\n", encoding="utf-8"
+        )
     if is_plain:
         drop_quantization(staging)

@@ -16,7 +16,14 @@ from torch import Tensor
 
 from megarl.checkpoint import hf_folder
 from megarl.checkpoint.conversion_map import ConversionMap, OutputFile, Source
-from megarl.checkpoint.hf_folder import HfFolder, bytes_of, hf_source, lead_axis, split_by_size, without_pairs
+from megarl.checkpoint.hf_folder import (
+    HfFolder,
+    bytes_of,
+    hf_source,
+    lead_axis,
+    split_by_size,
+    without_pairs,
+)
 from megarl.models.headers import INDEX, ITEM_BYTES, read_headers
 from megarl.models.hub import CODE, SMALL
 from megarl.models.shards import ShardSlice, whole_tensor
@@ -69,15 +76,24 @@ class HfTarget:
     """Files of at most `file_bytes`, unless a single tensor or parameter is larger. `storage`: of quantised tensors."""
 
     def __init__(
-        self, conversion_map: ConversionMap, source: Source, *, file_bytes: int, storage: Storage = PLAIN
+        self,
+        conversion_map: ConversionMap,
+        source: Source,
+        *,
+        file_bytes: int,
+        storage: Storage = PLAIN,
     ) -> None:
         self._map, self._storage = conversion_map, storage
         self._dtypes: dict[str, torch.dtype] = {}
-        params: dict[str, list[str]] = {}  # by first tensor: a layer's experts may share a tensor, hence a file
+        params: dict[
+            str, list[str]
+        ] = {}  # by first tensor: a layer's experts may share a tensor, hence a file
         for param, boxes in conversion_map.hf_slices.items():
             params.setdefault(boxes[0].name, []).append(param)
             self._dtypes |= dict.fromkeys([box.name for box in boxes], source.dtype(param))
-        groups = split_by_size(params.values(), file_bytes, lambda group: self._nbytes(self._names(group)))
+        groups = split_by_size(
+            params.values(), file_bytes, lambda group: self._nbytes(self._names(group))
+        )
         self.files, self._tensors = [], {}
         for name, group in zip(file_names(len(groups)), groups, strict=True):
             members = [param for part in group for param in part]
@@ -85,10 +101,15 @@ class HfTarget:
             self.files.append(OutputFile(name, tuple(members), self._nbytes(self._tensors[name])))
 
     def _names(self, params: list[str]) -> list[str]:
-        return list(dict.fromkeys(box.name for param in params for box in self._map.hf_slices[param]))
+        return list(
+            dict.fromkeys(box.name for param in params for box in self._map.hf_slices[param])
+        )
 
     def _parts(self, names: list[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
-        parts = (self._storage.parts(name, self._map.hf_shapes[name], self._dtypes[name]) for name in names)
+        parts = (
+            self._storage.parts(name, self._map.hf_shapes[name], self._dtypes[name])
+            for name in names
+        )
         return {name: part for stored in parts for name, part in stored.items()}
 
     def _nbytes(self, names: list[str]) -> int:
@@ -116,7 +137,9 @@ class HfTarget:
                 strided_view(result, box).copy_(_inside(back, box, len(index)))
         return result
 
-    def _matrices(self, param: str, flat: Tensor) -> Iterator[tuple[str, tuple[int, ...], Tensor, list[ShardSlice]]]:
+    def _matrices(
+        self, param: str, flat: Tensor
+    ) -> Iterator[tuple[str, tuple[int, ...], Tensor, list[ShardSlice]]]:
         """Yields the quantised matrices that are in a parameter: the tensor, the matrix's index in it, and slices."""
         for name in (name for name in self._names([param]) if name in self._storage.names):
             boxes = [box for box in self._map.hf_slices[param] if box.name == name]
@@ -148,7 +171,10 @@ def write_index(folder: Path) -> None:
     tensors = read_headers(folder)
     weight_map = {name: tensor.file.name for name, tensor in tensors.items()}
     if len(set(weight_map.values())) > 1:
-        values = {"metadata": {"total_size": sum(x.nbytes for x in tensors.values())}, "weight_map": weight_map}
+        values = {
+            "metadata": {"total_size": sum(x.nbytes for x in tensors.values())},
+            "weight_map": weight_map,
+        }
         write_atomic(folder / INDEX, json.dumps(values, indent=2) + "\n")
 
 

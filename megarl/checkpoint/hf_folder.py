@@ -27,7 +27,11 @@ from megarl.weights.quantize import DTYPES, PLAIN, Storage, dequantize
 BLOCK_BYTES = 8 << 20
 _PADDED = ("word_embeddings.weight", "output_layer.weight")  # the only parameters with padding rows
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-NOT_WEIGHTS = ("rotary_emb.inv_freq", "input_scale", "input_global_scale")  # computed, or of the engine's activations
+NOT_WEIGHTS = (
+    "rotary_emb.inv_freq",
+    "input_scale",
+    "input_global_scale",
+)  # computed, or of the engine's activations
 Item = TypeVar("Item")
 
 
@@ -40,28 +44,41 @@ class HfFolder:
         self.tensors = read_headers(folder)
         self.format = read_config(folder / "config.json").quantization()
         self.quantized = self.format.tensors(self.tensors) if self.format else frozenset()
-        self._handles = {file: os.open(file, os.O_RDONLY) for file in {t.file for t in self.tensors.values()}}
+        self._handles = {
+            file: os.open(file, os.O_RDONLY) for file in {t.file for t in self.tensors.values()}
+        }
 
     def __del__(self) -> None:
         for handle in getattr(self, "_handles", {}).values():
             os.close(handle)
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]], *, ignored: Collection[str] = ()) -> None:
+    def check(
+        self, shapes: Mapping[str, tuple[int, ...]], *, ignored: Collection[str] = ()
+    ) -> None:
         """Raises ValueError, naming tensor and file, unless it has these tensors and no others except `ignored`."""
         index, expected = self.folder / INDEX, dict(shapes)
         for name in self.quantized.intersection(shapes):
             assert self.format is not None
-            expected |= {name + suffix: size for suffix, (_, size) in self.format.parts(expected.pop(name)).items()}
+            expected |= {
+                name + suffix: size
+                for suffix, (_, size) in self.format.parts(expected.pop(name)).items()
+            }
         for name, shape in expected.items():
             tensor = self.tensors.get(name)
             if tensor is None:
                 file = index if index.is_file() else self.folder / "model.safetensors"
-                raise ValueError(f"{file} has no tensor {name}, which config.json requires; copy the folder again")
+                raise ValueError(
+                    f"{file} has no tensor {name}, which config.json requires; copy the folder again"
+                )
             if tensor.shape != shape and {*tensor.shape, *shape} != {1}:
-                raise ValueError(f"{tensor.file}: {name} has shape {tensor.shape}, but config.json requires {shape}")
+                raise ValueError(
+                    f"{tensor.file}: {name} has shape {tensor.shape}, but config.json requires {shape}"
+                )
         for name, tensor in self.tensors.items():
             if name not in expected and name not in ignored and not name.endswith(NOT_WEIGHTS):
-                raise ValueError(f"{tensor.file}: {name} is not a tensor of the model that config.json describes")
+                raise ValueError(
+                    f"{tensor.file}: {name} is not a tensor of the model that config.json describes"
+                )
 
     def dtype(self, name: str) -> torch.dtype:
         return torch.bfloat16 if name in self.quantized else DTYPES[self.tensors[name].dtype]
@@ -72,7 +89,11 @@ class HfFolder:
             return PLAIN
         inputs = next((name for name in self.tensors if name.endswith(NOT_WEIGHTS[1:])), None)
         if inputs or self.format.global_scale:
-            reason = f"{inputs} was measured with other weights" if inputs else "fused layers share a global scale"
+            reason = (
+                f"{inputs} was measured with other weights"
+                if inputs
+                else "fused layers share a global scale"
+            )
             raise ValueError(f"{self.folder}: {reason}, so this model can only be exported in bf16")
         scale_dtype = self.tensors[next(iter(self.quantized)) + self.format.scale].dtype
         return Storage(replace(self.format, scale_dtype=scale_dtype), self.quantized)
@@ -82,11 +103,15 @@ class HfFolder:
         tensor or it is smaller."""
         if box.name in self.quantized and self.format is not None:
             dims = self._dims(box.name, self.format)
-            for block in row_blocks(as_stored(box, self.format, dims), 16 * parameter.itemsize):  # temporaries are fp32
+            for block in row_blocks(
+                as_stored(box, self.format, dims), 16 * parameter.itemsize
+            ):  # temporaries are fp32
                 self._dequantize(block, strided_view(parameter, block), self.format)
             return
         if box.name not in self.tensors:
-            raise ValueError(f"{self.folder} has no tensor {box.name}; use a folder with all *.safetensors files")
+            raise ValueError(
+                f"{self.folder} has no tensor {box.name}; use a folder with all *.safetensors files"
+            )
         for block in row_blocks(box, parameter.itemsize):
             self._read(block, strided_view(parameter, block))
 
@@ -96,8 +121,14 @@ class HfFolder:
         step, (high, wide) = fmt.column_step, fmt.block
         whole = range(columns.start // step * step, -(-columns.stop // step) * step)
         items = coarse(whole, fmt.per_item)
-        last = (items,) if not fmt.is_transposed else (coarse(whole, wide), range(fmt.block[1] // fmt.per_item))
-        scales = self._rectangle(box.name + fmt.scale, *lead, coarse(rows, high), coarse(whole, wide))
+        last = (
+            (items,)
+            if not fmt.is_transposed
+            else (coarse(whole, wide), range(fmt.block[1] // fmt.per_item))
+        )
+        scales = self._rectangle(
+            box.name + fmt.scale, *lead, coarse(rows, high), coarse(whole, wide)
+        )
         parts = {fmt.scale: scales.view(-1, len(coarse(whole, wide)))}
         parts[fmt.values] = self._rectangle(box.name + fmt.values, *lead, rows, *last)
         if fmt.global_scale:
@@ -124,34 +155,52 @@ class HfFolder:
         """Fills `target` from whole rows along the slice's lead axis, which are contiguous in the file."""
         tensor = self.tensors[box.name]
         start, shape, full = *without_pairs(box, len(tensor.shape)), tensor.shape
-        if len(shape) != len(full) or any(first + n > size for first, n, size in zip(start, shape, full, strict=True)):
+        if len(shape) != len(full) or any(
+            first + n > size for first, n, size in zip(start, shape, full, strict=True)
+        ):
             least = tuple(first + n for first, n in zip(start, shape, strict=True))
-            raise ValueError(f"{tensor.file}: {box.name} has shape {full}, but config.json requires at least {least}")
+            raise ValueError(
+                f"{tensor.file}: {box.name} has shape {full}, but config.json requires at least {least}"
+            )
         lead = lead_axis(shape)
         rows, dtype = (*shape[lead : lead + 1], *full[lead + 1 :]), DTYPES[tensor.dtype]
-        is_direct = shape[lead:] == rows and target.is_contiguous() and target.is_cpu and target.dtype == dtype
+        is_direct = (
+            shape[lead:] == rows
+            and target.is_contiguous()
+            and target.is_cpu
+            and target.dtype == dtype
+        )
         buffer = target.view(rows) if is_direct else torch.empty(rows, dtype=dtype)
         offset = tensor.offset + position(start[: lead + 1], full) * dtype.itemsize
         memory = bytes_of(buffer)
         while memory:
             count = os.preadv(self._handles[tensor.file], [memory], offset)
             if not count:
-                raise ValueError(f"{tensor.file} ends within {box.name}: it was truncated while being read")
+                raise ValueError(
+                    f"{tensor.file} ends within {box.name}: it was truncated while being read"
+                )
             memory, offset = memory[count:], offset + count
         if not is_direct:
-            inner = [slice(first, first + n) for first, n in zip(start[lead + 1 :], shape[lead + 1 :], strict=True)]
+            inner = [
+                slice(first, first + n)
+                for first, n in zip(start[lead + 1 :], shape[lead + 1 :], strict=True)
+            ]
             target.copy_(buffer[(slice(None), *inner)].reshape(box.shape))
 
 
 @torch.no_grad()
-def load_hf(parameters: Mapping[str, Tensor], slices: Iterable[ShardSlice], folder: str | Path) -> None:
+def load_hf(
+    parameters: Mapping[str, Tensor], slices: Iterable[ShardSlice], folder: str | Path
+) -> None:
     """Fills `parameters`, by local Megatron names; padding rows of the vocabulary become zero, and a value head
     (`score.`) that the folder lacks stays as it is. Raises ValueError if another tensor is missing, has another shape
     or is quantised in an unknown format."""
     by_param: dict[str, list[ShardSlice]] = defaultdict(list)
     for part in slices:
         by_param[part.param].append(part)
-    assert by_param.keys() == parameters.keys(), f"slices and model differ: {by_param.keys() ^ parameters.keys()}"
+    assert by_param.keys() == parameters.keys(), (
+        f"slices and model differ: {by_param.keys() ^ parameters.keys()}"
+    )
     source = HfFolder(Path(folder))
     for name, parameter in parameters.items():
         _assert_covered(name, parameter, by_param[name])
@@ -162,7 +211,9 @@ def load_hf(parameters: Mapping[str, Tensor], slices: Iterable[ShardSlice], fold
                 if part.name not in source.tensors:
                     continue
                 source.check({part.name: part.shape}, ignored=source.tensors)
-            if part.name in source.tensors and source.dtype(part.name) not in _FLOATS:  # quantised: it needs its scales
+            if (
+                part.name in source.tensors and source.dtype(part.name) not in _FLOATS
+            ):  # quantised: it needs its scales
                 stored = source.tensors[part.name].dtype
                 raise ValueError(
                     f"{folder}: {part.name} is quantised ({stored}), but not as config.json's quantization_config "
@@ -212,7 +263,9 @@ def row_blocks(box: ShardSlice, item_bytes: int, *, parts: int = 1) -> Iterator[
             )
 
 
-def split_by_size(items: Iterable[Item], limit: int, size_of: Callable[[Item], int]) -> list[list[Item]]:
+def split_by_size(
+    items: Iterable[Item], limit: int, size_of: Callable[[Item], int]
+) -> list[list[Item]]:
     """Consecutive groups of at most `limit` in total size; a larger item gets a group of its own."""
     groups: list[list[Item]] = []
     filled = limit

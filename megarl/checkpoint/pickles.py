@@ -48,8 +48,12 @@ class UnsafePickleError(ValueError):
     """A pickle names a class or function that a checkpoint does not contain."""
 
     @classmethod
-    def of(cls, file: object, name: str) -> UnsafePickleError:  # no __init__: ranks send the error to each other
-        return cls(f"{file} refers to {name}, which could run code, so it is not loaded; use another checkpoint")
+    def of(
+        cls, file: object, name: str
+    ) -> UnsafePickleError:  # no __init__: ranks send the error to each other
+        return cls(
+            f"{file} refers to {name}, which could run code, so it is not loaded; use another checkpoint"
+        )
 
 
 class SafeUnpickler(pickle.Unpickler):
@@ -84,7 +88,9 @@ def load_object(stream: IO[bytes], file: str) -> Any:
         raise ValueError(f"{file} cannot be read ({str(error).partition('. ')[0]})") from None
     for part in value if isinstance(value, list) else [value]:
         if isinstance(part, torch.Tensor) and part.dtype == torch.uint8 and part.numel():
-            raise ValueError(f"{file} has FP8 state, a pickle that Transformer Engine would load; train in bf16")
+            raise ValueError(
+                f"{file} has FP8 state, a pickle that Transformer Engine would load; train in bf16"
+            )
     return value
 
 
@@ -96,7 +102,9 @@ def check_pickles(folder: Path) -> None:
         files = {path.name for path in folder.glob("*.distcp")}
         for index, place in metadata.storage_data.items():
             if place.relative_path not in files:
-                raise ValueError(f"{index.fqn} is in {place.relative_path}, which is not in the checkpoint")
+                raise ValueError(
+                    f"{index.fqn} is in {place.relative_path}, which is not in the checkpoint"
+                )
             if isinstance(metadata.state_dict_metadata.get(index.fqn), BytesStorageMetadata):
                 file = folder / place.relative_path
                 with file.open("rb") as stream:

@@ -39,13 +39,18 @@ class _Stored:
     optimizer: Any  # Megatron's DistributedOptimizer; None: not trained
     rank: int  # in its group
     start: int  # of this rank's state in the flat parameter
-    parts: Mapping[int, tuple[int, int]]  # elements of the flat parameter whose state is on a rank, by rank
+    parts: Mapping[
+        int, tuple[int, int]
+    ]  # elements of the flat parameter whose state is on a rank, by rank
 
     def state(self) -> dict[str, Tensor]:
         """This rank's piece of the optimizer state."""
         tensors = self.optimizer._get_main_param_and_optimizer_states(self.tensor)
         low, high = (element - self.start for element in self.parts[self.rank])
-        return {name: tensors[name].detach().view(-1)[low:high] for name in ("param", "exp_avg", "exp_avg_sq")}
+        return {
+            name: tensors[name].detach().view(-1)[low:high]
+            for name in ("param", "exp_avg", "exp_avg_sq")
+        }
 
 
 def parts_of(optimizer: MegatronOptimizer | None) -> list[Any]:
@@ -64,17 +69,23 @@ def allocate(optimizer: MegatronOptimizer, step: float) -> None:
             group["step"] = step
         for state in part.optimizer.state.values():
             if "step" in state or isinstance(part.optimizer, torch.optim.Adam):
-                state["step"] = torch.tensor(float(step))  # each its own: it is incremented in place
+                state["step"] = torch.tensor(
+                    float(step)
+                )  # each its own: it is incremented in place
 
 
 def allocate_unused(optimizer: MegatronOptimizer) -> None:
     """Create the state of an optimizer that has taken no step, which Megatron cannot save otherwise."""
     for part in parts_of(optimizer):
-        if not part.optimizer.state and not any(group.get("step") for group in part.optimizer.param_groups):
+        if not part.optimizer.state and not any(
+            group.get("step") for group in part.optimizer.param_groups
+        ):
             allocate(part, 0)
 
 
-def _stored(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer | None, prefix: str) -> Iterator[_Stored]:
+def _stored(
+    chunks: Sequence[nn.Module], optimizer: MegatronOptimizer | None, prefix: str
+) -> Iterator[_Stored]:
     """`prefix`: of the names in the checkpoint, where it has several models."""
     bounds_of = {}
     for part in parts_of(optimizer):
@@ -83,7 +94,9 @@ def _stored(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer | None, pr
             for param, (start, end, number) in buffer.param_index_map.items():
                 bucket = buffer.buckets[number]
                 share, first = bucket.grad_data.numel() // ranks, start - bucket.offset
-                bounds = [min(max(rank * share - first, 0), end - start) for rank in range(ranks + 1)]
+                bounds = [
+                    min(max(rank * share - first, 0), end - start) for rank in range(ranks + 1)
+                ]
                 bounds_of[param] = part, part.data_parallel_group.rank(), bounds
     for chunk in chunks:
         for tensor, shard, box in stored_shards(chunk):
@@ -91,7 +104,10 @@ def _stored(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer | None, pr
             first, last = box.offset, box.offset + box.numel
             overlaps = ((max(first, low), min(last, high)) for low, high in pairwise(bounds))
             parts = {peer: (low, high) for peer, (low, high) in enumerate(overlaps) if low < high}
-            shard, box = replace(shard, key=prefix + shard.key), replace(box, name=prefix + box.name)
+            shard, box = (
+                replace(shard, key=prefix + shard.key),
+                replace(box, name=prefix + box.name),
+            )
             yield _Stored(tensor, box, shard, part, rank, bounds[rank], parts)
 
 
@@ -143,9 +159,14 @@ def _gather(stored: _Stored, piece: Tensor, owner: int) -> Tensor:
     whole, moves = piece, [dist.P2POp(dist.isend, piece, group=group, group_peer=owner)]
     if stored.rank == owner:
         whole, first = piece.new_empty(stored.box.numel), stored.box.offset
-        views = {rank: whole[low - first : high - first] for rank, (low, high) in stored.parts.items()}
+        views = {
+            rank: whole[low - first : high - first] for rank, (low, high) in stored.parts.items()
+        }
         views.pop(owner).copy_(piece)
-        moves = [dist.P2POp(dist.irecv, view, group=group, group_peer=rank) for rank, view in views.items()]
+        moves = [
+            dist.P2POp(dist.irecv, view, group=group, group_peer=rank)
+            for rank, view in views.items()
+        ]
     for work in dist.batch_isend_irecv(moves):
         work.wait()
     return whole.to("cpu")
@@ -158,7 +179,11 @@ def _host_copy(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def load(
-    chunks: Sequence[nn.Module], folder: Path, optimizer: MegatronOptimizer | None = None, *, prefix: str = ""
+    chunks: Sequence[nn.Module],
+    folder: Path,
+    optimizer: MegatronOptimizer | None = None,
+    *,
+    prefix: str = "",
 ) -> None:
     """Read this rank's part of a checkpoint, saved in any layout. Raises ValueError, naming what differs."""
     checkpoint = MegatronFolder(folder)
@@ -191,5 +216,9 @@ def _cut(box: ShardSlice, first: int, last: int) -> Iterator[ShardSlice]:
         start, shape = list(box.start), list(box.shape)
         start[axis] += begin // row
         shape[axis] = -(-(end - begin) // row)
-        rows = replace(box, start=tuple(start), shape=tuple(shape), offset=box.offset + begin // row * row)
-        yield from _cut(rows, begin % row, begin % row + end - begin) if (end - begin) % row else [rows]
+        rows = replace(
+            box, start=tuple(start), shape=tuple(shape), offset=box.offset + begin // row * row
+        )
+        yield from (
+            _cut(rows, begin % row, begin % row + end - begin) if (end - begin) % row else [rows]
+        )

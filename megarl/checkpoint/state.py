@@ -44,16 +44,22 @@ class Trained(Protocol):
     scheduler: Any  # its `step`
 
     @property
-    def base_checksums(self) -> Any: ...  # of frozen weights, which are not saved: name -> (elements, checksum)
+    def base_checksums(
+        self,
+    ) -> Any: ...  # of frozen weights, which are not saved: name -> (elements, checksum)
 
 
 @dataclass(frozen=True)
 class Further:
     """What a stage saves beside the policy."""
 
-    models: Mapping[str, Trained] = field(default_factory=dict)  # by the prefix of their tensors' names
+    models: Mapping[str, Trained] = field(
+        default_factory=dict
+    )  # by the prefix of their tensors' names
     states: Mapping[str, Stateful] = field(default_factory=dict)
-    onloaded: Callable[[], AbstractContextManager[None]] = nullcontext  # in it, `models` are on the device
+    onloaded: Callable[[], AbstractContextManager[None]] = (
+        nullcontext  # in it, `models` are on the device
+    )
     # in it, the policy's model has the reference's weights; None: they are not saved
     reference: Callable[[], AbstractContextManager[None]] | None = None
 
@@ -126,12 +132,19 @@ class Checkpoints:
                 rank_state.allocate_unused(trained.optimizer)
                 common[f"{prefix}schedule"] = {"step": trained.scheduler.step}
                 common[f"{prefix}base"] = dict(trained.base_checksums)
-                scalars[f"{prefix}optimizer"] = rank_state.parts_of(trained.optimizer)[0].state_dict()
-                tensors += rank_state.host_copies(_chunks(trained), trained.optimizer, prefix=prefix)
+                scalars[f"{prefix}optimizer"] = rank_state.parts_of(trained.optimizer)[
+                    0
+                ].state_dict()
+                tensors += rank_state.host_copies(
+                    _chunks(trained), trained.optimizer, prefix=prefix
+                )
         if self.further.reference is not None:
             with self.further.reference():
                 tensors += rank_state.host_copies(_chunks(self.trained), None, prefix=REFERENCE)
-        self._writing = now.step, Writing(scalars, {**self._objects(), **_sharded_random(), "t": tensors}, staging)
+        self._writing = (
+            now.step,
+            Writing(scalars, {**self._objects(), **_sharded_random(), "t": tensors}, staging),
+        )
         if not self.asynchronous:
             self.finish()
 
@@ -195,7 +208,9 @@ class Checkpoints:
         for name, (_, restore) in _generators().items() if same_world else ():
             if name in loaded["random"]:
                 restore(loaded["random"][name])
-        state = ObjectiveState(**{**common["state"], "reward_stats": tuple(common["state"]["reward_stats"])})
+        state = ObjectiveState(
+            **{**common["state"], "reward_stats": tuple(common["state"]["reward_stats"])}
+        )
         self._now = _Boundary(int(common["step"]), state, common["prompts"])
         self._saved = self._now.step
         return self._now.step, state
@@ -206,7 +221,9 @@ class Checkpoints:
             return None
         if resume != "auto":
             if wrong := _wrong(Path(resume)):
-                raise ValueError(f"checkpoint.resume={resume} is incomplete: {wrong}; use another one, or auto")
+                raise ValueError(
+                    f"checkpoint.resume={resume} is incomplete: {wrong}; use another one, or auto"
+                )
             return Path(resume)
         skipped = []
         for step in reversed(gather_values(files.steps(self.folder))[0]):
@@ -218,7 +235,9 @@ class Checkpoints:
                 self.say(f"megarl: skipping checkpoint {folder}: {wrong}")
         if skipped:
             remedy = "restore or remove them, or start over with checkpoint.resume=never"
-            raise ValueError(f"no checkpoint in {self.folder} is complete ({'; '.join(skipped)}); {remedy}")
+            raise ValueError(
+                f"no checkpoint in {self.folder} is complete ({'; '.join(skipped)}); {remedy}"
+            )
         return None
 
     def _models(self) -> dict[str, Trained]:

@@ -31,7 +31,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -41,7 +47,11 @@ from megarl.checkpoint.pickles import UnsafePickleError
 from megarl.models.shards import ShardSlice, whole_tensor
 from megarl.weights.execute import strided_view
 
-OTHER_MODELS = CRITIC, REWARD_MODEL, REFERENCE = "critic.", "reward_model.", "reference."  # begin names of tensors
+OTHER_MODELS = CRITIC, REWARD_MODEL, REFERENCE = (
+    "critic.",
+    "reward_model.",
+    "reference.",
+)  # begin names of tensors
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -51,24 +61,40 @@ def is_checkpoint(folder: Path) -> bool:
 def stored_shards(model: nn.Module) -> Iterator[tuple[Tensor, ShardedTensor, ShardSlice]]:
     """Yields (parameter or buffer, a tensor that Megatron saves of it, where that lies in it) of this rank's part of
     `model`; gate and up of a fused linear are two tensors."""
-    if "stored_parts" in vars(model):  # of LoRA: its adapters only, under the names that they have in a PEFT folder
+    if "stored_parts" in vars(
+        model
+    ):  # of LoRA: its adapters only, under the names that they have in a PEFT folder
         for tensor, box, shape, replica in vars(model)["stored_parts"]:
             split = tuple(whole // size for whole, size in zip(shape, box.shape, strict=True))
             sizes = (box.shape, shape, box.start, split)
-            shard = ShardedTensor(box.name, strided_view(tensor, box), tensor.dtype, *sizes, replica_id=(0, replica, 0))
+            shard = ShardedTensor(
+                box.name,
+                strided_view(tensor, box),
+                tensor.dtype,
+                *sizes,
+                replica_id=(0, replica, 0),
+            )
             yield tensor, shard, box
         return
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     sharded = _sharded_state(model)
     apply_factories(sharded)
     for name, entry in sharded.items():
-        param = name.replace(".mtp_model_layer.", ".transformer_layer.")  # 0.19's and 0.16's name of the same layer
+        param = name.replace(
+            ".mtp_model_layer.", ".transformer_layer."
+        )  # 0.19's and 0.16's name of the same layer
         for shard in nested_values({name: entry}):
             if isinstance(shard, ShardedTensor):
                 shape = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
-                offset = int(cast(Tensor, shard.data).storage_offset() - tensors[name].storage_offset())
+                offset = int(
+                    cast(Tensor, shard.data).storage_offset() - tensors[name].storage_offset()
+                )
                 box = whole_tensor(shard.key, shape)
-                yield tensors[name], shard, replace(box, start=tuple(shard.global_offset), param=param, offset=offset)
+                yield (
+                    tensors[name],
+                    shard,
+                    replace(box, start=tuple(shard.global_offset), param=param, offset=offset),
+                )
 
 
 def _sharded_state(model: Any) -> dict[str, Any]:
@@ -82,7 +108,11 @@ def _sharded_state(model: Any) -> dict[str, Any]:
 
 def stored_objects(model: nn.Module, *, prefix: str = "") -> dict[str, ShardedObject]:
     """Transformer Engine's FP8 state; `prefix`: of its names in the checkpoint."""
-    objects = {name: entry for name, entry in _sharded_state(model).items() if isinstance(entry, ShardedObject)}
+    objects = {
+        name: entry
+        for name, entry in _sharded_state(model).items()
+        if isinstance(entry, ShardedObject)
+    }
     return {name: replace(entry, key=prefix + entry.key) for name, entry in objects.items()}
 
 
@@ -95,7 +125,9 @@ def stored_tensors(model: nn.Module) -> StoredTensors:
         shapes[shard.key] = tuple(shard.global_shape)
         if shard.allow_shape_mismatch:
             padded.add(shard.key)
-    return StoredTensors(slices, shapes, frozenset(padded), [e.unique_key for e in stored_objects(model).values()])
+    return StoredTensors(
+        slices, shapes, frozenset(padded), [e.unique_key for e in stored_objects(model).values()]
+    )
 
 
 class MegatronFolder:
@@ -111,36 +143,56 @@ class MegatronFolder:
         except UnsafePickleError:
             raise
         except Exception as error:  # a damaged pickle fails in many ways
-            raise ValueError(f"{folder / '.metadata'} cannot be read ({error!r}); copy the folder again") from error
+            raise ValueError(
+                f"{folder / '.metadata'} cannot be read ({error!r}); copy the folder again"
+            ) from error
         entries = metadata.state_dict_metadata.items()
-        self.tensors = {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
+        self.tensors = {
+            key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)
+        }
         self._num_stacked: dict[str, int] = {}  # leading dims that count layers or experts
-        self._chunks: dict[tuple[str, tuple[int, ...]], TensorStorageMetadata] = {}  # by key and layer, or expert
+        self._chunks: dict[
+            tuple[str, tuple[int, ...]], TensorStorageMetadata
+        ] = {}  # by key and layer, or expert
 
     def expect(self, key: str, shape: tuple[int, ...], num_stacked: int, is_padded: bool) -> None:
         """Raises ValueError unless the tensor is here; `copy` can read it then. Padding changes a vocabulary's rows."""
         metadata = self._folder / ".metadata"
         if key not in self.tensors:
-            raise ValueError(f"{metadata} has no tensor {key}; is it a checkpoint of another model?")
+            raise ValueError(
+                f"{metadata} has no tensor {key}; is it a checkpoint of another model?"
+            )
         whole = self.tensors[key]
         if whole.size != shape and not (is_padded and whole.size[1:] == shape[1:]):
-            raise ValueError(f"{metadata}: {key} has shape {tuple(whole.size)}, but the model requires {shape}")
+            raise ValueError(
+                f"{metadata}: {key} has shape {tuple(whole.size)}, but the model requires {shape}"
+            )
         if key in self._num_stacked:
             return
         if sum(prod(chunk.sizes) for chunk in whole.chunks) != prod(whole.size):
-            raise ValueError(f"{metadata}: the chunks of {key} do not add up to its shape {tuple(whole.size)}")
+            raise ValueError(
+                f"{metadata}: the chunks of {key} do not add up to its shape {tuple(whole.size)}"
+            )
         self._num_stacked[key] = num_stacked
         for chunk in whole.chunks:  # torch searches the whole list
             empty = TensorStorageMetadata(whole.properties, whole.size, [])
-            self._chunks.setdefault((key, tuple(chunk.offsets[:num_stacked])), empty).chunks.append(chunk)
+            self._chunks.setdefault((key, tuple(chunk.offsets[:num_stacked])), empty).chunks.append(
+                chunk
+            )
 
     def check(self, stored: StoredTensors) -> None:
         """Raises ValueError, naming tensor and file, unless these tensors are here, in files that are long enough."""
-        num_stacked = {box.name: lead_axis(box.shape) for boxes in stored.slices.values() for box in boxes}
+        num_stacked = {
+            box.name: lead_axis(box.shape) for boxes in stored.slices.values() for box in boxes
+        }
         for key, shape in stored.shapes.items():
             self.expect(key, shape, num_stacked[key], key in stored.padded)
         for key in self.tensors:
-            if key not in stored.shapes and "optimizer.state." not in key and not key.startswith(OTHER_MODELS):
+            if (
+                key not in stored.shapes
+                and "optimizer.state." not in key
+                and not key.startswith(OTHER_MODELS)
+            ):
                 raise ValueError(f"{self._folder / '.metadata'}: tensor {key} is not in this model")
         sizes = {file.name: file.stat().st_size for file in self._folder.glob("*.distcp")}
         for index, place in self._reader.storage_data.items():
@@ -148,7 +200,9 @@ class MegatronFolder:
             if index.fqn in stored.shapes and size < place.offset + place.length:
                 tensor = f"{index.fqn} at {tuple(index.offset)} ends at byte {place.offset + place.length}"
                 file = self._folder / place.relative_path
-                raise ValueError(f"{file} has {size} bytes, but {tensor}: the file is truncated or missing")
+                raise ValueError(
+                    f"{file} has {size} bytes, but {tensor}: the file is truncated or missing"
+                )
 
     def dtype(self, name: str) -> torch.dtype:
         return self.tensors[name].properties.dtype
@@ -163,7 +217,9 @@ class MegatronFolder:
         except Exception as error:  # a damaged chunk can fail in as many ways as a zip file
             places = {self._reader.storage_data[item.storage_index].relative_path for item in items}
             files = ", ".join(str(self._folder / place) for place in sorted(places))
-            raise ValueError(f"{files}: {box.name} at {box.start} cannot be read ({error!r}); copy it again") from error
+            raise ValueError(
+                f"{files}: {box.name} at {box.start} cannot be read ({error!r}); copy it again"
+            ) from error
 
 
 class _IntoTensor(DefaultLoadPlanner):
@@ -193,14 +249,25 @@ class MegatronTarget:
         by_file: dict[Hashable, list[str]] = {}
         for param in conversion_map.stored.slices:
             by_file.setdefault(file_of(param), []).append(param)
-        groups = [group for params in by_file.values() for group in split_by_size(params, file_bytes, self._nbytes)]
+        groups = [
+            group
+            for params in by_file.values()
+            for group in split_by_size(params, file_bytes, self._nbytes)
+        ]
         self.files = [
-            OutputFile(f"__{number}_0.distcp", tuple(group), sum(map(self._nbytes, group)))  # torch's name for a rank's
+            OutputFile(
+                f"__{number}_0.distcp", tuple(group), sum(map(self._nbytes, group))
+            )  # torch's name for a rank's
             for number, group in enumerate(groups)
         ]
-        items = ([self._item(box) for param in group for box in self._chunks(param)] for group in groups)
+        items = (
+            [self._item(box) for param in group for box in self._chunks(param)] for group in groups
+        )
         self._plans = list(map(SavePlan, items))
-        objects = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in conversion_map.stored.objects]
+        objects = [
+            WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)
+            for key in conversion_map.stored.objects
+        ]
         self._plans[0].items.extend(objects)
 
     def _nbytes(self, param: str) -> int:
@@ -212,11 +279,16 @@ class MegatronTarget:
 
     def _item(self, box: ShardSlice) -> WriteItem:
         chunk = ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape))
-        properties, size = TensorProperties(self._dtypes[box.param]), torch.Size(self._map.stored.shapes[box.name])
+        properties, size = (
+            TensorProperties(self._dtypes[box.param]),
+            torch.Size(self._map.stored.shapes[box.name]),
+        )
         data = TensorWriteData(chunk, properties, size)
         return WriteItem(MetadataIndex(box.name, box.start), WriteItemType.SHARD, tensor_data=data)
 
-    def write(self, folder: Path, file: OutputFile, params: Iterator[tuple[str, Tensor]]) -> list[WriteResult]:
+    def write(
+        self, folder: Path, file: OutputFile, params: Iterator[tuple[str, Tensor]]
+    ) -> list[WriteResult]:
         writer = FileSystemWriter(folder)
         plan = writer.prepare_global_plan(self._plans)[self.files.index(file)]
         chunks = (strided_view(flat, box) for param, flat in params for box in self._chunks(param))
@@ -250,6 +322,8 @@ class _StreamedChunks(DefaultSavePlanner):
             empty = io.BytesIO()
             torch.save([None], empty)  # Transformer Engine's state for a layer that was never run
             return empty
-        self._previous.untyped_storage().resize_(0)  # the writer keeps a reference until its file is finished
+        self._previous.untyped_storage().resize_(
+            0
+        )  # the writer keeps a reference until its file is finished
         self._previous = next(self._chunks).clone()
         return self._previous

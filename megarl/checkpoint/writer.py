@@ -44,7 +44,9 @@ class Writing:
         options: dict[str, Any] = {"async_strategy": "mcore"} if has_option else {}
         state = {**common, **sharded}
         with _removing(folder):
-            self._request: Any = dist_checkpointing.save(state, str(folder), async_sharded_save=True, **options)
+            self._request: Any = dist_checkpointing.save(
+                state, str(folder), async_sharded_save=True, **options
+            )
             # 0.19 keeps this among the tensors, but reads the file of older versions first; readers here know one place
             if dist.get_rank() == 0 and not (file := folder / "common.pt").exists():
                 torch.save(common, file)
@@ -59,7 +61,9 @@ class Writing:
             errors = gather_values(self._error)
             if any(errors):
                 rank = next(rank for rank, error in enumerate(errors) if error)
-                raise CheckFailed(f"checkpoint {self.folder} was not written: rank {rank}: {errors[rank]}")
+                raise CheckFailed(
+                    f"checkpoint {self.folder} was not written: rank {rank}: {errors[rank]}"
+                )
             for finalize in self._request.finalize_fns:  # .metadata and metadata.json, by rank 0
                 finalize()
             by_rank = gather_values(self._sums)
@@ -79,7 +83,9 @@ class Writing:
                 self._request.async_fn_args[2].put(results)
         except Exception as error:  # noqa: BLE001 (in a thread: `finish` raises it)
             text = f"{type(error).__name__}: {error}"
-            self._error = full_disk(error, self.folder, self._missing_bytes()) or " ".join(text.split())
+            self._error = full_disk(error, self.folder, self._missing_bytes()) or " ".join(
+                text.split()
+            )
         self._buckets = []
 
     def _missing_bytes(self) -> int:

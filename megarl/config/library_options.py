@@ -84,7 +84,15 @@ def _matches(name: str, patterns: str) -> bool:
 def _fields(package: str, files: str) -> list[str]:
     """Returns the fields of its dataclasses; none if the package is not installed, where a job is only planned."""
     spec = find_spec(package)
-    paths = [Path(root, file) for root in (spec and spec.submodule_search_locations) or () for file in files.split()]
+    paths = [
+        Path(root, file)
+        for root in (spec and spec.submodule_search_locations) or ()
+        for file in files.split()
+    ]
     classes = [node for x in paths if x.is_file() for node in ast.parse(x.read_text()).body]
     members = [x for node in classes if isinstance(node, ast.ClassDef) for x in node.body]
-    return [x.target.id for x in members if isinstance(x, ast.AnnAssign) and isinstance(x.target, ast.Name)]
+    return [
+        x.target.id
+        for x in members
+        if isinstance(x, ast.AnnAssign) and isinstance(x.target, ast.Name)
+    ]

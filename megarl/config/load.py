@@ -34,7 +34,11 @@ RENAMED = {  # key of an earlier version -> its current name
     "train.optimizer_on_host": "train.optimizer_cpu_offload",
 }
 
-MAX_NODES, MAX_DEPTH, MAX_DIGITS = 100_000, 50, 100  # of a YAML text, counting what its aliases stand for
+MAX_NODES, MAX_DEPTH, MAX_DIGITS = (
+    100_000,
+    50,
+    100,
+)  # of a YAML text, counting what its aliases stand for
 
 
 class _Loader(yaml.SafeLoader):
@@ -49,7 +53,9 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
 )
 
 
@@ -84,7 +90,9 @@ def parse_config(values: Mapping[str, Any], lines: Mapping[str, str] | None = No
 
 def resolved_yaml(config: Config) -> str:
     """Returns all values as YAML, including the preset's; parsing it gives the same config."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)
+    return yaml.safe_dump(
+        config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110
+    )
 
 
 def run_dir(config: Config) -> Path:
@@ -117,7 +125,9 @@ def _read_yaml(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8") from None
+        raise ValueError(
+            f"{file} is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8"
+        ) from None
     lines = {"": f"in {file}"}
 
     def record(key: str, line: int) -> None:
@@ -130,14 +140,20 @@ def _read_yaml(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
         values = _parse_yaml(text, record)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise ValueError(f"{file} line {line} is not YAML: {error.reason}; remove {text[error.position]!r}") from None
+        raise ValueError(
+            f"{file} line {line} is not YAML: {error.reason}; remove {text[error.position]!r}"
+        ) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark else ""
         problem = " ".join(str(getattr(error, "problem", None) or error).split())
-        raise ValueError(f"{file}{line} is not YAML: {problem}; check indentation and colons") from None
+        raise ValueError(
+            f"{file}{line} is not YAML: {problem}; check indentation and colons"
+        ) from None
     if not isinstance(values, dict | None):
-        raise ValueError(f"{file} contains a {type(values).__name__}, not sections; see configs/quickstart.yaml")
+        raise ValueError(
+            f"{file} contains a {type(values).__name__}, not sections; see configs/quickstart.yaml"
+        )
     return values or {}, lines
 
 
@@ -152,10 +168,19 @@ def _parse_yaml(text: str, record: Callable[[str, int], None] = lambda key, line
         nonlocal count
         count += 1
         if count > MAX_NODES or depth > MAX_DEPTH:
-            problem = f"it has more than {MAX_NODES} values, or is nested more than {MAX_DEPTH} deep"
+            problem = (
+                f"it has more than {MAX_NODES} values, or is nested more than {MAX_DEPTH} deep"
+            )
             raise _yaml_error(node.start_mark, problem)
-        if isinstance(node, yaml.ScalarNode) and node.tag.endswith((":int", ":float")) and len(node.value) > MAX_DIGITS:
-            raise _yaml_error(node.start_mark, f"{_short(node.value)} is a number of more than {MAX_DIGITS} digits")
+        if (
+            isinstance(node, yaml.ScalarNode)
+            and node.tag.endswith((":int", ":float"))
+            and len(node.value) > MAX_DIGITS
+        ):
+            raise _yaml_error(
+                node.start_mark,
+                f"{_short(node.value)} is a number of more than {MAX_DIGITS} digits",
+            )
         if isinstance(node, yaml.SequenceNode):
             for index, item in enumerate(node.value):
                 walk(item, f"{prefix}.{index}", depth + 1)
@@ -186,12 +211,16 @@ def _parse_override(text: str) -> tuple[str, Any]:
     key, equals, raw = text.partition("=")
     key = key.strip().removeprefix("--")
     if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", key):
-        raise ValueError(f"{text!r} on the command line is no override; write section.key=value, e.g. train.steps=10")
+        raise ValueError(
+            f"{text!r} on the command line is no override; write section.key=value, e.g. train.steps=10"
+        )
     try:
         return key, _parse_yaml(raw)
     except yaml.YAMLError as error:
         problem = f" ({error.problem})" if isinstance(error, yaml.MarkedYAMLError) else ""
-        raise ValueError(f"the value of {key}={_short(raw)} is not YAML{problem}; quote it") from None
+        raise ValueError(
+            f"the value of {key}={_short(raw)} is not YAML{problem}; quote it"
+        ) from None
 
 
 def _drop_replaced(values: dict[str, Any], overrides: Mapping[str, Any]) -> None:
@@ -224,9 +253,15 @@ def _with_preset(explicit: dict[str, Any], lines: Mapping[str, str]) -> dict[str
     name = explicit.get("preset", "grpo")
     if not isinstance(name, str) or name not in PRESETS:
         remedy = did_you_mean(str(name), PRESETS, f"choose from: {', '.join(PRESETS)}", most=2)
-        raise ValueError(f"algorithm.preset={name!r} {_origin('algorithm.preset', lines)} is unknown; {remedy}")
+        raise ValueError(
+            f"algorithm.preset={name!r} {_origin('algorithm.preset', lines)} is unknown; {remedy}"
+        )
     preset = deepcopy(dict(PRESETS[name]))
-    for part in ("advantage", "loss", "correction"):  # the preset's options belong to the preset's function
+    for part in (
+        "advantage",
+        "loss",
+        "correction",
+    ):  # the preset's options belong to the preset's function
         if part in explicit and explicit[part] != preset.get(part):
             for key in (f"{part}_options", *(LOSS_BOUNDS if part == "loss" else ())):
                 preset.pop(key, None)
@@ -237,7 +272,9 @@ def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Merges recursively; `above` takes precedence."""
     for key, value in above.items():
         old = below.get(key)
-        below[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, Mapping) else value
+        below[key] = (
+            _merge(old, value) if isinstance(old, dict) and isinstance(value, Mapping) else value
+        )
     return below
 
 
@@ -258,10 +295,16 @@ def _known_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
 def _explain(error: ValidationError, lines: Mapping[str, str]) -> str:
     """Returns pydantic's error for an unknown key, else its first, as one line: key, value, where it is set, remedy."""
     errors = error.errors()
-    if unknown := next((each for each in errors if each["type"] in ("extra_forbidden", "invalid_key")), None):
+    if unknown := next(
+        (each for each in errors if each["type"] in ("extra_forbidden", "invalid_key")), None
+    ):
         return _explain_unknown([str(part) for part in unknown["loc"]], lines)
     first = errors[0]
-    names = [str(part) for part in first["loc"] if not re.search(r"[\[\]' ]|^(str|int|float|bool|literal)$", str(part))]
+    names = [
+        str(part)
+        for part in first["loc"]
+        if not re.search(r"[\[\]' ]|^(str|int|float|bool|literal)$", str(part))
+    ]
     key = ".".join(names)
     allowed = first["msg"].removeprefix("Value error, ").replace("Input should be", "it should be")
     allowed = allowed.replace("a valid tuple", "a list")
@@ -286,9 +329,16 @@ def _explain_unknown(path: list[str], lines: Mapping[str, str]) -> str:
             section = _section(section.model_fields[part].annotation) or section
     everywhere = {known: known.rpartition(".")[2] for known in _known_keys(Config)}
     near = [known for known, last in everywhere.items() if last == name][:3]
-    near = near or [".".join([*path[:-1], close]) for close in get_close_matches(name, section.model_fields, n=2)]
+    near = near or [
+        ".".join([*path[:-1], close])
+        for close in get_close_matches(name, section.model_fields, n=2)
+    ]
     if not near:
         close = get_close_matches(name, everywhere.values(), n=1)
         near = [known for known, last in everywhere.items() if last in close][:3]
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known keys here: {', '.join(section.model_fields)}"
+    hint = (
+        f"did you mean {' or '.join(near)}?"
+        if near
+        else f"known keys here: {', '.join(section.model_fields)}"
+    )
     return f"unknown key {key} {_origin(key, lines)}; {hint}"

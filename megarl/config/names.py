@@ -44,7 +44,10 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
     "seq_mask": ("low", "high"),
     "opsm": ("delta",),
 }
-SELECT: dict[str, tuple[str, ...]] = {"clip_cov": ("share", "low", "high"), "kl_cov": ("share",)}  # plus the bounds
+SELECT: dict[str, tuple[str, ...]] = {
+    "clip_cov": ("share", "low", "high"),
+    "kl_cov": ("share",),
+}  # plus the bounds
 LOSS_BOUNDS = (*_CLIP, "dual_clip")  # options of a loss that are keys of `algorithm` itself
 CLIPS: dict[str, dict[str, float]] = {  # the defaults of each loss's bounds
     "ppo_clip": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0},
@@ -53,8 +56,21 @@ CLIPS: dict[str, dict[str, float]] = {  # the defaults of each loss's bounds
     "gmpo": {"clip_low": 0.4, "clip_high": 0.4},
     "clip_cov": {"clip_low": 0.2, "clip_high": 0.2},
 }
-GROUP_ADVANTAGES = ("grpo", "grpo_process", "dr_grpo", "rloo", "opo", "gpg")  # zero for a group of one sample
-TOKEN_ADVANTAGES = ("reinforce", "reinforce_pp", "remax", "grpo_process", "gae")  # may differ within a response
+GROUP_ADVANTAGES = (
+    "grpo",
+    "grpo_process",
+    "dr_grpo",
+    "rloo",
+    "opo",
+    "gpg",
+)  # zero for a group of one sample
+TOKEN_ADVANTAGES = (
+    "reinforce",
+    "reinforce_pp",
+    "remax",
+    "grpo_process",
+    "gae",
+)  # may differ within a response
 ENGINE_STAGES = ("rl", "iterative_grpo", "iterative_dpo", "best_of_n")
 STAGES_OF_SECTIONS = {  # section of the config -> the stages that read it
     "sft": ("sft",),

@@ -13,7 +13,13 @@ _TIS: dict[str, Any] = {"correction": "tis", "correction_options": {"cap": 2.0}}
 _CLIP: dict[str, Any] = {"loss": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
 _PPO: dict[str, Any] = {**_CLIP, **_TIS}
 _GRPO: dict[str, Any] = {"advantage": "grpo", "advantage_options": {"std": "unbiased", "eps": 1e-6}}
-_DAPO: dict[str, Any] = {**_GRPO, **_PPO, "clip_high": 0.28, "aggregation": "token-mean", "filter_zero_std": True}
+_DAPO: dict[str, Any] = {
+    **_GRPO,
+    **_PPO,
+    "clip_high": 0.28,
+    "aggregation": "token-mean",
+    "filter_zero_std": True,
+}
 _REINFORCE_PP: dict[str, Any] = {**_PPO, "dual_clip": 10.0, "aggregation": "token-mean"}
 _KL_REWARD: dict[str, Any] = {"kl": {"estimator": "k1", "where": "reward", "coef": 0.001}}
 _REWARD_TO_GO: dict[str, Any] = {
@@ -78,7 +84,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kl": {"estimator": "k1", "where": "reward", "coef": 0.01},
     },
     # On-policy distillation, arXiv 2306.13649 and 2306.08543: KL(policy || teacher). Rewards are optional.
-    "distill": {**_REWARD_TO_GO, "advantage": "reinforce", "aggregation": "token-mean", "distill_coef": 1.0},
+    "distill": {
+        **_REWARD_TO_GO,
+        "advantage": "reinforce",
+        "aggregation": "token-mean",
+        "distill_coef": 1.0,
+    },
     # ReMax, arXiv 2310.10505, 4: the reward-to-go minus the greedy response's reward, which costs one more sample
     # per prompt; KL in the reward (4.2), with the coefficient for rule-based rewards.
     "remax": {"advantage": "remax", **_REWARD_TO_GO, **_KL_REWARD},

@@ -63,19 +63,30 @@ def hf_config(create: Create) -> dict[str, Any]:
 def _check_sizes(create: Create, head_dim: int) -> Family:
     supported = {name: family for name, family in FAMILIES.items() if family.architecture}
     if create.family not in supported:
-        raise ValueError(f"model.create: family={create.family} is not supported; use one of {', '.join(supported)}")
+        raise ValueError(
+            f"model.create: family={create.family} is not supported; use one of {', '.join(supported)}"
+        )
     family, least = supported[create.family], len(SPECIAL) + len(create.phrases) + 1
     moe = ", ".join(name for name, other in supported.items() if other.is_moe)
-    remedy = "set model.create.experts" if family.is_moe else f"set family to one of {moe}, or experts: 0"
+    remedy = (
+        "set model.create.experts"
+        if family.is_moe
+        else f"set family to one of {moe}, or experts: 0"
+    )
     heads, experts, chosen = create.heads, create.experts, create.experts_per_token
     remainder = create.hidden % heads if create.head_dim is None else 0
     problems = {
         f"hidden={create.hidden} is not divisible by heads={heads}; change one, or set head_dim": remainder,
         f"head_dim={head_dim} is odd, but rotary embeddings need it even; change it": head_dim % 2,
-        f"heads={heads} is not divisible by kv_heads={create.kv_heads}; change one": heads % create.kv_heads,
+        f"heads={heads} is not divisible by kv_heads={create.kv_heads}; change one": heads
+        % create.kv_heads,
         f"family={create.family}, but experts={experts}; {remedy}": family.is_moe != (experts > 0),
-        f"experts_per_token={chosen} exceeds experts={experts}; lower it": family.is_moe and chosen > experts,
-        f"vocab={create.vocab} leaves no room for text; use at least {least}": (create.vocab or least) < least,
+        f"experts_per_token={chosen} exceeds experts={experts}; lower it": family.is_moe
+        and chosen > experts,
+        f"vocab={create.vocab} leaves no room for text; use at least {least}": (
+            create.vocab or least
+        )
+        < least,
     }
     refuse(problems, "model.create: ")
     return family

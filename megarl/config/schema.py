@@ -11,7 +11,17 @@ from pydantic import Field, model_validator
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.names import CLIPS, LOSS_BOUNDS
-from megarl.config.section import Dpo, Fp8, Iterative, Lora, Options, Reward, RewardModel, Section, Sft
+from megarl.config.section import (
+    Dpo,
+    Fp8,
+    Iterative,
+    Lora,
+    Options,
+    Reward,
+    RewardModel,
+    Section,
+    Sft,
+)
 from megarl.layout import Parallel
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -47,9 +57,13 @@ class Create(Section):
 
 class Model(Section):
     path: str | None = None  # a Hugging Face model: its folder, or its id on the hub
-    revision: str | None = None  # branch, tag or commit of a hub id; None: main. A run records the commit
+    revision: str | None = (
+        None  # branch, tag or commit of a hub id; None: main. A run records the commit
+    )
     create: Create | None = None
-    trust_remote_code: bool = False  # run the Python code of its tokenizer; the model itself is always megarl's
+    trust_remote_code: bool = (
+        False  # run the Python code of its tokenizer; the model itself is always megarl's
+    )
 
 
 class Checks(Section):
@@ -67,7 +81,9 @@ class MixturePart(Section):
 class Task(Section):
     name: str = "reasoning_gym:chain_sum"  # or jsonl:FILE, hf:DATASET, package.module:function (megarl.data.tasks)
     options: Options = {}  # passed to the task, for example reasoning-gym's settings
-    mixture: tuple[MixturePart, ...] = ()  # several tasks, interleaved by weight; instead of name and options
+    mixture: tuple[
+        MixturePart, ...
+    ] = ()  # several tasks, interleaved by weight; instead of name and options
     template: Literal["chat", "plain"] | None = None  # None: chat if the tokenizer has one
     # the system message, unless a problem's messages have one; it names the place where `answer` is looked for: tag:
     # between <answer> and </answer>; boxed: within \\boxed{}; last_line: alone on it; last_number: at the end; whole
@@ -82,14 +98,20 @@ class Task(Section):
 class KlTerm(Section):
     """KL(policy || reference). The default estimator is k1 in the reward and k3+ in the loss."""
 
-    against: Literal["reference", "old"] = "reference"  # old: the policy before a batch's updates (arXiv 1707.06347, 4)
+    against: Literal["reference", "old"] = (
+        "reference"  # old: the policy before a batch's updates (arXiv 1707.06347, 4)
+    )
     estimator: Literal["k1", "k2", "k3", "k3+", "abs"] = "k3+"
     where: Literal["reward", "loss"] = "loss"
     coef: NonNegativeFloat = 0.0
     target: float | None = Field(default=None, gt=0)  # adapt the coefficient; None: fixed
     horizon: PositiveInt = 10000  # samples over which the coefficient adapts
-    value_clamp: PositiveFloat | None = None  # bound of the estimator's value; several trainers use 10
-    importance_weighted: bool = False  # weigh KL in the loss by pi / pi_old (DeepSeek-V3.2, arXiv 2512.02556)
+    value_clamp: PositiveFloat | None = (
+        None  # bound of the estimator's value; several trainers use 10
+    )
+    importance_weighted: bool = (
+        False  # weigh KL in the loss by pi / pi_old (DeepSeek-V3.2, arXiv 2512.02556)
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -110,7 +132,9 @@ class FrozenModel(Section):
     """A model with the policy's tokenizer that scores its samples: on the same devices in turn, or behind a URL."""
 
     model: str | None = None  # folder or hub id (id@revision) of a Hugging Face model
-    url: str | None = None  # of a server that returns prompt_logprobs, such as vLLM: http://host:8000/v1
+    url: str | None = (
+        None  # of a server that returns prompt_logprobs, such as vLLM: http://host:8000/v1
+    )
     served_name: str | None = None  # of the model, in requests to the server; None: its only one
     options: Options = {}  # of the requests (megarl.rewards.remote.HttpOptions): timeout_s, concurrency ...
 
@@ -129,21 +153,33 @@ class Algorithm(Section):
     dual_clip: float | None = Field(default=None, gt=1)  # null: off
     aggregation: str = "token-mean"
     kl: KlTerm = KlTerm()
-    distill_coef: NonNegativeFloat = 0.0  # of KL(policy || teacher), in each token's advantage, or with
-    distill_top_k: NonNegativeInt = 0  # in the loss, over that many of the teacher's likeliest tokens and all others
-    distill_beta: float = Field(default=1.0, ge=0, le=1)  # of that loss; 0: KL(teacher || policy), between: JSD
+    distill_coef: NonNegativeFloat = (
+        0.0  # of KL(policy || teacher), in each token's advantage, or with
+    )
+    distill_top_k: NonNegativeInt = (
+        0  # in the loss, over that many of the teacher's likeliest tokens and all others
+    )
+    distill_beta: float = Field(
+        default=1.0, ge=0, le=1
+    )  # of that loss; 0: KL(teacher || policy), between: JSD
     correction: str = "none"
     correction_options: Options = {}
-    use_rollout_logprobs: bool = False  # as old log-probs, so that the loss's ratio covers the mismatch with the engine
+    use_rollout_logprobs: bool = (
+        False  # as old log-probs, so that the loss's ratio covers the mismatch with the engine
+    )
     entropy_coef: float = 0.0
-    filter_zero_std: bool = False  # replace groups of equal rewards with fresh prompts (DAPO's dynamic sampling)
+    filter_zero_std: bool = (
+        False  # replace groups of equal rewards with fresh prompts (DAPO's dynamic sampling)
+    )
     max_refills: NonNegativeInt = 4  # batches of fresh prompts; then the step has fewer groups
     overlong: Overlong = Overlong()
     truncated: Literal["train", "mask", "penalise"] = "train"  # responses cut at rollout.max_tokens
     truncated_reward: float = 0.0  # replaces the reward of penalised responses
     reward_clip: tuple[float, float] | None = None
     reward_clip_stage: Literal["raw", "normalised"] = "raw"
-    normalise_rewards: bool = False  # by the mean and std of all rewards since the start of training
+    normalise_rewards: bool = (
+        False  # by the mean and std of all rewards since the start of training
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -151,7 +187,11 @@ class Algorithm(Section):
         """Fills in the loss's own bounds, so that a printed config shows them. dual_clip: null means off."""
         if not isinstance(values, dict):
             return values
-        explicit = {k: v for k, v in values.items() if v is not None or k not in LOSS_BOUNDS or k == "dual_clip"}
+        explicit = {
+            k: v
+            for k, v in values.items()
+            if v is not None or k not in LOSS_BOUNDS or k == "dual_clip"
+        }
         return CLIPS.get(str(values.get("loss", "ppo_clip")), {}) | explicit
 
     @property
@@ -171,14 +211,24 @@ class Algorithm(Section):
 class Critic(Section):
     """The value model of advantage gae. What is not set here, such as schedule and clip_grad, is as in `train`."""
 
-    model: str | None = None  # folder or hub id (id@revision) to start from, as of a reward model; None: the policy's
-    lr: NonNegativeFloat = 9.0e-6  # of REINFORCE++'s experiments (arXiv 2501.03262), with 5e-7 for the policy
+    model: str | None = (
+        None  # folder or hub id (id@revision) to start from, as of a reward model; None: the policy's
+    )
+    lr: NonNegativeFloat = (
+        9.0e-6  # of REINFORCE++'s experiments (arXiv 2501.03262), with 5e-7 for the policy
+    )
     min_lr: NonNegativeFloat = 0.0
-    warmup_steps: NonNegativeInt = 0  # first steps, in which only the critic is updated; the policy's schedule goes on
-    clip: PositiveFloat | None = 0.2  # of the change of a value in a step's updates (VALUE_LOSSES); null: off
+    warmup_steps: NonNegativeInt = (
+        0  # first steps, in which only the critic is updated; the policy's schedule goes on
+    )
+    clip: PositiveFloat | None = (
+        0.2  # of the change of a value in a step's updates (VALUE_LOSSES); null: off
+    )
     # lambda of its targets (VAPO, arXiv 2504.05118: 1, with 0.95 for the advantage); None: as the advantage's
     lam: float | None = Field(default=None, ge=0, le=1)
-    bootstrap_truncated: bool = False  # the remaining reward of a response cut by length is the value after it, not 0
+    bootstrap_truncated: bool = (
+        False  # the remaining reward of a response cut by length is the value after it, not 0
+    )
 
 
 class ParallelSizes(Section):
@@ -197,24 +247,36 @@ class ParallelSizes(Section):
 class Rollout(Section):
     tensor: PositiveInt = 1
     expert: PositiveInt = 1  # vLLM's expert parallelism, over the data x tensor ranks of a replica; `megarl plan` only
-    replicas: PositiveInt | None = None  # split topology only; colocated: processes / ranks per replica
+    replicas: PositiveInt | None = (
+        None  # split topology only; colocated: processes / ranks per replica
+    )
     samples_per_prompt: PositiveInt = 8
     max_tokens: PositiveInt = 256  # of a response
-    stop: tuple[str, ...] = ()  # texts of one token each that end a response, like EOS, and stay in it
+    stop: tuple[
+        str, ...
+    ] = ()  # texts of one token each that end a response, like EOS, and stay in it
     temperature: PositiveFloat = 1.0
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = -1
     min_p: float = Field(default=0.0, ge=0, le=1)
-    max_staleness: NonNegativeInt = 0  # split topology: how many versions a trained token may be behind
-    update_in_flight: bool = True  # at a staleness above 0, weights change within responses; False: between them
+    max_staleness: NonNegativeInt = (
+        0  # split topology: how many versions a trained token may be behind
+    )
+    update_in_flight: bool = (
+        True  # at a staleness above 0, weights change within responses; False: between them
+    )
     max_model_len: PositiveInt | None = None  # None: max_prompt_tokens + max_tokens
     max_prompt_tokens: PositiveInt = 1024
-    gpu_memory_utilization: float = Field(default=0.6, gt=0, lt=1)  # of the GPU, with what train.offload leaves there
+    gpu_memory_utilization: float = Field(
+        default=0.6, gt=0, lt=1
+    )  # of the GPU, with what train.offload leaves there
     cpu_kv_cache_gb: PositiveFloat = 1.0
     enforce_eager: bool | None = None  # None: True on CPU
     # while training: 0 keeps the engine on the GPU, 1 frees its cache and moves its weights to the host, 2 frees both
     sleep_level: Literal[0, 1, 2] = 0
-    quantization: Literal["none", "fp8"] = "none"  # fp8: the engine's linear layers, a scale per 128 x 128 weights
+    quantization: Literal["none", "fp8"] = (
+        "none"  # fp8: the engine's linear layers, a scale per 128 x 128 weights
+    )
     # whose choice of experts the trainer replays: the engine's, or that of its own forward pass before the updates
     router_replay: Literal["none", "engine", "trainer"] = "none"
     engine_options: Options = {}  # for vLLM's EngineArgs (megarl.config.library_options)
@@ -224,7 +286,9 @@ class Train(Section):
     steps: NonNegativeInt = 100
     prompts_per_step: PositiveInt = 32
     updates_per_step: PositiveInt = 1  # optimizer steps in one pass over a batch
-    epochs_per_batch: PositiveInt = 1  # passes over a batch; from the second on, its prompts are shuffled among updates
+    epochs_per_batch: PositiveInt = (
+        1  # passes over a batch; from the second on, its prompts are shuffled among updates
+    )
     lr: NonNegativeFloat = 1.0e-6
     min_lr: NonNegativeFloat = 0.0
     warmup_steps: NonNegativeInt = 0
@@ -236,10 +300,16 @@ class Train(Section):
     max_tokens_per_microbatch: PositiveInt = 16384
     dtype: Literal["fp32", "bf16"] = "bf16"
     logprob_chunk: PositiveInt = 1024  # tokens per chunk of the log-prob computation
-    entropy_every: NonNegativeInt = 1  # steps between measurements of `entropy`, if no loss needs it; 0: never
+    entropy_every: NonNegativeInt = (
+        1  # steps between measurements of `entropy`, if no loss needs it; 0: never
+    )
     recompute: Literal["none", "selective", "full"] = "none"  # of activations, in the backward pass
-    recompute_modules: tuple[str, ...] = ("core_attn",)  # for selective: Megatron-Core's names (mlp, moe, layernorm...)
-    offload: tuple[Literal["gradients", "optimizer", "weights"], ...] = ()  # to the host while the engine samples
+    recompute_modules: tuple[str, ...] = (
+        "core_attn",
+    )  # for selective: Megatron-Core's names (mlp, moe, layernorm...)
+    offload: tuple[
+        Literal["gradients", "optimizer", "weights"], ...
+    ] = ()  # to the host while the engine samples
     optimizer_cpu_offload: bool = False  # run Adam on the CPU (Megatron-Core's hybrid optimizer)
 
 
@@ -263,7 +333,9 @@ class Checkpoint(Section):
     keep: PositiveInt = 3
     asynchronous: bool = True  # write in the background, from a copy in host memory
     resume: str = "auto"  # auto | never | the folder of a checkpoint
-    export_hf: Literal["never", "end"] | PositiveInt = "never"  # a Hugging Face model; N: every N steps and at the end
+    export_hf: Literal["never", "end"] | PositiveInt = (
+        "never"  # a Hugging Face model; N: every N steps and at the end
+    )
     # bf16: the weights as trained (in train.dtype); same: rounded to the block format of model.path, if it has one
     export_format: Literal["bf16", "same"] = "bf16"
 
@@ -276,8 +348,12 @@ class FallbackLayout(Section):
 class Launch(Section):
     topology: Literal["colocated", "split"] = "colocated"
     processes: PositiveInt | None = None  # of the trainer, in the split topology
-    processes_per_node: PositiveInt | None = None  # None: LOCAL_WORLD_SIZE in a run; 8 in a plan of more than 8
-    timeout_s: PositiveInt = 600  # of collectives; of a silent rank 0.9 of it, of one that is stopped or stuck half
+    processes_per_node: PositiveInt | None = (
+        None  # None: LOCAL_WORLD_SIZE in a run; 8 in a plan of more than 8
+    )
+    timeout_s: PositiveInt = (
+        600  # of collectives; of a silent rank 0.9 of it, of one that is stopped or stuck half
+    )
     # split: how often, in all, a lost engine is started again, or the trainer from its last checkpoint; then exit 3
     max_restarts: NonNegativeInt = 3
     # split: what takes the place of `processes` and `parallel` when a node is gone: the first that has room
@@ -293,7 +369,9 @@ class Moe(Section):
     aux_loss_type: Literal["per_sequence", "megatron"] = "per_sequence"
     z_loss: NonNegativeFloat = 0.0  # coefficient of mean logsumexp(logits)^2
     bias_update_rate: NonNegativeFloat = 0.0  # of the expert bias of DeepSeek-V3's routers
-    dispatcher: Literal["alltoall", "allgather"] = "alltoall"  # allgather pads micro-batches to equal length
+    dispatcher: Literal["alltoall", "allgather"] = (
+        "alltoall"  # allgather pads micro-batches to equal length
+    )
 
     @property
     def changes_router(self) -> bool:
@@ -335,7 +413,9 @@ class Telemetry(Section):
 
 class Config(Section):
     # each is megarl/launch/run_<stage>.py
-    stage: Literal["rl", "sft", "reward_model", "dpo", "iterative_grpo", "iterative_dpo", "best_of_n"] = "rl"
+    stage: Literal[
+        "rl", "sft", "reward_model", "dpo", "iterative_grpo", "iterative_dpo", "best_of_n"
+    ] = "rl"
     run: RunSection = RunSection()
     model: Model = Model()
     checks: Checks = Checks()

@@ -38,7 +38,9 @@ Pattern = Annotated[str, AfterValidator(_check_pattern)]
 
 class Section(BaseModel):
     # run.name=7 is a name
-    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False
+    )
 
 
 class Reward(Section):
@@ -56,7 +58,9 @@ class RewardModelUpdates(Section):
     pairs: Literal["all", "best_worst"] = "all"  # of a ranking
     updates: PositiveInt = 4  # on an equal share of the rankings each
     lr: NonNegativeFloat = 1.0e-5
-    replay: float = Field(default=0.1, ge=0, lt=1)  # share of the rankings of an update that are of earlier iterations
+    replay: float = Field(
+        default=0.1, ge=0, lt=1
+    )  # share of the rankings of an update that are of earlier iterations
     history: PositiveInt = 1024  # rankings kept for it, the newest
 
 
@@ -64,7 +68,9 @@ class Iterative(Section):
     """Of the stage iterative_grpo."""
 
     iterations: PositiveInt = 1  # of train.steps / iterations steps of the policy each
-    reset_reference: bool = True  # the reference of an iteration is the policy at its start; False: the first model
+    reset_reference: bool = (
+        True  # the reference of an iteration is the policy at its start; False: the first model
+    )
     reward_model: RewardModelUpdates = RewardModelUpdates()
 
 
@@ -82,16 +88,30 @@ class Lora(Section):
 
     rank: PositiveInt = 16
     alpha: PositiveFloat = 32.0  # an adapter adds alpha / rank * B A x
-    targets: tuple[str, ...] = ("all-linear",)  # Hugging Face's names, as q_proj; all-linear: but router and head
-    dropout: float = Field(default=0.0, ge=0, lt=1)  # of an adapter's input, in the stages sft and dpo
-    sync: Literal["merged", "adapter"] = "merged"  # adapter: the engine keeps the base, and later syncs move adapters
-    path: str | None = None  # folder of a PEFT adapter to begin with; None: B = 0, so the base model
+    targets: tuple[str, ...] = (
+        "all-linear",
+    )  # Hugging Face's names, as q_proj; all-linear: but router and head
+    dropout: float = Field(
+        default=0.0, ge=0, lt=1
+    )  # of an adapter's input, in the stages sft and dpo
+    sync: Literal["merged", "adapter"] = (
+        "merged"  # adapter: the engine keeps the base, and later syncs move adapters
+    )
+    path: str | None = (
+        None  # folder of a PEFT adapter to begin with; None: B = 0, so the base model
+    )
 
 
 class Sft(Section):
-    until_accuracy: float | None = Field(default=None, gt=0, lt=1)  # stop when the sampled accuracy reaches this
-    roles: tuple[str, ...] = Field(default=("assistant",), min_length=1)  # of a conversation: whose turns are learned
-    patience: PositiveInt | None = None  # stop after as many evaluations without a lower held-out loss; null: never
+    until_accuracy: float | None = Field(
+        default=None, gt=0, lt=1
+    )  # stop when the sampled accuracy reaches this
+    roles: tuple[str, ...] = Field(
+        default=("assistant",), min_length=1
+    )  # of a conversation: whose turns are learned
+    patience: PositiveInt | None = (
+        None  # stop after as many evaluations without a lower held-out loss; null: never
+    )
 
 
 class Dpo(Section):
@@ -99,9 +119,15 @@ class Dpo(Section):
 
     beta: PositiveFloat = 0.1  # strength of the tie to the reference
     loss: Literal["sigmoid", "ipo", "hinge", "robust"] = "sigmoid"
-    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)  # of sigmoid and robust: the share of flipped labels
-    average: bool | None = None  # log-probs over the tokens of a response, instead of their sum; None: for ipo
-    reference: Literal["initial", "previous"] = "initial"  # of iterative_dpo: the first model, or that of this round
+    label_smoothing: float = Field(
+        default=0.0, ge=0, lt=0.5
+    )  # of sigmoid and robust: the share of flipped labels
+    average: bool | None = (
+        None  # log-probs over the tokens of a response, instead of their sum; None: for ipo
+    )
+    reference: Literal["initial", "previous"] = (
+        "initial"  # of iterative_dpo: the first model, or that of this round
+    )
 
     @property
     def averages(self) -> bool:
@@ -111,8 +137,12 @@ class Dpo(Section):
 class RewardModel(Section):
     """Of stage reward_model: Bradley-Terry over compared responses, or with `process`, right and wrong steps."""
 
-    head: Literal["scalar", "token"] = "scalar"  # the score of a response's last token, or aggregated from all tokens
-    aggregate: Literal["last", "sum", "mean", "max", "min", "weighted"] = "last"  # weighted: by a second output
+    head: Literal["scalar", "token"] = (
+        "scalar"  # the score of a response's last token, or aggregated from all tokens
+    )
+    aggregate: Literal["last", "sum", "mean", "max", "min", "weighted"] = (
+        "last"  # weighted: by a second output
+    )
     centre: NonNegativeFloat = 0.0  # coefficient of (better + worse)^2, which keeps scores near 0
     average: Literal["pairs", "prompts"] = "pairs"  # what counts equally in the loss of an update
     process: bool = False  # one score at the last token of each step

@@ -56,19 +56,30 @@ def answer_row(tokenizer: Tokenizer, prompt: Prompt, answer: str) -> tuple[Tenso
     return tokens, torch.arange(tokens.numel()) >= len(prompt.tokens)
 
 
-def collate(groups: Sequence[Group], *, temperature: float, mask_truncated: bool = False) -> TrainBatch:
+def collate(
+    groups: Sequence[Group], *, temperature: float, mask_truncated: bool = False
+) -> TrainBatch:
     """Returns one row per sample, in order: N samples with T tokens in all. Every sample must be scored.
 
     With `mask_truncated`, the mask of samples that reached the token limit is False, so they are not trained on.
     """
     samples = [sample for group in groups for sample in group.samples]
-    learned = [sample.trainable & (not (mask_truncated and sample.finish == "length")) for sample in samples]
+    learned = [
+        sample.trainable & (not (mask_truncated and sample.finish == "length"))
+        for sample in samples
+    ]
     rows = [(sample.tokens, learned_L) for sample, learned_L in zip(samples, learned, strict=True)]
     routes = tuple(sample.routes for sample in samples)
-    tokens = replace(token_batch(rows, temperature=temperature), routes=routes if any(routes) else ())
+    tokens = replace(
+        token_batch(rows, temperature=temperature), routes=routes if any(routes) else ()
+    )
     token_rewards, step_ends, outcome_at = _place_rewards(samples, tokens)
-    logprobs_T = _shifted(_flat([sample.rollout_logprobs for sample in samples], torch.float32), tokens.cu_seqlens)
-    versions_T = _shifted(_flat([sample.versions for sample in samples], torch.int32), tokens.cu_seqlens)
+    logprobs_T = _shifted(
+        _flat([sample.rollout_logprobs for sample in samples], torch.float32), tokens.cu_seqlens
+    )
+    versions_T = _shifted(
+        _flat([sample.versions for sample in samples], torch.int32), tokens.cu_seqlens
+    )
     sizes = torch.tensor([len(group.samples) for group in groups], dtype=torch.int64)
     baselines = torch.tensor([group.baseline or 0.0 for group in groups], dtype=torch.float32)
     return TrainBatch(
@@ -98,7 +109,9 @@ def take_rows(batch: Batch, rows: Sequence[int]) -> Batch:
             values[name] = value[index_T if value.shape[0] == batch.num_tokens else rows_N]
     outcome_at = torch.where(values["outcome_at"] >= 0, values["outcome_at"] - shift_N, -1)
     routes = tuple(batch.routes[row] for row in rows) if batch.routes else ()
-    return replace(batch, **values | {"cu_seqlens": cu_seqlens, "outcome_at": outcome_at, "routes": routes})
+    return replace(
+        batch, **values | {"cu_seqlens": cu_seqlens, "outcome_at": outcome_at, "routes": routes}
+    )
 
 
 def _flat(rows: list[Tensor], dtype: torch.dtype) -> Tensor:
@@ -123,15 +136,22 @@ def _place_rewards(samples: Sequence[Sample], tokens: TokenBatch) -> tuple[Tenso
     bounds, trained = torch.searchsorted(trained_K, tokens.cu_seqlens).tolist(), trained_K.tolist()
     positions_N = [trained[first:end] for first, end in pairwise(bounds)]
     outcomes, steps = list[int](), list[tuple[int, float]]()
-    for sample, positions, start in zip(samples, positions_N, tokens.cu_seqlens.tolist(), strict=False):
-        assert sample.reward is not None, f"sample {sample.index} of prompt {sample.prompt_id} was not scored"
+    for sample, positions, start in zip(
+        samples, positions_N, tokens.cu_seqlens.tolist(), strict=False
+    ):
+        assert sample.reward is not None, (
+            f"sample {sample.index} of prompt {sample.prompt_id} was not scored"
+        )
         if positions and any(start + token <= positions[0] for token, _ in sample.step_rewards):
             tokens.mask[positions] = False
             positions = []
         outcomes.append(positions[-1] if positions and sample.has_outcome else -1)
         steps += [(outcomes[-1], sample.reward)] if outcomes[-1] >= 0 else []
         if positions:  # token t + 1 is trained at position t
-            steps += [(positions[bisect_left(positions, start + t) - 1], reward) for t, reward in sample.step_rewards]
+            steps += [
+                (positions[bisect_left(positions, start + t) - 1], reward)
+                for t, reward in sample.step_rewards
+            ]
     end_K = torch.tensor([position for position, _ in steps], dtype=torch.int64)
     rewards_K = torch.tensor([reward for _, reward in steps], dtype=torch.float32)
     rewards_T = torch.zeros(tokens.num_tokens).index_add(0, end_K, rewards_K)

@@ -20,11 +20,15 @@ from megarl.data.tasks import Problem, is_message
 from megarl.data.tokenizer import HfTokenizer, Tokenizer, prompt_encoder
 
 Message = Mapping[str, str]
-Example = tuple[tuple[int, ...], tuple[bool, ...]]  # tokens of a whole example, and which of them are learned
+Example = tuple[
+    tuple[int, ...], tuple[bool, ...]
+]  # tokens of a whole example, and which of them are learned
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\b")
 
 
-def example_encoder(tokenizer: Tokenizer, task: Task, roles: Sequence[str]) -> Callable[[Problem], Example | None]:
+def example_encoder(
+    tokenizer: Tokenizer, task: Task, roles: Sequence[str]
+) -> Callable[[Problem], Example | None]:
     """Returns the encoder of conversations and completions; it returns None for problems with an answer."""
     encode = prompt_encoder(tokenizer, task)
 
@@ -35,27 +39,54 @@ def example_encoder(tokenizer: Tokenizer, task: Task, roles: Sequence[str]) -> C
         if isinstance(completion, str):
             prompt, answer = encode(question), tokenizer.encode_answer(completion)
             return (*prompt, *answer), (False,) * len(prompt) + (True,) * len(answer)
-        if completion is not None and not (isinstance(completion, list) and all(map(is_message, completion))):
-            raise ValueError(f"completion must be text or a list of messages, not {str(completion)[:60]!r}")
-        messages = [{"role": "user", "content": question}] if isinstance(question, str) else [*question]
+        if completion is not None and not (
+            isinstance(completion, list) and all(map(is_message, completion))
+        ):
+            raise ValueError(
+                f"completion must be text or a list of messages, not {str(completion)[:60]!r}"
+            )
+        messages = (
+            [{"role": "user", "content": question}] if isinstance(question, str) else [*question]
+        )
         first, messages = len(messages) if completion else 0, messages + (completion or [])
         if task.system_prompt and messages[0]["role"] != "system":
-            messages, first = [{"role": "system", "content": task.system_prompt}, *messages], first + 1
+            messages, first = (
+                [{"role": "system", "content": task.system_prompt}, *messages],
+                first + 1,
+            )
         learned = [turn for turn in range(first, len(messages)) if messages[turn]["role"] in roles]
-        shown = " / ".join(f"{message['role']}: {message['content'][:30]!r}" for message in messages[:4])
+        shown = " / ".join(
+            f"{message['role']}: {message['content'][:30]!r}" for message in messages[:4]
+        )
         if not learned:
-            raise ValueError(f"a conversation has no turn of sft.roles={list(roles)}: {shown}; correct one of them")
-        if task.template == "plain" or not isinstance(tokenizer, HfTokenizer) or not tokenizer.chat_template:
+            raise ValueError(
+                f"a conversation has no turn of sft.roles={list(roles)}: {shown}; correct one of them"
+            )
+        if (
+            task.template == "plain"
+            or not isinstance(tokenizer, HfTokenizer)
+            or not tokenizer.chat_template
+        ):
             raise ValueError(f"a conversation needs a chat template: {shown}; use a chat model")
-        if GENERATION_TAG.search(tokenizer.chat_template) and not completion and tuple(roles) == ("assistant",):
+        if (
+            GENERATION_TAG.search(tokenizer.chat_template)
+            and not completion
+            and tuple(roles) == ("assistant",)
+        ):
             return tokenizer.encode_tagged(messages, **task.template_args)
-        return _by_turns(tokenizer, partial(tokenizer.render, **task.template_args), messages, learned, shown)
+        return _by_turns(
+            tokenizer, partial(tokenizer.render, **task.template_args), messages, learned, shown
+        )
 
     return example
 
 
 def _by_turns(
-    tokenizer: HfTokenizer, render: Callable[..., str], messages: Sequence[Message], learned: Sequence[int], shown: str
+    tokenizer: HfTokenizer,
+    render: Callable[..., str],
+    messages: Sequence[Message],
+    learned: Sequence[int],
+    shown: str,
 ) -> Example:
     encode_text = partial(tokenizer.inner.encode, add_special_tokens=False)
     whole, cuts = render(messages), [0]
@@ -73,9 +104,13 @@ def _by_turns(
     for number, (start, end) in enumerate(pairwise([*cuts, len(whole)])):
         part = encode_text(whole[start:end])
         # nothing is sampled after an end token, so nothing is learned there
-        last = max((place for place, token in enumerate(part) if token in tokenizer.eos), default=len(part))
+        last = max(
+            (place for place, token in enumerate(part) if token in tokenizer.eos), default=len(part)
+        )
         tokens += part
         mask += [number % 2 == 1 and place <= last for place in range(len(part))]
     if tokenizer.inner.decode(tokens) != tokenizer.inner.decode(encode_text(whole)):
-        raise ValueError(f"the tokenizer adds text to a turn encoded by itself: {shown}; use generation tags")
+        raise ValueError(
+            f"the tokenizer adds text to a turn encoded by itself: {shown}; use generation tags"
+        )
     return tuple(tokens), tuple(mask)

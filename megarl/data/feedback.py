@@ -21,18 +21,26 @@ from megarl.data.tasks import Source
 
 def check_feedback(source: Source, *, steps: bool) -> None:
     """Raises ValueError, with file and line, for a problem without rankings, or without `steps`."""
-    for problem in chain([source.problem(0)], source.problems()):  # an endless source has the first alone
+    for problem in chain(
+        [source.problem(0)], source.problems()
+    ):  # an endless source has the first alone
         if steps:
             labelled_steps(problem.extra, problem.where)
         else:
             ranked_responses(problem.extra, problem.text, problem.where)
 
 
-def ranked_responses(extra: Mapping[str, Any], text: str, where: str) -> tuple[list[str], list[float], float]:
+def ranked_responses(
+    extra: Mapping[str, Any], text: str, where: str
+) -> tuple[list[str], list[float], float]:
     """Returns the responses to the prompt `text`, their ranks (the lowest is best) and the margin of its pairs."""
     keys = [key for key in ("chosen", "rejected", "responses") if extra.get(key) is not None]
     if keys == ["chosen", "rejected"]:
-        margin = 0.0 if extra.get("margin") is None else _numbers([extra["margin"]], 1, f"{where}: margin")[0]
+        margin = (
+            0.0
+            if extra.get("margin") is None
+            else _numbers([extra["margin"]], 1, f"{where}: margin")[0]
+        )
         return [_response(extra[key], text, f"{where}: {key}") for key in keys], [0.0, 1.0], margin
     if keys != ["responses"]:
         raise ValueError(
@@ -41,19 +49,33 @@ def ranked_responses(extra: Mapping[str, Any], text: str, where: str) -> tuple[l
         )
     values = extra["responses"]
     if not isinstance(values, Sequence) or isinstance(values, str) or len(values) < 2:
-        raise ValueError(f"{where}: responses must be a list of two or more, best first, not {str(values)[:60]!r}")
+        raise ValueError(
+            f"{where}: responses must be a list of two or more, best first, not {str(values)[:60]!r}"
+        )
     orders = [key for key in ("ranks", "scores") if extra.get(key) is not None]
     if len(orders) > 1:
         raise ValueError(f"{where} has ranks and scores, which may contradict each other; keep one")
-    numbers = _numbers(extra[orders[0]], len(values), f"{where}: {orders[0]}") if orders else range(len(values))
+    numbers = (
+        _numbers(extra[orders[0]], len(values), f"{where}: {orders[0]}")
+        if orders
+        else range(len(values))
+    )
     sign = -1.0 if orders == ["scores"] else 1.0
-    return [_response(value, text, f"{where}: responses") for value in values], [sign * n for n in numbers], 0.0
+    return (
+        [_response(value, text, f"{where}: responses") for value in values],
+        [sign * n for n in numbers],
+        0.0,
+    )
 
 
 def _numbers(values: Any, count: int, where: str) -> list[float]:
     is_list = isinstance(values, Sequence) and not isinstance(values, str) and len(values) == count
-    if not is_list or not all(isinstance(value, int | float) and math.isfinite(value) for value in values):
-        raise ValueError(f"{where} must be {count} finite numbers, one for each response, not {str(values)[:60]}")
+    if not is_list or not all(
+        isinstance(value, int | float) and math.isfinite(value) for value in values
+    ):
+        raise ValueError(
+            f"{where} must be {count} finite numbers, one for each response, not {str(values)[:60]}"
+        )
     return [float(value) for value in values]
 
 
@@ -65,9 +87,13 @@ def _response(value: Any, prompt: str, where: str) -> str:
     last = value[-1] if is_list and value else {}
     if last.get("role") != "assistant" or not isinstance(last.get("content"), str):
         shown = str(value)[:60]
-        raise ValueError(f"{where} must be text, or messages that end with the assistant's, not {shown!r}; correct it")
+        raise ValueError(
+            f"{where} must be text, or messages that end with the assistant's, not {shown!r}; correct it"
+        )
     texts = [str(message.get("content")) for message in value[:-1]]
-    both = "\n".join(f"{message.get('role')}: {text}" for message, text in zip(value, texts, strict=False))
+    both = "\n".join(
+        f"{message.get('role')}: {text}" for message, text in zip(value, texts, strict=False)
+    )
     if texts and prompt not in (both, texts[-1]):
         raise ValueError(
             f"{where} begins with {len(texts)} messages that are not the prompt's; a response is one message, alone or "
@@ -79,7 +105,11 @@ def _response(value: Any, prompt: str, where: str) -> str:
 def labelled_steps(extra: Mapping[str, Any], where: str) -> list[tuple[str, bool]]:
     """Returns the steps of a response, and whether each is right."""
     texts, labels = (cast(Any, extra.get(key)) for key in ("completions", "labels"))
-    are_lists = isinstance(texts, Sequence) and isinstance(labels, Sequence) and 0 < len(texts) == len(labels)
+    are_lists = (
+        isinstance(texts, Sequence)
+        and isinstance(labels, Sequence)
+        and 0 < len(texts) == len(labels)
+    )
     are_texts = are_lists and all(isinstance(text, str) and text.strip() for text in texts)
     if not are_texts or any(label not in (0, 1) for label in labels):
         raise ValueError(

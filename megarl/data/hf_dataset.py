@@ -21,9 +21,23 @@ from megarl.config.section import Pattern, Section, did_you_mean
 from megarl.platform.env import is_installed
 from megarl.platform.hub import Repository
 
-FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}  # of a single file
-QUESTION_COLUMNS = ("prompt", "question", "problem", "messages")  # the first that exists, if none is configured
-EMPTY = ("corresponds to no data", "BatchSize must be greater than 0", "StopIteration")  # as datasets reports no rows
+FORMATS = {
+    ".jsonl": "json",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+}  # of a single file
+QUESTION_COLUMNS = (
+    "prompt",
+    "question",
+    "problem",
+    "messages",
+)  # the first that exists, if none is configured
+EMPTY = (
+    "corresponds to no data",
+    "BatchSize must be greater than 0",
+    "StopIteration",
+)  # as datasets reports no rows
 BATCH = 1000  # rows read at once in a scan
 Row = tuple[Any, Any, dict[str, Any]]  # question, answer, the other columns
 
@@ -35,11 +49,17 @@ class DatasetOptions(Section):
     eval_split: str | None = None  # None: some problems of `split` are held out
     held_out: float = Field(default=0.05, ge=0, lt=1)  # their share, without eval_split
     config: str | None = None  # a subset, as datasets.load_dataset's `name`
-    revision: str | None = None  # branch, tag or commit of a hub id; None: main. A run records the commit
+    revision: str | None = (
+        None  # branch, tag or commit of a hub id; None: main. A run records the commit
+    )
     data_files: str | None = None  # a glob: reads, and downloads, only these files
     prompt: str | list[str] | None = None  # text or chat messages; several columns are joined
-    answer: str | None = None  # None: `answer`, if it exists. A dot enters a struct, as in reward_model.ground_truth
-    answer_pattern: Pattern | None = None  # a regular expression; group 1 of its last match is the answer
+    answer: str | None = (
+        None  # None: `answer`, if it exists. A dot enters a struct, as in reward_model.ground_truth
+    )
+    answer_pattern: Pattern | None = (
+        None  # a regular expression; group 1 of its last match is the answer
+    )
 
     @field_validator("answer_pattern")
     @classmethod
@@ -67,18 +87,32 @@ class Rows:
 
     def scan(self, whole: bool) -> Iterator[Row]:
         """Reads all rows, or only their questions; and checks that the pattern matches all answers."""
-        columns = self.dataset.column_names if whole else {*self.prompt, *(self.answer[:1] if self.pattern else ())}
+        columns = (
+            self.dataset.column_names
+            if whole
+            else {*self.prompt, *(self.answer[:1] if self.pattern else ())}
+        )
         batches = self.dataset.select_columns(sorted(columns)).iter(batch_size=BATCH)
-        rows = (dict(zip(batch, row, strict=True)) for batch in batches for row in zip(*batch.values(), strict=True))
+        rows = (
+            dict(zip(batch, row, strict=True))
+            for batch in batches
+            for row in zip(*batch.values(), strict=True)
+        )
         return (self._row(index, row, whole=whole) for index, row in enumerate(rows))
 
     def _row(self, index: int, row: dict[str, Any], *, whole: bool = True) -> Row:
         question = self._question(index, [row[column] for column in self.prompt])
         answer = None
         if self.answer and (self.pattern or whole):
-            answer = reduce(lambda value, key: None if value is None else value[key], self.answer, row)
+            answer = reduce(
+                lambda value, key: None if value is None else value[key], self.answer, row
+            )
         if self.pattern is not None:
-            matches = [] if answer is None else [match[1] for match in re.finditer(self.pattern, str(answer))]
+            matches = (
+                []
+                if answer is None
+                else [match[1] for match in re.finditer(self.pattern, str(answer))]
+            )
             if not matches:
                 raise ValueError(
                     f"{self.name} row {index}: task.options.answer_pattern={self.pattern!r} does not match the answer "
@@ -94,11 +128,18 @@ class Rows:
             return "\n\n".join(values)
         if not all(isinstance(value, list) for value in values):
             if len(values) > 1:
-                kinds = ", ".join(f"{c}: {type(v).__name__}" for c, v in zip(self.prompt, values, strict=True))
-                raise ValueError(f"{self.name} row {index}: prompts must be all text or all messages, not {kinds}")
+                kinds = ", ".join(
+                    f"{c}: {type(v).__name__}" for c, v in zip(self.prompt, values, strict=True)
+                )
+                raise ValueError(
+                    f"{self.name} row {index}: prompts must be all text or all messages, not {kinds}"
+                )
             return values[0]
         messages = [message for value in values for message in value]
-        return [{k: v for k, v in m.items() if v is not None} if isinstance(m, Mapping) else m for m in messages]
+        return [
+            {k: v for k, v in m.items() if v is not None} if isinstance(m, Mapping) else m
+            for m in messages
+        ]
 
 
 def parse_options(name: str, options: Mapping[str, Any]) -> DatasetOptions:
@@ -111,9 +152,13 @@ def parse_options(name: str, options: Mapping[str, Any]) -> DatasetOptions:
         if first["type"] == "extra_forbidden":
             known = DatasetOptions.model_fields
             remedy = did_you_mean(key, known, f"it takes {', '.join(known)}")
-            raise ValueError(f"task.options.{key} is not an option of task.name=hf:{name}; {remedy}") from None
+            raise ValueError(
+                f"task.options.{key} is not an option of task.name=hf:{name}; {remedy}"
+            ) from None
         reason = first["msg"].removeprefix("Value error, ")
-        raise ValueError(f"task.options.{key}={first['input']!r} of task.name=hf:{name}: {reason}") from None
+        raise ValueError(
+            f"task.options.{key}={first['input']!r} of task.name=hf:{name}: {reason}"
+        ) from None
 
 
 def load_rows(name: str, options: DatasetOptions, split: str) -> Rows:
@@ -134,9 +179,13 @@ def load_rows(name: str, options: DatasetOptions, split: str) -> Rows:
             reduce(operator.getitem, column, dataset.features)
         except (KeyError, TypeError):  # a feature that is no struct
             setting, known = f"task.options.{key}={'.'.join(column)}", ", ".join(columns)
-            raise ValueError(f"{setting} is not a column of hf:{name}; choose from: {known}") from None
+            raise ValueError(
+                f"{setting} is not a column of hf:{name}; choose from: {known}"
+            ) from None
     if options.answer_pattern and not path:
-        raise ValueError(f"task.options.answer_pattern={options.answer_pattern!r} needs task.options.answer; set it")
+        raise ValueError(
+            f"task.options.answer_pattern={options.answer_pattern!r} needs task.options.answer; set it"
+        )
     return Rows(f"hf:{name}", dataset, tuple(prompt), path, options.answer_pattern)
 
 
@@ -148,9 +197,13 @@ def _read(name: str, options: DatasetOptions, split: str) -> Any:
     datasets.logging.set_verbosity_error()
     if folder.is_file():
         if folder.stat().st_size == 0:
-            raise ValueError(f"task.name=hf:{name} is an empty file; write one row per line, or choose another file")
+            raise ValueError(
+                f"task.name=hf:{name} is an empty file; write one row per line, or choose another file"
+            )
         if folder.suffix not in FORMATS:
-            raise ValueError(f"task.name=hf:{name} is not a file of a known format; choose from {', '.join(FORMATS)}")
+            raise ValueError(
+                f"task.name=hf:{name} is not a file of a known format; choose from {', '.join(FORMATS)}"
+            )
         path, data_files = FORMATS[folder.suffix], str(folder)
     else:
         path, data_files = str(folder), options.data_files
@@ -179,15 +232,28 @@ def _explain_reading(error: Exception, name: str, options: DatasetOptions, split
 def resolve(name: str, options: DatasetOptions) -> Path:
     """Returns the local file or folder, or downloads a hub id; returns its folder, named by the commit."""
     if not is_installed("datasets"):
-        raise ValueError(f"task.name=hf:{name} needs the package datasets; pip install 'datasets>=4,<6'")
+        raise ValueError(
+            f"task.name=hf:{name} needs the package datasets; pip install 'datasets>=4,<6'"
+        )
     local = Path(name).expanduser()
     if name and local.exists():
         if options.revision is not None:
-            raise ValueError(f"task.options.revision={options.revision} is for hub ids, not hf:{name}; remove it")
+            raise ValueError(
+                f"task.options.revision={options.revision} is for hub ids, not hf:{name}; remove it"
+            )
         return local
-    if name.startswith((".", "/", "~")) or local.suffix in FORMATS or name.count("/") > 1 or not name:
-        raise FileNotFoundError(f"task.name=hf:{name} does not exist; name a file, a folder or a hub id")
-    repository = Repository("dataset", name, options.revision, f"task.name=hf:{name}", "task.options.revision")
+    if (
+        name.startswith((".", "/", "~"))
+        or local.suffix in FORMATS
+        or name.count("/") > 1
+        or not name
+    ):
+        raise FileNotFoundError(
+            f"task.name=hf:{name} does not exist; name a file, a folder or a hub id"
+        )
+    repository = Repository(
+        "dataset", name, options.revision, f"task.name=hf:{name}", "task.options.revision"
+    )
     return repository.download(options.data_files and [options.data_files], progress=True)
 
 

@@ -23,12 +23,19 @@ from megarl.types import MicrobatchPlan, PreferenceBatch, TokenBatch, TrainBatch
 Rows = tuple[int, ...]
 PlannedRows = tuple[tuple[tuple[Rows, ...], ...], ...]  # [update][dp rank][micro-batch]
 
-ATTENTION_LENGTH = 24576  # tokens; where attention costs as much as a layer's products: about 12 x the hidden size
+ATTENTION_LENGTH = (
+    24576  # tokens; where attention costs as much as a layer's products: about 12 x the hidden size
+)
 MAX_SWAPS = 1000
 
 
 def plan_microbatches(
-    batch: TokenBatch, layout: Layout, train: Train, *, units: Sequence[int] | None = None, shuffle: str | None = None
+    batch: TokenBatch,
+    layout: Layout,
+    train: Train,
+    *,
+    units: Sequence[int] | None = None,
+    shuffle: str | None = None,
 ) -> MicrobatchPlan:
     """Plans which rows each rank runs in each micro-batch of each update.
 
@@ -48,7 +55,9 @@ def plan_microbatches(
         shuffle=shuffle,
     )
     trained_N = np.diff(np.append(0, np.cumsum(batch.mask.numpy()))[batch.cu_seqlens.numpy()])
-    num_tokens = tuple(int(sum(trained_N[list(bin)].sum() for rank in update for bin in rank)) for update in rows)
+    num_tokens = tuple(
+        int(sum(trained_N[list(bin)].sum() for rank in update for bin in rank)) for update in rows
+    )
     return MicrobatchPlan(rows, num_tokens, _efficiency(rows, lengths))
 
 
@@ -78,25 +87,41 @@ def plan_rows(
     row_units, row_groups = units or all_rows, groups or all_rows
     rows_of_unit = [tuple(rows) for _, rows in groupby(all_rows, key=lambda row: row_units[row])]
     if shuffle is not None:
-        units_of_group = [list(part) for _, part in groupby(rows_of_unit, key=lambda rows: row_groups[rows[0]])]
+        units_of_group = [
+            list(part) for _, part in groupby(rows_of_unit, key=lambda rows: row_groups[rows[0]])
+        ]
         Random(shuffle).shuffle(units_of_group)
         rows_of_unit = [rows for part in units_of_group for rows in part]
-    lengths_U = np.array([sum(lengths[row] for row in rows) for rows in rows_of_unit], dtype=np.int64)
+    lengths_U = np.array(
+        [sum(lengths[row] for row in rows) for rows in rows_of_unit], dtype=np.int64
+    )
     ranges = _split_groups([row_groups[rows[0]] for rows in rows_of_unit], updates)
-    planned = [_plan_update(np.asarray(part, np.int64), lengths_U, dp, max_tokens, multiple) for part in ranges]
+    planned = [
+        _plan_update(np.asarray(part, np.int64), lengths_U, dp, max_tokens, multiple)
+        for part in ranges
+    ]
     return tuple(
-        tuple(tuple(tuple(row for unit in bin for row in rows_of_unit[unit]) for bin in rank) for rank in update)
+        tuple(
+            tuple(tuple(row for unit in bin for row in rows_of_unit[unit]) for bin in rank)
+            for rank in update
+        )
         for update in planned
     )
 
 
 def _split_groups(groups: Sequence[int], updates: int) -> list[range]:
     """At most `updates` ranges of rows, of nearly equal sizes, none of which splits a group."""
-    boundaries = [row for row in range(1, len(groups)) if groups[row] != groups[row - 1]] + [len(groups)]
+    boundaries = [row for row in range(1, len(groups)) if groups[row] != groups[row - 1]] + [
+        len(groups)
+    ]
     ranges, start = [], 0
     for remaining in range(updates, 0, -1):
         target = start + (len(groups) - start) / remaining
-        end = min((row for row in boundaries if row > start), key=lambda row: abs(row - target), default=start)
+        end = min(
+            (row for row in boundaries if row > start),
+            key=lambda row: abs(row - target),
+            default=start,
+        )
         if end > start:
             ranges.append(range(start, end))
         start = end
@@ -153,7 +178,9 @@ def partition(costs: Sequence[int] | np.ndarray, parts: int) -> list[list[int]]:
     loads = np.array([costs_N[part].sum() for part in members])
     for _ in range(MAX_SWAPS):
         most, least = int(loads.argmax()), int(loads.argmin())
-        swap = _best_swap(costs_N[members[most]], costs_N[members[least]], int(loads[most] - loads[least]))
+        swap = _best_swap(
+            costs_N[members[most]], costs_N[members[least]], int(loads[most] - loads[least])
+        )
         if swap is None:
             break
         i, j, difference = swap
@@ -176,7 +203,9 @@ def _best_swap(high: np.ndarray, low: np.ndarray, gap: int) -> tuple[int, int, i
     return (int(i), int(order[near[side, i]]), best) if 0 < best < gap else None
 
 
-def _even_bins(lengths: np.ndarray, costs: np.ndarray, num_bins: int, max_tokens: int) -> list[list[int]] | None:
+def _even_bins(
+    lengths: np.ndarray, costs: np.ndarray, num_bins: int, max_tokens: int
+) -> list[list[int]] | None:
     """`num_bins` bins of nearly equal cost within the token budget, or None if the greedy search finds none."""
     bins = [list[int]() for _ in range(num_bins)]
     room_B, cost_B = np.full(num_bins, max_tokens), np.zeros(num_bins, np.int64)

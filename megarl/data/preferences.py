@@ -38,7 +38,11 @@ def ranking_batch(rankings: Sequence[Ranking]) -> PreferenceBatch:
     pairs, group, margins = [], [], []
     for number, ranking in enumerate(rankings):
         labels, first = ranking.labels, len(group)
-        pairs += [(first + i, first + j) for i, j in permutations(range(len(labels)), 2) if labels[i] > labels[j]]
+        pairs += [
+            (first + i, first + j)
+            for i, j in permutations(range(len(labels)), 2)
+            if labels[i] > labels[j]
+        ]
         margins += [ranking.margin] * (len(pairs) - len(margins))
         group += [number] * len(labels)
     tokens = token_batch([row for ranking in rankings for row in ranking.rows], temperature=1.0)
@@ -56,7 +60,11 @@ def rankings(groups: Sequence[Group], pairs: Literal["all", "best_worst"] = "all
     for group in groups:
         samples, labels = group.samples, [float(sample.reward or 0.0) for sample in group.samples]
         if len(set(labels)) > 1:
-            ranked = range(len(labels)) if pairs == "all" else [labels.index(max(labels)), labels.index(min(labels))]
+            ranked = (
+                range(len(labels))
+                if pairs == "all"
+                else [labels.index(max(labels)), labels.index(min(labels))]
+            )
             rows = tuple((samples[i].tokens, samples[i].trainable) for i in ranked)
             result.append(Ranking(rows, tuple(labels[i] for i in ranked)))
     return result
@@ -82,7 +90,9 @@ def step_batch(tokenizer: Tokenizer, prompts: Sequence[Prompt], *, separator: st
     rows, ends, right = [], [], []
     for prompt in prompts:
         tokens = list(prompt.tokens)
-        for text, label in labelled_steps(prompt.extra, f"problem {prompt.prompt_id} ({prompt.text[:40]!r})"):
+        for text, label in labelled_steps(
+            prompt.extra, f"problem {prompt.prompt_id} ({prompt.text[:40]!r})"
+        ):
             tokens += [token for token, _ in tokenizer.split(text + separator)]
             ends.append(sum(len(row) for row, _ in rows) + len(tokens) - 1)
             right.append(label)
@@ -112,11 +122,16 @@ class Replay:
         self.history = [*self.history, *fresh][-self.capacity :]
 
     def state(self) -> dict[str, Any]:
-        rows = [[(x.tolist(), mask.tolist()) for x, mask in ranking.rows] for ranking in self.history]
+        rows = [
+            [(x.tolist(), mask.tolist()) for x, mask in ranking.rows] for ranking in self.history
+        ]
         return {"rows": rows, "labels": [list(ranking.labels) for ranking in self.history]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.history = [
-            Ranking(tuple((torch.tensor(x), torch.tensor(mask, dtype=torch.bool)) for x, mask in rows), tuple(labels))
+            Ranking(
+                tuple((torch.tensor(x), torch.tensor(mask, dtype=torch.bool)) for x, mask in rows),
+                tuple(labels),
+            )
             for rows, labels in zip(state["rows"], state["labels"], strict=True)
         ]

@@ -38,7 +38,10 @@ def interleave(weights: Sequence[float]) -> Iterator[tuple[int, int]]:
     def due(part: int, weight: float) -> Iterator[tuple[float, int, int]]:
         return (((number + 0.5) / weight, part, number) for number in count_from())
 
-    return ((part, number) for _, part, number in heapq.merge(*(due(*item) for item in enumerate(weights))))
+    return (
+        (part, number)
+        for _, part, number in heapq.merge(*(due(*item) for item in enumerate(weights)))
+    )
 
 
 @dataclass
@@ -52,10 +55,18 @@ class PromptStream:
     position: int = 0
     skipped: int = 0
     kept: dict[str, float] = field(default_factory=dict)  # what a stage learns of the data
-    example: Callable[[Problem], Example | None] = lambda problem: None  # stage sft: tokens of a whole example
-    _orders: dict[int, tuple[int, list[int]]] = field(default_factory=dict, repr=False)  # part -> epoch, permutation
-    _parts: tuple[int, Iterator[tuple[int, int]]] = field(default=(-1, iter(())), repr=False)  # from a position on
-    _recent: deque[tuple[int, int]] = field(default_factory=partial(deque, maxlen=RECENT), repr=False)  # before it
+    example: Callable[[Problem], Example | None] = lambda problem: (
+        None
+    )  # stage sft: tokens of a whole example
+    _orders: dict[int, tuple[int, list[int]]] = field(
+        default_factory=dict, repr=False
+    )  # part -> epoch, permutation
+    _parts: tuple[int, Iterator[tuple[int, int]]] = field(
+        default=(-1, iter(())), repr=False
+    )  # from a position on
+    _recent: deque[tuple[int, int]] = field(
+        default_factory=partial(deque, maxlen=RECENT), repr=False
+    )  # before it
 
     def take(self, count: int, *, repeat: bool = True) -> list[Prompt]:
         """The next `count` prompts. Without `repeat`, no problem twice: fewer once all problems were seen.
@@ -74,12 +85,25 @@ class PromptStream:
             problem = source.problem(self._index(part, number))
             tokens, learned = self.example(problem) or (self.encode(problem.question), ())
             if 0 < len(tokens) <= self.max_tokens:
-                taken.append(Prompt(self.position - 1, tokens, problem.text, problem.answer, problem.extra, learned))
+                taken.append(
+                    Prompt(
+                        self.position - 1,
+                        tokens,
+                        problem.text,
+                        problem.answer,
+                        problem.extra,
+                        learned,
+                    )
+                )
                 skips = 0
                 continue
             skips, self.skipped = skips + 1, self.skipped + 1
             if self.skipped == 1:
-                log.warning("skipped a prompt of %d tokens; prompts must have 1 to %d", len(tokens), self.max_tokens)
+                log.warning(
+                    "skipped a prompt of %d tokens; prompts must have 1 to %d",
+                    len(tokens),
+                    self.max_tokens,
+                )
             if skips == max_skips:
                 raise ValueError(
                     f"{skips} prompts in a row are empty or longer than rollout.max_prompt_tokens={self.max_tokens} "
@@ -108,7 +132,9 @@ class PromptStream:
         if 0 <= (behind := position - self.position) < len(self._recent):  # put back
             return self._recent[-1 - behind]
         if position != self.position - 1:  # the start, or restored
-            parts = islice(interleave([source.weight for source in self.sources]), self.position - 1, None)
+            parts = islice(
+                interleave([source.weight for source in self.sources]), self.position - 1, None
+            )
             self._recent.clear()
         self._parts = (self.position, parts)
         self._recent.append(next(parts))

@@ -26,8 +26,15 @@ TIMEOUT_S = 10.0  # CPU seconds of one answer, when a reward function calls the 
 NONSENSE = "?"
 TOKEN = re.compile(r"\s|[0-9]+(?:\.[0-9]+)?|[A-Za-z_]\w*|[-+*/^()]")
 FUNCTIONS = "sin cos tan sec csc cot asin acos atan sinh cosh tanh asinh acosh atanh exp log ln sqrt Abs abs"
-OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
-POOL = JudgePool.of("megarl.data.task_judge:make_judge", "megarl.data.task_judge:import_reasoning_gym")
+OPERATIONS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+POOL = JudgePool.of(
+    "megarl.data.task_judge:make_judge", "megarl.data.task_judge:import_reasoning_gym"
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,9 @@ class TaskJudge:
         return verdict.value
 
 
-def judge_answers(judges: Sequence[TaskJudge], texts: Sequence[str], *, timeout_s: float) -> list[Verdict]:
+def judge_answers(
+    judges: Sequence[TaskJudge], texts: Sequence[str], *, timeout_s: float
+) -> list[Verdict]:
     """One verdict per answer, each with its own judge. `timeout_s` is in CPU seconds of one answer."""
     rows_of_task: dict[str, list[int]] = {}
     for row, judge in enumerate(judges):
@@ -63,12 +72,16 @@ def judge_answers(judges: Sequence[TaskJudge], texts: Sequence[str], *, timeout_
 
 def import_reasoning_gym() -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # from a package it imports, once per installation
+        warnings.simplefilter(
+            "ignore", SyntaxWarning
+        )  # from a package it imports, once per installation
         import reasoning_gym
     return reasoning_gym
 
 
-def make_judge(context: tuple[str, Mapping[str, Any]]) -> Callable[[str, Mapping[str, Any]], float | Verdict]:
+def make_judge(
+    context: tuple[str, Mapping[str, Any]],
+) -> Callable[[str, Mapping[str, Any]], float | Verdict]:
     name, options = context
     dataset = import_reasoning_gym().create_dataset(name, **options)
 
@@ -78,8 +91,14 @@ def make_judge(context: tuple[str, Mapping[str, Any]]) -> Callable[[str, Mapping
         is_safe = text == entry["answer"] or all(form(text, entry) for form in forms)
         score = float(dataset.score_answer(text if is_safe else NONSENSE, entry=entry))
         if not is_safe:
-            return Verdict(score, "refused", f"{text[:60]!r} is not in the form of an answer to {task}")
-        return min(score, INEXACT[task]) if task in INEXACT and not solves(text, entry["metadata"]) else score
+            return Verdict(
+                score, "refused", f"{text[:60]!r} is not in the form of an answer to {task}"
+            )
+        return (
+            min(score, INEXACT[task])
+            if task in INEXACT and not solves(text, entry["metadata"])
+            else score
+        )
 
     return judge
 
@@ -107,7 +126,9 @@ def is_expression(text: str, entry: Mapping[str, Any]) -> bool:
 
 
 def is_arithmetic(text: str, entry: Mapping[str, Any]) -> bool:
-    return re.fullmatch(r"[-+*/()0-9 ]*", text) is not None and "**" not in text and "//" not in text
+    return (
+        re.fullmatch(r"[-+*/()0-9 ]*", text) is not None and "**" not in text and "//" not in text
+    )
 
 
 def solves(text: str, problem: Mapping[str, Any]) -> bool:
@@ -133,7 +154,13 @@ def _value(tree: ast.AST) -> Fraction:
 
 FORMS: dict[str, Callable[[str, Mapping[str, Any]], bool]] = {
     **dict.fromkeys(("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"), is_inert),
-    **dict.fromkeys(("simple_integration", "intermediate_integration", "polynomial_multiplication"), is_expression),
+    **dict.fromkeys(
+        ("simple_integration", "intermediate_integration", "polynomial_multiplication"),
+        is_expression,
+    ),
     **dict.fromkeys(("countdown", "puzzle24"), is_arithmetic),
 }
-INEXACT = {"countdown": 0.05, "puzzle24": 0.01}  # what reasoning-gym gives an expression with another value
+INEXACT = {
+    "countdown": 0.05,
+    "puzzle24": 0.01,
+}  # what reasoning-gym gives an expression with another value

@@ -45,7 +45,11 @@ class Problem:
     @property
     def text(self) -> str:
         question = self.question
-        return question if isinstance(question, str) else "\n".join(f"{m['role']}: {m['content']}" for m in question)
+        return (
+            question
+            if isinstance(question, str)
+            else "\n".join(f"{m['role']}: {m['content']}" for m in question)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +78,18 @@ class Source:
         )
 
 
-def load_sources(task: Task, split: Split = "train", eval_tasks: Sequence[Task] = ()) -> tuple[Source, ...]:
+def load_sources(
+    task: Task, split: Split = "train", eval_tasks: Sequence[Task] = ()
+) -> tuple[Source, ...]:
     """Loads a task, or every part of a mixture; no stored problem of `eval_tasks` is trained on.
 
     What a hash holds out of one part may be in a part that no hash splits. Raises ValueError or FileNotFoundError.
     """
     parts = [
-        (part.weight, task.model_copy(update={"name": part.name, "options": part.options, "mixture": ()}))
+        (
+            part.weight,
+            task.model_copy(update={"name": part.name, "options": part.options, "mixture": ()}),
+        )
         for part in task.mixture
     ] or [(1.0, task)]
     sources = []
@@ -108,7 +117,10 @@ def eval_task(task: Task, part: EvalSet) -> Task:
     if part.task is None:
         return task
     kind, _, rest = part.task.partition(":")
-    whole = {"jsonl": {"eval_file": rest}, "hf": {"eval_split": part.options.get("split", "train")}}.get(kind, {})
+    whole = {
+        "jsonl": {"eval_file": rest},
+        "hf": {"eval_split": part.options.get("split", "train")},
+    }.get(kind, {})
     update = {"name": part.task, "options": whole | part.options, "mixture": (), "size": None}
     return task.model_copy(update=update)
 
@@ -129,14 +141,22 @@ def load_task(task: Task, split: Split = "train", eval_tasks: Sequence[Task] = (
         source = _without_held_out(source, [task, *eval_tasks])
     if source.size == 0:
         reason = f", as {source.held_out} are held out" if source.held_out else ""
-        raise ValueError(f"task.name={task.name!r} has no {split} problems{reason}; add at least one")
+        raise ValueError(
+            f"task.name={task.name!r} has no {split} problems{reason}; add at least one"
+        )
     if split == "eval" or task.size is None:
         return source
-    return replace(source, size=task.size if source.size is None else min(task.size, source.size), scan=None)
+    return replace(
+        source, size=task.size if source.size is None else min(task.size, source.size), scan=None
+    )
 
 
 def check_tasks(
-    task: Task, evaluated: Eval, *, held_out: bool = False, check: Callable[[Source], object] | None = None
+    task: Task,
+    evaluated: Eval,
+    *,
+    held_out: bool = False,
+    check: Callable[[Source], object] | None = None,
 ) -> Iterator[str]:
     """Loads everything once, so that errors surface before anything starts; yields what the user should know.
 
@@ -148,7 +168,9 @@ def check_tasks(
         where = f"eval.sets: {part.name}"
         with _errors_of("" if other is task else where):
             notes += _check_eval(other, f"{where} has size", part.size)
-    for part, source in zip(task.mixture or [task], load_sources(task, eval_tasks=eval_tasks), strict=True):
+    for part, source in zip(
+        task.mixture or [task], load_sources(task, eval_tasks=eval_tasks), strict=True
+    ):
         check(source) if check else source.problem(0)
         if source.held_out:
             count = f"{source.held_out} of {source.held_out + (source.size or 0)} problems"
@@ -158,7 +180,9 @@ def check_tasks(
     yield from notes
 
 
-def _check_eval(task: Task, key: str, size: int, check: Callable[[Source], object] | None = None) -> Iterator[str]:
+def _check_eval(
+    task: Task, key: str, size: int, check: Callable[[Source], object] | None = None
+) -> Iterator[str]:
     sources = load_sources(task, "eval")
     for source in sources:
         check(source) if check else source.problem(0)
@@ -171,7 +195,11 @@ def _check_eval(task: Task, key: str, size: int, check: Callable[[Source], objec
 
 def _without_held_out(source: Source, tasks: Iterable[Task]) -> Source:
     """Removes the questions of second files and splits, whatever their white space and roles."""
-    stored = [load_task(task, "eval") for task in tasks if task.options.keys() & {"eval_file", "eval_split"}]
+    stored = [
+        load_task(task, "eval")
+        for task in tasks
+        if task.options.keys() & {"eval_file", "eval_split"}
+    ]
     held_out = {_words_of(problem) for part in stored for problem in part.problems(whole=False)}
     if not held_out:
         return source
@@ -181,7 +209,9 @@ def _without_held_out(source: Source, tasks: Iterable[Task]) -> Source:
 
 def _words_of(problem: Problem) -> str:
     question = problem.question
-    texts = [question] if isinstance(question, str) else [message["content"] for message in question]
+    texts = (
+        [question] if isinstance(question, str) else [message["content"] for message in question]
+    )
     return " ".join(" ".join(texts).split())
 
 
@@ -191,16 +221,22 @@ def _reasoning_gym(name: str, task: Task, split: Split) -> Source:
         reasoning_gym = import_reasoning_gym()
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise ValueError(f"task.name={task.name!r} needs reasoning-gym ({error}); pip install reasoning-gym") from None
+        raise ValueError(
+            f"task.name={task.name!r} needs reasoning-gym ({error}); pip install reasoning-gym"
+        ) from None
     if name not in DATASETS:
-        remedy = did_you_mean(name, DATASETS, f"it has {len(DATASETS)} others, such as chain_sum", most=3)
+        remedy = did_you_mean(
+            name, DATASETS, f"it has {len(DATASETS)} others, such as chain_sum", most=3
+        )
         raise ValueError(f"task.name={task.name!r}: reasoning-gym has no {name!r}; {remedy}")
     try:
         options = {"seed": 0} | task.options
         dataset = reasoning_gym.create_dataset(name, **options)
     except (TypeError, AssertionError, ValueError) as error:
         reason = str(error) or type(error).__name__
-        raise ValueError(f"reasoning_gym:{name} rejects task.options={task.options}: {reason}") from None
+        raise ValueError(
+            f"reasoning_gym:{name} rejects task.options={task.options}: {reason}"
+        ) from None
     num_indices = len(dataset) if "size" in task.options else _num_indices(dataset)
 
     def problem(index: int) -> Problem:
@@ -209,7 +245,9 @@ def _reasoning_gym(name: str, task: Task, split: Split) -> Source:
             is_eval = hash31(f"held out? {entry['question']}") % HELD_OUT == 0
             if is_eval == (split == "eval"):
                 answer = None if entry["answer"] is None else str(entry["answer"])
-                return Problem(entry["question"], answer, {"score": TaskJudge(name, options, entry)})
+                return Problem(
+                    entry["question"], answer, {"score": TaskJudge(name, options, entry)}
+                )
         raise ValueError(
             f"task.name={task.name!r} gave no {split} problem in {ATTEMPTS} draws: it has too few distinct questions "
             f"to hold some out; widen task.options={task.options}"
@@ -248,7 +286,10 @@ def _dataset(name: str, task: Task, split: Split) -> Source:
     if options.eval_split is not None:
         return source
     limit = options.held_out * 2**31
-    is_eval = [hash31(f"held out? {_words_of(problem)}") < limit for problem in source.problems(whole=False)]
+    is_eval = [
+        hash31(f"held out? {_words_of(problem)}") < limit
+        for problem in source.problems(whole=False)
+    ]
     if split == "train":
         return replace(source.select([not value for value in is_eval]), held_out=sum(is_eval))
     if not any(is_eval):
@@ -261,17 +302,23 @@ def _dataset(name: str, task: Task, split: Split) -> Source:
 
 def _jsonl(file: str, task: Task, split: Split) -> Source:
     if names := ", ".join(sorted(task.options.keys() - {"eval_file"})):
-        raise ValueError(f"task.options has {names}, but task.name={task.name!r} takes eval_file only; remove {names}")
+        raise ValueError(
+            f"task.options has {names}, but task.name={task.name!r} takes eval_file only; remove {names}"
+        )
     held_out = task.options.get("eval_file")
     if split == "eval" and held_out is None:
-        raise ValueError(f"task.name={task.name!r} has no held-out problems; set task.options.eval_file=FILE")
+        raise ValueError(
+            f"task.name={task.name!r} has no held-out problems; set task.options.eval_file=FILE"
+        )
     problems = _read_jsonl(Path(file if split == "train" else str(held_out)))
     return Source(problems.__getitem__, len(problems))
 
 
 def _read_jsonl(file: Path) -> list[Problem]:
     if not file.is_file():
-        raise FileNotFoundError(f"task file {file} does not exist; use a file with one JSON object per line")
+        raise FileNotFoundError(
+            f"task file {file} does not exist; use a file with one JSON object per line"
+        )
     problems = []
     with file.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
@@ -280,10 +327,14 @@ def _read_jsonl(file: Path) -> list[Problem]:
             try:
                 row = parse_json(line)
             except ValueError as error:
-                raise ValueError(f"{file} line {number} is not JSON ({error}): {_short(line)}; fix the line") from None
+                raise ValueError(
+                    f"{file} line {number} is not JSON ({error}): {_short(line)}; fix the line"
+                ) from None
             problems.append(_problem(row, f"{file} line {number}"))
     if not problems:
-        raise ValueError(f"{file} has no problems; write one JSON object per line, such as {_EXAMPLE}")
+        raise ValueError(
+            f"{file} has no problems; write one JSON object per line, such as {_EXAMPLE}"
+        )
     return problems
 
 
@@ -294,10 +345,14 @@ def _user_function(task: Task, split: Split) -> Source:
         rows = function(split=split, **task.options)
     except (TypeError, ValueError) as error:
         reason = str(error) or type(error).__name__
-        raise ValueError(f"{task.name} rejects task.options={task.options}: {reason}; change them") from None
+        raise ValueError(
+            f"{task.name} rejects task.options={task.options}: {reason}; change them"
+        ) from None
     if not isinstance(rows, Sequence) or isinstance(rows, str | bytes):
         kind = type(rows).__name__
-        raise ValueError(f"task.name={task.name!r} returned a {kind}; return a sequence of rows, such as [{_EXAMPLE}]")
+        raise ValueError(
+            f"task.name={task.name!r} returned a {kind}; return a sequence of rows, such as [{_EXAMPLE}]"
+        )
     return Source(lambda index: _problem(rows[index], f"{task.name} row {index}"), len(rows))
 
 
@@ -311,7 +366,9 @@ def _problem(row: Any, where: str) -> Problem:
     keys = [key for key in QUESTION_KEYS if key in row]
     if len(keys) != 1:
         present = ", ".join(keys) or ", ".join(map(str, row)) or "nothing"
-        raise ValueError(f"{where} needs exactly one of {', '.join(QUESTION_KEYS)}; it has {present}")
+        raise ValueError(
+            f"{where} needs exactly one of {', '.join(QUESTION_KEYS)}; it has {present}"
+        )
     question = row[keys[0]]
     if keys[0] != "messages" and not isinstance(question, str) and "completion" not in row:
         raise ValueError(f"{where}: {keys[0]} must be text, not {_short(question)}")
@@ -340,7 +397,9 @@ def _make_problem(question: Any, answer: Any, extra: Mapping[str, Any], *, where
 
 
 def is_message(message: Any) -> bool:
-    return isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+    return isinstance(message, Mapping) and all(
+        isinstance(message.get(key), str) for key in ("role", "content")
+    )
 
 
 def _short(value: Any) -> str:
@@ -349,18 +408,36 @@ def _short(value: Any) -> str:
 
 
 def random_tokens(
-    *, split: Split, vocab: int, size: int = 4096, least: int = 2, most: int = 8, first: int = 4, seed: int = 0
+    *,
+    split: Split,
+    vocab: int,
+    size: int = 4096,
+    least: int = 2,
+    most: int = 8,
+    first: int = 4,
+    seed: int = 0,
 ) -> list[dict[str, str]]:
     """Draws prompts of `least` to `most` random token ids, none below `first`, for models without a tokenizer."""
     draw = random.Random(f"{split}/{seed}")
     return [
-        {"prompt": " ".join(str(draw.randrange(first, vocab)) for _ in range(draw.randint(least, most)))}
+        {
+            "prompt": " ".join(
+                str(draw.randrange(first, vocab)) for _ in range(draw.randint(least, most))
+            )
+        }
         for _ in range(size)
     ]
 
 
 def ranked_tokens(
-    *, split: Split, vocab: int, size: int = 4096, responses: int = 4, length: int = 8, first: int = 4, seed: int = 0
+    *,
+    split: Split,
+    vocab: int,
+    size: int = 4096,
+    responses: int = 4,
+    length: int = 8,
+    first: int = 4,
+    seed: int = 0,
 ) -> list[dict[str, Any]]:
     """Draws prompts of random token ids, with `responses` of `length` ids each: the more even ids, the better."""
     draw = random.Random(f"ranked/{split}/{seed}")
@@ -372,4 +449,7 @@ def ranked_tokens(
         return " ".join(map(str, draw.sample(tokens, length)))
 
     best_first = [sorted(draw.sample(range(length + 1), responses), reverse=True) for _ in rows]
-    return [row | {"responses": [*map(response, counts)]} for row, counts in zip(rows, best_first, strict=True)]
+    return [
+        row | {"responses": [*map(response, counts)]}
+        for row, counts in zip(rows, best_first, strict=True)
+    ]

@@ -20,10 +20,16 @@ from megarl.platform.alarm import Alarm, alarm
 from megarl.platform.env import is_installed
 
 Template = Literal["chat", "plain"]
-MODELS = ("tokenizer.model", "tiktoken.model")  # vocabularies that transformers converts with the help of a package
+MODELS = (
+    "tokenizer.model",
+    "tiktoken.model",
+)  # vocabularies that transformers converts with the help of a package
 FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", *MODELS)
 Encode = Callable[[Question], tuple[int, ...]]
-ALWAYS_GIVEN = {"messages", "add_generation_prompt"}  # variables of a chat template that task.template_args cannot set
+ALWAYS_GIVEN = {
+    "messages",
+    "add_generation_prompt",
+}  # variables of a chat template that task.template_args cannot set
 
 TEMPLATE_TIMEOUT_S = 10.0  # for one prompt
 MAX_PROMPT_CHARACTERS = 1 << 24
@@ -34,23 +40,34 @@ def check_tokenizer(folder: Path, *, trust_remote_code: bool) -> None:
     if (folder / "tokenizer.json").is_file():
         return
     auto_map = read_config(folder / "tokenizer_config.json").raw.get("auto_map")
-    code = auto_map.get("AutoTokenizer") if isinstance(auto_map, dict) else auto_map  # formerly a list
+    code = (
+        auto_map.get("AutoTokenizer") if isinstance(auto_map, dict) else auto_map
+    )  # formerly a list
     if code and not trust_remote_code:
         name = next(filter(None, code), code) if isinstance(code, list) else code
-        raise ValueError(f"{folder}: the tokenizer is code ({name}); set model.trust_remote_code=true to run it")
+        raise ValueError(
+            f"{folder}: the tokenizer is code ({name}); set model.trust_remote_code=true to run it"
+        )
     for file in (folder / name for name in MODELS if not code and (folder / name).is_file()):
         with file.open("rb") as stream:
-            is_protobuf = stream.read(1) == b"\n"  # tag and type of the first field; tiktoken's is a text file
+            is_protobuf = (
+                stream.read(1) == b"\n"
+            )  # tag and type of the first field; tiktoken's is a text file
         packages = ("sentencepiece", "protobuf") if is_protobuf else ("tiktoken",)
         if missing := [name for name in packages if not is_installed(name)]:
-            raise ValueError(f"{file} cannot be read without {' and '.join(missing)}; pip install {' '.join(missing)}")
+            raise ValueError(
+                f"{file} cannot be read without {' and '.join(missing)}; pip install {' '.join(missing)}"
+            )
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Tokenizer:
     """Loads the tokenizer in folder `path`, with the end tokens of generation_config.json too. Raises ValueError."""
     folder = Path(path)
     check_tokenizer(folder, trust_remote_code=trust_remote_code)
-    config, generation = read_config(folder / "config.json"), read_config(folder / "generation_config.json")
+    config, generation = (
+        read_config(folder / "config.json"),
+        read_config(folder / "generation_config.json"),
+    )
     eos = {*config.token_ids("eos_token_id"), *generation.token_ids("eos_token_id")}
     files = [name for name in FILES if (folder / name).is_file()]
     if not files:
@@ -61,10 +78,16 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Toke
         if files == ["tokenizer.json"]:
             inner = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / files[0]))
         else:
-            inner = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+            inner = transformers.AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=trust_remote_code
+            )
     except (ImportError, KeyError, OSError, TypeError, ValueError) as error:
         needs_code = not trust_remote_code and "trust_remote_code" in str(error)
-        remedy = "set model.trust_remote_code=true" if needs_code else "install what it needs, or repair its files"
+        remedy = (
+            "set model.trust_remote_code=true"
+            if needs_code
+            else "install what it needs, or repair its files"
+        )
         raise ValueError(f"{folder}: the tokenizer cannot be loaded ({error}); {remedy}") from error
     own: Any = inner.eos_token_id
     return HfTokenizer(inner, tuple(sorted(eos | {own} - {None})))
@@ -72,11 +95,23 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Toke
 
 def prompt_encoder(tokenizer: Tokenizer, task: Task) -> Encode:
     """Returns the function that encodes questions; ValueError for a setting that the chat template would ignore."""
-    chat = {key: value for key in ("system_prompt", "template_args") if (value := getattr(task, key))}
+    chat = {
+        key: value for key in ("system_prompt", "template_args") if (value := getattr(task, key))
+    }
     if chat and (task.template == "plain" or not tokenizer.chat_template):
-        reason = "task.template is plain" if task.template == "plain" else "the model's tokenizer has none"
-        raise ValueError(f"task.{next(iter(chat))} needs a chat template, but {reason}; remove it, or use a chat model")
-    known = tokenizer.template_variables() if task.template_args and isinstance(tokenizer, HfTokenizer) else ()
+        reason = (
+            "task.template is plain"
+            if task.template == "plain"
+            else "the model's tokenizer has none"
+        )
+        raise ValueError(
+            f"task.{next(iter(chat))} needs a chat template, but {reason}; remove it, or use a chat model"
+        )
+    known = (
+        tokenizer.template_variables()
+        if task.template_args and isinstance(tokenizer, HfTokenizer)
+        else ()
+    )
     if unknown := next((name for name in task.template_args if name not in known), None):
         raise ValueError(
             f"task.template_args has {unknown}, which the model's chat template never reads "
@@ -114,7 +149,11 @@ def pad_token(tokenizer: Tokenizer) -> tuple[int, str | None]:
         return next(token for token in reversed(range(tokenizer.vocab)) if token not in end), None
     inner = tokenizer.inner
     first = (inner.pad_token_id, inner.unk_token_id, inner.bos_token_id, *inner.all_special_ids)
-    pad = next(token for token in (*first, *reversed(range(len(inner)))) if token is not None and token not in end)
+    pad = next(
+        token
+        for token in (*first, *reversed(range(len(inner))))
+        if token is not None and token not in end
+    )
     return pad, inner.convert_ids_to_tokens(pad)
 
 
@@ -130,7 +169,9 @@ def _limited(problem: str) -> Iterator[None]:
             "another model"
         ) from None
     except Exception as error:  # noqa: BLE001 (a template can fail like any program)
-        raise ValueError(f"the model's chat template {problem}: {error or type(error).__name__}") from None
+        raise ValueError(
+            f"the model's chat template {problem}: {error or type(error).__name__}"
+        ) from None
 
 
 class HfTokenizer:
@@ -154,11 +195,17 @@ class HfTokenizer:
         `template` None: chat if there is one. Raises ValueError if it is missing, or rejects or drops a message.
         """
         if (template or ("chat" if self.chat_template else "plain")) == "plain":
-            text = question if isinstance(question, str) else "\n".join(m["content"] for m in question)
+            text = (
+                question if isinstance(question, str) else "\n".join(m["content"] for m in question)
+            )
             return tuple(self.inner(text)["input_ids"])
         if not self.chat_template:
-            raise ValueError("task.template=chat, but the model's tokenizer has no chat template; use plain")
-        messages = [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
+            raise ValueError(
+                "task.template=chat, but the model's tokenizer has no chat template; use plain"
+            )
+        messages = (
+            [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
+        )
         is_added = system_prompt is not None and messages[0]["role"] != "system"
         if is_added:
             messages = [{"role": "system", "content": system_prompt}, *messages]
@@ -170,24 +217,38 @@ class HfTokenizer:
             )
         return tuple(self.inner(text, add_special_tokens=False)["input_ids"])
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, generation: bool = False, **template_args: Any) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        generation: bool = False,
+        **template_args: Any,
+    ) -> str:
         """Renders messages in the chat template; with `generation`, up to the start of the assistant's next turn."""
         with _limited("rejects the prompt"):
             args = {"add_generation_prompt": generation, "tokenize": False, **template_args}
             text = self.inner.apply_chat_template(list(messages), **args)
             if len(text) > MAX_PROMPT_CHARACTERS:
-                raise ValueError(f"it makes {len(text)} characters of it, more than {MAX_PROMPT_CHARACTERS}")
+                raise ValueError(
+                    f"it makes {len(text)} characters of it, more than {MAX_PROMPT_CHARACTERS}"
+                )
         return text
 
-    def encode_tagged(self, messages: list[Any], **kw: Any) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+    def encode_tagged(
+        self, messages: list[Any], **kw: Any
+    ) -> tuple[tuple[int, ...], tuple[bool, ...]]:
         """Encodes a conversation; returns its tokens, and which are between the template's {% generation %} tags."""
         with _limited("rejects the conversation"):
-            turns = self.inner.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True, **kw)
+            turns = self.inner.apply_chat_template(
+                messages, return_dict=True, return_assistant_tokens_mask=True, **kw
+            )
         return tuple(turns["input_ids"]), tuple(map(bool, turns["assistant_masks"]))
 
     def template_variables(self) -> list[str]:
         """The variables that the chat template reads, other than those that it is always given."""
-        from transformers.utils.chat_template_utils import _compile_jinja_template  # with its extensions of Jinja
+        from transformers.utils.chat_template_utils import (
+            _compile_jinja_template,
+        )  # with its extensions of Jinja
 
         assert self.chat_template is not None
         with _limited("is not valid"):
@@ -197,16 +258,27 @@ class HfTokenizer:
 
     def encode_answer(self, text: str) -> tuple[int, ...]:
         """Encodes the text and adds the end token, as in a finished response."""
-        end = self.inner.eos_token_id if self.inner.eos_token_id is not None else next(iter(self.eos), None)
-        return (*self.inner(text, add_special_tokens=False)["input_ids"], *(() if end is None else (end,)))
+        end = (
+            self.inner.eos_token_id
+            if self.inner.eos_token_id is not None
+            else next(iter(self.eos), None)
+        )
+        return (
+            *self.inner(text, add_special_tokens=False)["input_ids"],
+            *(() if end is None else (end,)),
+        )
 
     def split(self, text: str) -> list[tuple[int, str]]:
         """The tokens of `text`: the id and the text of each."""
         ids = self.inner(text, add_special_tokens=False)["input_ids"]
-        return [(token, self.inner.decode([token], clean_up_tokenization_spaces=False)) for token in ids]
+        return [
+            (token, self.inner.decode([token], clean_up_tokenization_spaces=False)) for token in ids
+        ]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return self.inner.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self.inner.decode(
+            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
 
 
 class TokenIds:
@@ -220,7 +292,9 @@ class TokenIds:
 
     def encode_prompt(self, question: Question, template: Template | None) -> tuple[int, ...]:
         if template == "chat" or not isinstance(question, str):
-            raise ValueError("without a tokenizer there is no chat template; use task.template: plain and text prompts")
+            raise ValueError(
+                "without a tokenizer there is no chat template; use task.template: plain and text prompts"
+            )
         return self._parse(question)
 
     def encode_answer(self, text: str) -> tuple[int, ...]:
@@ -247,7 +321,9 @@ Tokenizer = HfTokenizer | TokenIds
 
 def check_vocabulary(own: Tokenizer, other: Tokenizer, name: str) -> None:
     """Raises ValueError, naming the other model, unless both have the same tokens."""
-    mine, others = (x.inner.get_vocab() if isinstance(x, HfTokenizer) else {"": x.vocab} for x in (own, other))
+    mine, others = (
+        x.inner.get_vocab() if isinstance(x, HfTokenizer) else {"": x.vocab} for x in (own, other)
+    )
     if differ := len(mine.items() ^ others.items()):
         raise ValueError(
             f"{name} has another tokenizer than the policy ({differ} entries differ); use one with it, or a server"

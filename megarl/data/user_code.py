@@ -17,7 +17,9 @@ def import_function(path: str, *, setting: str) -> Callable[..., Any]:
     """Returns the function at `path`, also of the working directory. Raises ValueError, naming the key `setting`."""
     module_name, _, function_name = path.partition(":") if ":" in path else path.rpartition(".")
     if not module_name or not function_name:
-        raise ValueError(f"{setting}={path!r} is not the path of a function; write package.module:function")
+        raise ValueError(
+            f"{setting}={path!r} is not the path of a function; write package.module:function"
+        )
     if str(Path.cwd()) not in sys.path:  # as for console scripts
         sys.path.insert(0, str(Path.cwd()))
     try:
@@ -30,10 +32,16 @@ def import_function(path: str, *, setting: str) -> Callable[..., Any]:
         ) from None
     for name in function_name.split("."):
         if not hasattr(function, name):
-            known = [key for key, value in vars(function).items() if callable(value) and not key.startswith("_")]
+            known = [
+                key
+                for key, value in vars(function).items()
+                if callable(value) and not key.startswith("_")
+            ]
             names = ", ".join(known[:10]) or "no functions"
             raise ValueError(f"{setting}={path!r}: {module_name} has no {name!r}; it has {names}")
         function = getattr(function, name)
     if not callable(function):
-        raise ValueError(f"{setting}={path!r} is a {type(function).__name__}, not a function; name a function")
+        raise ValueError(
+            f"{setting}={path!r} is a {type(function).__name__}, not a function; name a function"
+        )
     return function

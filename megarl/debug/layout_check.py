@@ -22,8 +22,18 @@ from megarl.trainer.trainer import Trainer
 from megarl.types import Prompt, TokenBatch
 
 # of hidden states, loss and gradient norm, relative to the largest; powers of two as scales round alike in any block
-TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "blockwise": 0.1, "mxfp8": 0.1, "tensorwise": 0.2, "delayed": 0.2}
-AXES = {name: field.name for name, field in zip(("tp", "pp", "vpp", "cp", "ep", "etp"), fields(Parallel), strict=True)}
+TOLERANCE = {
+    "fp32": 1e-4,
+    "bf16": 5e-2,
+    "blockwise": 0.1,
+    "mxfp8": 0.1,
+    "tensorwise": 0.2,
+    "delayed": 0.2,
+}
+AXES = {
+    name: field.name
+    for name, field in zip(("tp", "pp", "vpp", "cp", "ep", "etp"), fields(Parallel), strict=True)
+}
 
 
 @dataclass(frozen=True)
@@ -54,13 +64,20 @@ def prompt_rows(prompts: Sequence[Prompt], *, num_tokens: int, vocab: int) -> To
     """Returns a row per prompt, followed by `num_tokens` random tokens and trained from its second token on."""
     random, rows = torch.Generator().manual_seed(0), []
     for prompt in prompts:
-        tokens = torch.cat([torch.tensor(prompt.tokens), torch.randint(vocab, (num_tokens,), generator=random)])
+        tokens = torch.cat(
+            [torch.tensor(prompt.tokens), torch.randint(vocab, (num_tokens,), generator=random)]
+        )
         rows.append((tokens, torch.ones_like(tokens, dtype=torch.bool)))
     return token_batch(rows, temperature=1.0)
 
 
 def check_layouts(
-    layouts: Sequence[str], batch: TokenBatch, build: Callable[[Layout], Trainer], *, world: int, rank: int
+    layouts: Sequence[str],
+    batch: TokenBatch,
+    build: Callable[[Layout], Trainer],
+    *,
+    world: int,
+    rank: int,
 ) -> list[LayoutResult]:
     """Builds a trainer in each layout with `build` and makes one update. Every rank must call; results are the same."""
     results = []
@@ -79,7 +96,10 @@ def check_layouts(
 def compare(results: Sequence[LayoutResult], dtype: str) -> list[dict[str, Any]]:
     """Returns layout, loss, grad_norm of each result, and the first difference from the first result ("": none)."""
     values = [(x, _first_difference(x, results[0], TOLERANCE[dtype])) for x in results]
-    return [{"layout": x.layout, "loss": x.loss, "grad_norm": x.grad_norm, "difference": text} for x, text in values]
+    return [
+        {"layout": x.layout, "loss": x.loss, "grad_norm": x.grad_norm, "difference": text}
+        for x, text in values
+    ]
 
 
 def _first_difference(x: LayoutResult, first: LayoutResult, tolerance: float) -> str:
@@ -88,9 +108,16 @@ def _first_difference(x: LayoutResult, first: LayoutResult, tolerance: float) ->
         if not bool((off <= tolerance).all()):
             where = f"layer {number}" + (", or the embedding" if number == 0 else "")
             return f"{where}: hidden states are {float(off.max()):.1e} off (token {int(off.argmax())} of the batch)"
-    if not bool((off := (x.logprobs - first.logprobs).abs()).max() <= tolerance * first.logprobs.abs().max()):
+    if not bool(
+        (off := (x.logprobs - first.logprobs).abs()).max() <= tolerance * first.logprobs.abs().max()
+    ):
         return f"output head: log-probs are {float(off.max()):.1e} off, but hidden states agree"
-    for name, value, expected in (("loss", x.loss, first.loss), ("gradient norm", x.grad_norm, first.grad_norm)):
+    for name, value, expected in (
+        ("loss", x.loss, first.loss),
+        ("gradient norm", x.grad_norm, first.grad_norm),
+    ):
         if not abs(value - expected) <= tolerance * abs(expected):
-            return f"{name}: forward passes agree; check the backward pass and the reduction of losses"
+            return (
+                f"{name}: forward passes agree; check the backward pass and the reduction of losses"
+            )
     return ""

@@ -19,7 +19,12 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.parity import Excess, Quantiles, rounding_floor
-from megarl.debug.sublayers import fixed_projections, record_outputs, rounding_errors, trainer_sublayers
+from megarl.debug.sublayers import (
+    fixed_projections,
+    record_outputs,
+    rounding_errors,
+    trainer_sublayers,
+)
 from megarl.rollout.engine import Engine
 from megarl.trainer.trainer import Trainer
 from megarl.types import TokenBatch
@@ -27,7 +32,12 @@ from megarl.weights.transports import Transport
 
 MAX_REPLACED = 8
 DRAWS = 2
-TITLES = {"input_norm": "input norm", "attention": "attention", "mlp_norm": "norm before the MLP", "mlp": "MLP"}
+TITLES = {
+    "input_norm": "input norm",
+    "attention": "attention",
+    "mlp_norm": "norm before the MLP",
+    "mlp": "MLP",
+}
 X = TypeVar("X")
 
 
@@ -40,16 +50,22 @@ class CauseSearch:
     transport: Transport
     eps: float  # relative rounding error of a sublayer
 
-    def find(self, batch: TokenBatch, floor: Quantiles, rollout_logprobs_T: Tensor | None = None) -> str | None:
+    def find(
+        self, batch: TokenBatch, floor: Quantiles, rollout_logprobs_T: Tensor | None = None
+    ) -> str | None:
         """Returns the cause, as the end of a sentence; None if it is not found. `floor`: what rounding explains on the
         few rows of `batch`; `rollout_logprobs_T`: of the engine when it sampled them, at the batch's temperature."""
         batch_1 = replace(batch, temperature=1.0)
         logprobs_T, _ = self._run(batch_1)
-        scores = self.transport.gather(_padded(self.engine.score(_rows(batch_1))))  # [T] of each rank's engine
+        scores = self.transport.gather(
+            _padded(self.engine.score(_rows(batch_1)))
+        )  # [T] of each rank's engine
         scored = [Excess(_diff(batch_1, logprobs_T - scores_T), floor) for scores_T in scores]
         rank = max(range(len(scored)), key=lambda rank: scored[rank].statistic)
         if not scored[rank].is_explained:
-            return self._of_routing(batch_1, floor, rank, scored[rank].found) or self._of_model(batch_1, floor, rank)
+            return self._of_routing(batch_1, floor, rank, scored[rank].found) or self._of_model(
+                batch_1, floor, rank
+            )
         if rollout_logprobs_T is None:
             return None
         if temperature := self._fitted_temperature(batch, floor, rollout_logprobs_T):
@@ -59,7 +75,9 @@ class CauseSearch:
             )
         return "decoding: scored again from the start, these tokens agree; positions, KV cache or sampling settings"
 
-    def _fitted_temperature(self, batch: TokenBatch, floor: Quantiles, rollout_logprobs_T: Tensor) -> float | None:
+    def _fitted_temperature(
+        self, batch: TokenBatch, floor: Quantiles, rollout_logprobs_T: Tensor
+    ) -> float | None:
         """Returns the temperature that leaves little of the difference, or what rounding explains; None: none does."""
 
         def diff_at(log2: float) -> Quantiles:
@@ -68,15 +86,23 @@ class CauseSearch:
 
         best, width, unfitted = 0.0, 1.0, diff_at(0.0).median
         for _ in range(4):
-            tried = {x: diff_at(x).median for x in torch.linspace(best - width, best + width, 7).tolist()}
+            tried = {
+                x: diff_at(x).median for x in torch.linspace(best - width, best + width, 7).tolist()
+            }
             best, width = min(tried, key=lambda x: tried[x]), width / 3
         left = diff_at(best)
-        is_fitted = left.median < 0.2 * unfitted or (left.median < 0.5 * unfitted and Excess(left, floor).is_explained)
+        is_fitted = left.median < 0.2 * unfitted or (
+            left.median < 0.5 * unfitted and Excess(left, floor).is_explained
+        )
         return batch.temperature * 2**best if is_fitted else None
 
-    def _of_routing(self, batch: TokenBatch, floor: Quantiles, rank: int, before: Quantiles) -> str | None:
+    def _of_routing(
+        self, batch: TokenBatch, floor: Quantiles, rank: int, before: Quantiles
+    ) -> str | None:
         """Replays the routes of the engine on `rank`; None if they do not explain the difference."""
-        scores, routes = self._of_engine(rank, lambda engine: engine.score_with_routes(_rows(batch)))
+        scores, routes = self._of_engine(
+            rank, lambda engine: engine.score_with_routes(_rows(batch))
+        )
         if not routes or batch.routes or not self.trainer.router_replay.is_possible:
             return None
         left = _diff(batch, self._run(replace(batch, routes=routes))[0] - _padded(scores))
@@ -91,7 +117,9 @@ class CauseSearch:
     def _of_model(self, batch: TokenBatch, floor: Quantiles, rank: int) -> str | None:
         """Names the sublayers of the engine on `rank` that differ on their own, then the head if it does."""
         rows = _rows(batch)
-        seen = self._of_engine(rank, lambda engine: engine.states(rows, fixed_projections(self.trainer.shape.hidden)))
+        seen = self._of_engine(
+            rank, lambda engine: engine.states(rows, fixed_projections(self.trainer.shape.hidden))
+        )
         has = set().union(*self.transport.gather(list(trainer_sublayers(self.trainer))))
         names = [name for name in seen if name in has]
         if not names:
@@ -106,12 +134,19 @@ class CauseSearch:
         replaced: dict[str, Tensor] = {}
         first = 0
         while len(replaced) < MAX_REPLACED:
-            diffs = [Quantiles.of((outputs_NT8[n] - seen[name]).norm(dim=1)) for n, name in enumerate(names)]
-            off = [n for n in range(first, len(names)) if not Excess(diffs[n], floors[n]).is_explained]
+            diffs = [
+                Quantiles.of((outputs_NT8[n] - seen[name]).norm(dim=1))
+                for n, name in enumerate(names)
+            ]
+            off = [
+                n for n in range(first, len(names)) if not Excess(diffs[n], floors[n]).is_explained
+            ]
             if not off:
                 break
             name, first = names[off[0]], off[0] + 1
-            replaced |= self._of_engine(rank, lambda engine, name=name: engine.states(rows, None, [name]))
+            replaced |= self._of_engine(
+                rank, lambda engine, name=name: engine.states(rows, None, [name])
+            )
             logprobs_T, outputs_NT8 = self._run(batch, names, replaced=replaced)
         parts = _titles(list(replaced))
         if len(replaced) == MAX_REPLACED:
@@ -120,7 +155,12 @@ class CauseSearch:
         return ", ".join(filter(None, [parts, head])) or None
 
     def _of_head(
-        self, batch: TokenBatch, floor: Quantiles, rank: int, replaced: Mapping[str, Tensor], logprobs_T: Tensor
+        self,
+        batch: TokenBatch,
+        floor: Quantiles,
+        rank: int,
+        replaced: Mapping[str, Tensor],
+        logprobs_T: Tensor,
     ) -> str:
         """Compares the label with the likeliest token: their distance does not depend on the softmax's sum."""
         rows = _rows(batch)
@@ -128,7 +168,10 @@ class CauseSearch:
         if Excess(_diff(batch, logprobs_T - scores_T), floor).is_explained:
             return ""
         best = self._of_engine(rank, lambda engine: engine.best(rows))
-        best_T, best_scores_T = _padded([tokens for tokens, _ in best]), _padded([scores for _, scores in best])
+        best_T, best_scores_T = (
+            _padded([tokens for tokens, _ in best]),
+            _padded([scores for _, scores in best]),
+        )
         best_logprobs_T, _ = self._run(replace(batch, labels=best_T), replaced=replaced)
         is_other_T = batch.mask & (batch.labels != best_T)
         trainer_K = (logprobs_T - best_logprobs_T)[is_other_T].double()
@@ -151,7 +194,9 @@ class CauseSearch:
     ) -> tuple[Tensor, Tensor]:
         """One forward pass; with `draw`, planted rounding errors. Returns log-probs [T] and outputs [names, T, 8]."""
         names = names or list(replaced or {})
-        noise = nullcontext() if draw is None else rounding_errors(self.trainer, self.eps, draw=draw)
+        noise = (
+            nullcontext() if draw is None else rounding_errors(self.trainer, self.eps, draw=draw)
+        )
         modules = trainer_sublayers(self.trainer)
         with noise, record_outputs(self.trainer, batch, modules, names, replaced) as outputs_NT8:
             logprobs_T = self.trainer.logprobs(batch)
@@ -183,4 +228,6 @@ def _titles(names: Sequence[str]) -> str:
         _, number, part = name.split(".") if "." in name else ("", "", name)
         title = f"layer {number}" if number else part.replace("_", " ")
         found.setdefault(title, []).extend([TITLES[part]] if number else [])
-    return ", ".join(f"{title} ({', '.join(parts)})" if parts else title for title, parts in found.items())
+    return ", ".join(
+        f"{title} ({', '.join(parts)})" if parts else title for title, parts in found.items()
+    )

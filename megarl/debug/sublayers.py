@@ -39,7 +39,9 @@ def trainer_sublayers(trainer: Trainer) -> dict[str, nn.Module]:
     """Returns those of this rank's stage under the names of rollout.sublayers, without norms that Transformer Engine
     fuses into the projection that follows."""
     found: dict[str, nn.Module] = {}
-    for name, module in ((name, module) for chunk in trainer.model for name, module in chunk.named_modules()):
+    for name, module in (
+        (name, module) for chunk in trainer.model for name, module in chunk.named_modules()
+    ):
         if isinstance(module, LanguageModelEmbedding):
             found["embedding"] = module
         elif name.endswith("final_layernorm"):
@@ -73,18 +75,26 @@ def record_outputs(
         remaining, replacement_TH = iter(microbatches), (replaced or {}).get(name)
 
         def hook(_module: nn.Module, _inputs: object, output: Any) -> Any:
-            x, *rest = output if isinstance(output, tuple) else (output,)  # rest: a bias still to be added, or None
+            x, *rest = (
+                output if isinstance(output, tuple) else (output,)
+            )  # rest: a bias still to be added, or None
             bias = next((each for each in rest if each is not None), torch.zeros_like(x[..., :1]))
             is_split = trainer.model[0].config.sequence_parallel and tensor.size > 1
             full_QH = (x + bias).detach().flatten(0, 1)
             if is_split:
-                full_QH = gather_from_sequence_parallel_region(full_QH, tensor_parallel_output_grad=False)
+                full_QH = gather_from_sequence_parallel_region(
+                    full_QH, tensor_parallel_output_grad=False
+                )
             microbatch = next(remaining)
             is_real_Q = microbatch.source >= 0
-            index = microbatch.rows.index[microbatch.source[is_real_Q]]  # where it lies in the batch
+            index = microbatch.rows.index[
+                microbatch.source[is_real_Q]
+            ]  # where it lies in the batch
             if replacement_TH is not None:
                 full_QH[is_real_Q] = replacement_TH[index].to(full_QH)
-                x = (full_QH.chunk(tensor.size)[tensor.rank] if is_split else full_QH).view_as(x) - bias
+                x = (full_QH.chunk(tensor.size)[tensor.rank] if is_split else full_QH).view_as(
+                    x
+                ) - bias
             if tensor.first:
                 outputs_NT8[row, index] = full_QH[is_real_Q].cpu().double() @ projection_H8
             return (x, *rest) if isinstance(output, tuple) else x
@@ -111,7 +121,9 @@ def rounding_errors(trainer: Trainer, eps: float, *, draw: int) -> Iterator[None
     def plant(_module: nn.Module, _inputs: Any, output: Any) -> Any:
         x, *rest = output if isinstance(output, tuple) else (output,)
         generator = random.setdefault(x.device, torch.Generator(x.device).manual_seed(seed))
-        u = torch.empty(x.shape, dtype=torch.float32, device=x.device).uniform_(-eps, eps, generator=generator)
+        u = torch.empty(x.shape, dtype=torch.float32, device=x.device).uniform_(
+            -eps, eps, generator=generator
+        )
         planted: Tensor = (x.float() * (1 + u)).to(x.dtype)
         return (planted, *rest) if isinstance(output, tuple) else planted
 

@@ -18,7 +18,15 @@ from megarl.jail.syscalls import LIBC, check
 MAX_FILES = 1000  # in the folder
 DEVICES = ("/dev/null", "/dev/urandom")
 CLONE_NEWNS, CLONE_NEWUSER = 0x20000, 0x10000000
-MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 2, 4, 8, 0x1000, 0x4000, 0x40000, 2
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = (
+    2,
+    4,
+    8,
+    0x1000,
+    0x4000,
+    0x40000,
+    2,
+)
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 
 
@@ -28,7 +36,11 @@ def enter_mount_namespace() -> bool:
     if LIBC.unshare(CLONE_NEWNS) == 0:
         return False
     check(LIBC.unshare(CLONE_NEWNS | CLONE_NEWUSER))
-    for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{user} {user} 1"),
+        ("gid_map", f"{group} {group} 1"),
+    ):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
     return True
@@ -47,7 +59,9 @@ def private_root(folder: str, readable: list[str], disk_bytes: int) -> None:
         for path in sorted({*readable, *DEVICES}):
             if not os.path.exists(path) or any(path.startswith(f"{above}/") for above in bound):
                 continue
-            os.makedirs(root + (path if os.path.isdir(path) else os.path.dirname(path)), exist_ok=True)
+            os.makedirs(
+                root + (path if os.path.isdir(path) else os.path.dirname(path)), exist_ok=True
+            )
             if not os.path.isdir(path):
                 os.close(os.open(root + path, os.O_CREAT | os.O_WRONLY))
             _mount(path, root + path, "", MS_BIND | MS_REC)
@@ -74,9 +88,19 @@ def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -
     check(LIBC.mount(*words, ctypes.c_ulong(flags), os.fsencode(options)))
 
 
-WRITE_FILE, READ_FILE, READ_DIR, REMOVE_FILE, MAKE_REG, TRUNCATE = (1 << bit for bit in (1, 2, 3, 5, 8, 14))
-RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # number of access rights by Landlock version; 16 from version 5
-NETWORK, SCOPE = 0b11, 0b11  # TCP bind and connect, from version 4; abstract sockets and signals, from version 6
+WRITE_FILE, READ_FILE, READ_DIR, REMOVE_FILE, MAKE_REG, TRUNCATE = (
+    1 << bit for bit in (1, 2, 3, 5, 8, 14)
+)
+RIGHTS = {
+    1: 13,
+    2: 14,
+    3: 15,
+    4: 15,
+}  # number of access rights by Landlock version; 16 from version 5
+NETWORK, SCOPE = (
+    0b11,
+    0b11,
+)  # TCP bind and connect, from version 4; abstract sockets and signals, from version 6
 
 
 def landlock(folder: str, readable: list[str]) -> None:
@@ -84,7 +108,9 @@ def landlock(folder: str, readable: list[str]) -> None:
     create, add, restrict = 444, 445, 446
     version = check(LIBC.syscall(create, None, 0, 1))
     known = (1 << RIGHTS.get(version, 16)) - 1
-    handled = struct.pack("=QQQ", known, NETWORK, SCOPE)[: 24 if version >= 6 else 16 if version >= 4 else 8]
+    handled = struct.pack("=QQQ", known, NETWORK, SCOPE)[
+        : 24 if version >= 6 else 16 if version >= 4 else 8
+    ]
     rules = check(LIBC.syscall(create, ctypes.create_string_buffer(handled), len(handled), 0))
     allowed = [(path, READ_FILE | READ_DIR) for path in readable]
     allowed += [(folder, READ_FILE | READ_DIR | WRITE_FILE | REMOVE_FILE | MAKE_REG | TRUNCATE)]
@@ -94,7 +120,15 @@ def landlock(folder: str, readable: list[str]) -> None:
             continue
         rights &= known if os.path.isdir(path) else READ_FILE | WRITE_FILE
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        check(LIBC.syscall(add, rules, 1, ctypes.create_string_buffer(struct.pack("=Qi", rights, descriptor)), 0))
+        check(
+            LIBC.syscall(
+                add,
+                rules,
+                1,
+                ctypes.create_string_buffer(struct.pack("=Qi", rights, descriptor)),
+                0,
+            )
+        )
         os.close(descriptor)
     check(LIBC.syscall(restrict, rules, 0))
     os.close(rules)

@@ -36,7 +36,10 @@ MAX_DESCRIPTORS = 16
 NUMBER = struct.Struct("=q")
 PR_SET_PDEATHSIG = 1
 ENVIRONMENT = {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}
-ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # threads would make a fork unsafe
+ENVIRONMENT |= {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}  # threads would make a fork unsafe
 
 
 class ForkServerError(Exception):
@@ -53,7 +56,9 @@ class Child:
 
     def wait(self, timeout_s: float | None = None) -> int:
         """Returns the exit status. Raises TimeoutError, and ForkServerError if the server ended."""
-        if self.returncode is None and self.control.fileno() >= 0:  # closed once the server is known to have ended
+        if (
+            self.returncode is None and self.control.fileno() >= 0
+        ):  # closed once the server is known to have ended
             self.control.settimeout(timeout_s)
             self.returncode = _receive_number(self.control)
             self.control.close()
@@ -91,15 +96,23 @@ class ForkServer:
             control.settimeout(START_S)
             pid, requests = None, None
             try:
-                with server_end, self.lock, suppress(BrokenPipeError, ConnectionResetError):  # the server has ended
+                with (
+                    server_end,
+                    self.lock,
+                    suppress(BrokenPipeError, ConnectionResetError),
+                ):  # the server has ended
                     requests = self._running()
                     socket.send_fds(requests, [b"job"], [server_end.fileno(), *descriptors])
                 if (pid := _receive_number(control)) is not None and pid > 0:
-                    with suppress(BrokenPipeError, ConnectionResetError):  # it was killed; `wait` reports how
+                    with suppress(
+                        BrokenPipeError, ConnectionResetError
+                    ):  # it was killed; `wait` reports how
                         control.sendall(NUMBER.pack(len(job)) + job)
                     return Child(pid, control)
             except TimeoutError:
-                raise ForkServerError(f"the fork server did not fork within {START_S:.0f} s") from None
+                raise ForkServerError(
+                    f"the fork server did not fork within {START_S:.0f} s"
+                ) from None
             finally:
                 if pid is None or pid <= 0:
                     control.close()
@@ -108,7 +121,9 @@ class ForkServer:
             with self.lock:
                 if self.requests is requests:
                     self._stop()
-        raise ForkServerError(f"the fork server of {', '.join(self.modules) or 'no modules'} ended twice")
+        raise ForkServerError(
+            f"the fork server of {', '.join(self.modules) or 'no modules'} ended twice"
+        )
 
     def close(self) -> None:
         """Ends the server and all its children."""
@@ -123,7 +138,16 @@ class ForkServer:
             self.requests.settimeout(START_S)
             with server_end:
                 self.process = subprocess.Popen(
-                    [sys.executable, "-S", "-P", "-s", "-B", __file__, str(server_end.fileno()), str(os.getpid())],
+                    [
+                        sys.executable,
+                        "-S",
+                        "-P",
+                        "-s",
+                        "-B",
+                        __file__,
+                        str(server_end.fileno()),
+                        str(os.getpid()),
+                    ],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
@@ -138,7 +162,9 @@ class ForkServer:
                 reply = self.requests.recv(1 << 16)
             if reply != b"ready":
                 self._stop()
-                raise ForkServerError(f"the fork server does not start: {reply.decode() or 'it ended, or is too slow'}")
+                raise ForkServerError(
+                    f"the fork server does not start: {reply.decode() or 'it ended, or is too slow'}"
+                )
         return self.requests
 
     def _stop(self) -> None:
@@ -167,8 +193,12 @@ def _receive_number(connection: socket.socket) -> int | None:
 class _Server:
     requests: socket.socket
     poll: select.poll = field(default_factory=select.poll)
-    controls: dict[int, int] = field(default_factory=dict)  # descriptor of a control socket -> child
-    children: dict[int, tuple[int, int]] = field(default_factory=dict)  # descriptor of a child -> (its pid, control)
+    controls: dict[int, int] = field(
+        default_factory=dict
+    )  # descriptor of a control socket -> child
+    children: dict[int, tuple[int, int]] = field(
+        default_factory=dict
+    )  # descriptor of a child -> (its pid, control)
 
     def serve(self, parent: int) -> None:
         """Returns when the process behind the descriptor `parent` ends or closes its socket."""
@@ -210,14 +240,19 @@ class _Server:
         """The caller closed the control socket. The child is reaped as any other."""
         self.poll.unregister(control)
         pid = self.controls.pop(control)
-        for kill in (os.killpg, os.kill):  # a child that has not yet made its session is in the server's
+        for kill in (
+            os.killpg,
+            os.kill,
+        ):  # a child that has not yet made its session is in the server's
             with suppress(ProcessLookupError):
                 kill(pid, signal.SIGKILL)
 
     def _reap(self, child: int) -> None:
         pid, control = self.children.pop(child)
         with suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)  # whatever it left behind; its own id is not reused before waitpid
+            os.killpg(
+                pid, signal.SIGKILL
+            )  # whatever it left behind; its own id is not reused before waitpid
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if self.controls.pop(control, None) is not None:
             self.poll.unregister(control)
@@ -239,11 +274,15 @@ def _run_child(server: int, control: int, descriptors: Sequence[int]) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != server:
             return
-        for below, above in pairwise([2, *sorted((control, *descriptors)), os.sysconf("SC_OPEN_MAX")]):
+        for below, above in pairwise(
+            [2, *sorted((control, *descriptors)), os.sysconf("SC_OPEN_MAX")]
+        ):
             os.closerange(below + 1, above)
         with open(control, "rb") as stream:
             size = NUMBER.unpack(stream.read(NUMBER.size))[0]
-            target, spec = pickle.loads(stream.read(size))  # from the caller; the child cannot write to it
+            target, spec = pickle.loads(
+                stream.read(size)
+            )  # from the caller; the child cannot write to it
         status = resolve_name(target)(spec, *descriptors) or 0
     except BaseException:  # noqa: BLE001 (nothing may return into the server's loop)
         with suppress(BaseException):

@@ -32,13 +32,20 @@ REAL_USERS = 0x70000000  # plus the process id: a real user id that no other pro
 
 
 def set_rlimits(spec: dict[str, Any], is_counted: bool) -> None:
-    limits = {"AS": spec["memory_bytes"], "CPU": spec["cpu_s"], "FSIZE": spec["disk_bytes"], "NOFILE": 64}
+    limits = {
+        "AS": spec["memory_bytes"],
+        "CPU": spec["cpu_s"],
+        "FSIZE": spec["disk_bytes"],
+        "NOFILE": 64,
+    }
     limits |= {"CORE": 0, "MEMLOCK": 0} | ({"NPROC": MAX_THREADS} if is_counted else {})
     for name, limit in limits.items():
         number = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(number)[1]
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(number, (limit, limit + (name == "CPU")))  # SIGXCPU first, SIGKILL a second later
+        resource.setrlimit(
+            number, (limit, limit + (name == "CPU"))
+        )  # SIGXCPU first, SIGKILL a second later
 
 
 def die_with(parent: int) -> None:
@@ -79,7 +86,9 @@ def drop_rights(spec: dict[str, Any]) -> dict[str, str]:
         private_root(spec["folder"], spec["readable"], spec["disk_bytes"])
     os.chdir(spec["folder"])
     attempt("privileges", lambda: check(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)))
-    attempt("capabilities", lambda: check(LIBC.capset(struct.pack("=Ii", 0x20080522, 0), bytes(24))))  # to none
+    attempt(
+        "capabilities", lambda: check(LIBC.capset(struct.pack("=Ii", 0x20080522, 0), bytes(24)))
+    )  # to none
     attempt("files (Landlock)", landlock, spec["folder"], spec["readable"])
     attempt("memory, time, sizes (rlimits)", set_rlimits, spec, is_counted)
     attempt("kill with the parent (pdeathsig)", die_with, parent)

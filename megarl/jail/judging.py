@@ -68,14 +68,18 @@ class JudgePool:
         if len(batches) <= 1:
             return self._judge_batch(context, items, timeout_s)
         with ThreadPoolExecutor(children) as threads:
-            results = threads.map(lambda batch: self._judge_batch(context, batch, timeout_s), batches)
+            results = threads.map(
+                lambda batch: self._judge_batch(context, batch, timeout_s), batches
+            )
             return [verdict for result in results for verdict in result]
 
     def _judge_batch(self, context: Any, items: Sequence[Item], timeout_s: float) -> list[Verdict]:
         verdicts: list[Verdict] = []
         try:
             while len(verdicts) < len(items):
-                verdicts += _judge_in_child(self.server, (self.factory, context, items[len(verdicts) :], timeout_s))
+                verdicts += _judge_in_child(
+                    self.server, (self.factory, context, items[len(verdicts) :], timeout_s)
+                )
         except (ForkServerError, OSError) as error:
             verdicts += [Verdict(None, "no_judge", str(error))] * (len(items) - len(verdicts))
         return verdicts
@@ -122,7 +126,11 @@ def _parse(line: str) -> Verdict:
         number = float(value)
     except ValueError:
         number = math.nan
-    return Verdict(number, cause, detail) if math.isfinite(number) else Verdict(0.0, "raised", f"returned {value}")
+    return (
+        Verdict(number, cause, detail)
+        if math.isfinite(number)
+        else Verdict(0.0, "raised", f"returned {value}")
+    )
 
 
 # --- the child ----------------------------------------------------------------------------------------------------
@@ -131,8 +139,14 @@ def _parse(line: str) -> Verdict:
 def serve(job: tuple[Spec, str], out: int) -> None:
     """Writes a line when the judge is ready, then one per item."""
     (factory, context, items, timeout_s), folder = job
-    packages = [path for path in sys.path if path.endswith("-packages")]  # some modules are imported late
-    limits = {"memory_bytes": MEMORY_BYTES, "cpu_s": math.ceil(timeout_s * len(items)) + 1, "disk_bytes": DISK_BYTES}
+    packages = [
+        path for path in sys.path if path.endswith("-packages")
+    ]  # some modules are imported late
+    limits = {
+        "memory_bytes": MEMORY_BYTES,
+        "cpu_s": math.ceil(timeout_s * len(items)) + 1,
+        "disk_bytes": DISK_BYTES,
+    }
     try:
         judge = resolve_name(factory)(context)
         drop_rights({**limits, "folder": folder, "readable": [sys.base_prefix, *packages, *SYSTEM]})

@@ -18,7 +18,12 @@ from typing import Any, BinaryIO
 
 from megarl.jail.values import decode, encode
 
-PREDICATES = tuple(name for kind in (str, set, float) for name in dir(kind) if name.startswith(("is", "start", "end")))
+PREDICATES = tuple(
+    name
+    for kind in (str, set, float)
+    for name in dir(kind)
+    if name.startswith(("is", "start", "end"))
+)
 
 
 class Unjudgeable(BaseException):
@@ -30,7 +35,9 @@ class Link:
 
     def __init__(self, requests: BinaryIO, report: int, errors: Sequence[str]) -> None:
         self.requests, self.report = requests, report
-        self.errors = {name: type(name, (Exception,), {}) for name in errors}  # classes that the tests expect
+        self.errors = {
+            name: type(name, (Exception,), {}) for name in errors
+        }  # classes that the tests expect
         self.objects: dict[int, Remote] = {}
 
     def send(self, line: dict[str, Any]) -> None:
@@ -50,7 +57,9 @@ class Link:
             "do": do,
             "target": remote._target,
             "arguments": [encode(argument, _number) for argument in arguments],
-            "keywords": {name: encode(argument, _number) for name, argument in (keywords or {}).items()},
+            "keywords": {
+                name: encode(argument, _number) for name, argument in (keywords or {}).items()
+            },
             "with_objects": level is not None,
             "in_place": in_place,
         }
@@ -66,7 +75,9 @@ class Link:
             value = decode(reply["value"], resolve)
             changed = [decode(argument, resolve) for argument in reply.get("arguments", ())]
         except Exception:  # noqa: BLE001 (a set of lists, a fraction over 0)
-            raise self.error({"raised": ["ValueError"], "text": "not a value", "kind": "exception"}) from None
+            raise self.error(
+                {"raised": ["ValueError"], "text": "not a value", "kind": "exception"}
+            ) from None
         for argument, new in zip(arguments, changed, strict=False):
             if isinstance(argument, list) and isinstance(new, list):
                 argument[:] = new
@@ -106,10 +117,14 @@ class Remote:
         if self._level > 1:
             raise TypeError("of the objects that a class returned, only methods can be called")
         is_class = isinstance(self._target, str) and self._target[:1].isupper()
-        return self._link.ask(self, "call", arguments, keywords, level=0 if is_class else None, in_place=_in_place)
+        return self._link.ask(
+            self, "call", arguments, keywords, level=0 if is_class else None, in_place=_in_place
+        )
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in PREDICATES:  # a predicate of plain data is not the solution's to answer
+        if (
+            name.startswith("__") or name in PREDICATES
+        ):  # a predicate of plain data is not the solution's to answer
             raise AttributeError(name)
         return self._link.ask(self, "getattr", (name,), level=self._level + 1)
 
@@ -131,7 +146,9 @@ for _operation in ("len", "iter", "getitem", "setitem", "str", "repr"):
 def _number(value: Any) -> int:
     if isinstance(value, Remote) and isinstance(value._target, int):
         return value._target
-    raise Unjudgeable(f"an argument is a {type(value).__name__}, which cannot be sent to the solution")
+    raise Unjudgeable(
+        f"an argument is a {type(value).__name__}, which cannot be sent to the solution"
+    )
 
 
 def _call_test(function: Callable[..., Any]) -> None:
@@ -167,7 +184,10 @@ def run_tests(requests: BinaryIO, report: int) -> None:
     for line in requests:
         verdict, why = "", ""
         try:
-            exec(compile(json.loads(line)["run"], "tests.py", "exec", annotations.compiler_flag), namespace)
+            exec(
+                compile(json.loads(line)["run"], "tests.py", "exec", annotations.compiler_flag),
+                namespace,
+            )
         except BaseException as error:  # noqa: BLE001 (tests may raise anything)
             verdict, why = _verdict(error), f"{type(error).__name__}: {error}"[:200]
         link.send({"verdict": verdict, "why": why})

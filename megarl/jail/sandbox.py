@@ -30,14 +30,41 @@ from megarl.jail.filesystem import MAX_FILES
 from megarl.jail.fork_server import Child, ForkServer, ForkServerError
 from megarl.jail.jailed import MAX_THREADS
 
-COMMON = ("collections", "heapq", "itertools", "math", "re", "string", "typing")  # imported once, for all programs
+COMMON = (
+    "collections",
+    "heapq",
+    "itertools",
+    "math",
+    "re",
+    "string",
+    "typing",
+)  # imported once, for all programs
 SERVER = ForkServer(modules=("megarl.jail.jailed", *COMMON), path=(str(Path(__file__).parents[2]),))
 START_S = 20.0  # for Python to start and to set the limits, on a busy machine
 POLL_S = 0.1  # between two checks of the folder's size
-SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo")
+SYSTEM = (
+    "/lib",
+    "/lib64",
+    "/usr/lib",
+    "/usr/lib64",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+    "/usr/share/zoneinfo",
+)
 # SIGKILL: the kernel's OOM killer
-BY_SIGNAL: dict[int, str] = {signal.SIGSYS: "forbidden", signal.SIGXCPU: "timeout", signal.SIGKILL: "memory"}
-REPORTED_KINDS = ("memory", "forbidden", "disk", "wrong_answer", "exited", "syntax")  # of jailed.failure_kind
+BY_SIGNAL: dict[int, str] = {
+    signal.SIGSYS: "forbidden",
+    signal.SIGXCPU: "timeout",
+    signal.SIGKILL: "memory",
+}
+REPORTED_KINDS = (
+    "memory",
+    "forbidden",
+    "disk",
+    "wrong_answer",
+    "exited",
+    "syntax",
+)  # of jailed.failure_kind
 MALFORMED: dict[str, Any] = {}
 Steps = Generator[None, None, str]
 
@@ -89,7 +116,9 @@ class JailedProcess:
     stdin: str = ""
     requests: int | None = None  # descriptor to use as the standard input instead
     num_turns: int = 1
-    reports: list[dict[str, Any]] = field(default_factory=list)  # untrusted: the code can write to the pipe as well
+    reports: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # untrusted: the code can write to the pipe as well
     partial_report: bytes = b""
     report_bytes: int = 0  # of this turn
     turn_deadline: float = math.inf
@@ -135,7 +164,9 @@ class JailedProcess:
             requests = stdin.fileno() if self.requests is None else self.requests
             return SERVER.start("megarl.jail.jailed:run", spec, (requests, stdout, report))
 
-    def _watch(self, process: Child, stdout: int, report: int, folder: str, deadline: float) -> Steps:
+    def _watch(
+        self, process: Child, stdout: int, report: int, folder: str, deadline: float
+    ) -> Steps:
         """Read until the process ends by itself ("") or exceeds a limit, for which it must be killed; returns that.
 
         The first report, before the code runs, starts its `time_s`; the caller of `steps` may prolong them.
@@ -185,16 +216,22 @@ class JailedProcess:
     def _classify(self, violation: str, status: int) -> Run:
         missing = self.reports[0].get("missing") if self.reports else None
         if missing is None:
-            return Run("sandbox", detail=f"the jail ended with status {status} before its limits were set")
+            return Run(
+                "sandbox", detail=f"the jail ended with status {status} before its limits were set"
+            )
         if missing and self.limits.strict:
             return Run("sandbox", detail=f"this machine cannot enforce limits: {missing}")
-        end = next((report["end"] for report in self.reports if isinstance(report.get("end"), str)), None)
+        end = next(
+            (report["end"] for report in self.reports if isinstance(report.get("end"), str)), None
+        )
         if violation:
             kind = violation
         elif status < 0:
             kind = BY_SIGNAL.get(-status, "crashed")
         elif end is None:
-            kind = "" if self.mode == "stdio" else "exited"  # a program may exit; its output decides
+            kind = (
+                "" if self.mode == "stdio" else "exited"
+            )  # a program may exit; its output decides
         else:
             kind = known_kind(end) if end else ""
         return Run(kind, bytes(self.output))

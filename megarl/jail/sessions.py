@@ -33,10 +33,14 @@ class Ended(Exception):
 class Session:
     """A jailed process that answers requests one by one; it must be closed, and raises Ended if it ends before."""
 
-    def __init__(self, source: str, limits: Limits, mode: str, *, num_tests: int, deadline: float) -> None:
+    def __init__(
+        self, source: str, limits: Limits, mode: str, *, num_tests: int, deadline: float
+    ) -> None:
         self._reader, self._requests = os.pipe()
         os.set_blocking(self._requests, False)
-        self._process = JailedProcess(source, limits, mode, requests=self._reader, num_turns=1 + num_tests)
+        self._process = JailedProcess(
+            source, limits, mode, requests=self._reader, num_turns=1 + num_tests
+        )
         self._steps = self._process.steps(deadline)
         self._num_read = 0
 
@@ -58,7 +62,9 @@ class Session:
         while len(process.reports) == self._num_read:
             self._step()
         report = process.reports[self._num_read]
-        process.reports[self._num_read] = {"end": str(report["end"])[:20]} if "end" in report else {}  # frees memory
+        process.reports[self._num_read] = (
+            {"end": str(report["end"])[:20]} if "end" in report else {}
+        )  # frees memory
         self._num_read += 1
         return report
 
@@ -102,10 +108,18 @@ class Solution(Session):
         reply = self.ask(operation, until)
         with_objects = operation.get("with_objects", False)
         names, text, changed = (reply.get(key) for key in ("raised", "text", "arguments"))
-        if isinstance(names, list) and isinstance(text, str) and all(isinstance(name, str) for name in names):
+        if (
+            isinstance(names, list)
+            and isinstance(text, str)
+            and all(isinstance(name, str) for name in names)
+        ):
             return {"raised": names, "text": text, "kind": known_kind(reply.get("kind"))}
         if "value" not in reply or not is_encoded(reply["value"], with_objects=with_objects):
-            return {"raised": ["ValueError"], "text": "the reply is not a value", "kind": "exception"}
+            return {
+                "raised": ["ValueError"],
+                "text": "the reply is not a value",
+                "kind": "exception",
+            }
         is_changed = operation.get("in_place") and isinstance(changed, list) and is_encoded(changed)
         return {"value": reply["value"]} | ({"arguments": changed} if is_changed else {})
 
@@ -126,6 +140,8 @@ class Tests(Session):
         """Executes statements. Returns the kind of their failure, empty if they passed, and a reason."""
         report = self.ask({"run": text}, until)
         while "ask" in report:
-            assert solution is not None, "only statements that use no name of the solution can run without it"
+            assert solution is not None, (
+                "only statements that use no name of the solution can run without it"
+            )
             report = self.ask(solution.call(report["ask"], until), until)
         return report["verdict"], report["why"]

@@ -60,10 +60,30 @@ KILLED = {
     "add_key": (248, 217), "request_key": (249, 218),
 }  # fmt: skip
 
-CLONE_THREAD, PTHREAD_FLAGS, CLONE_DETACHED = 0x10000, 0x3D0F00, 0x400000  # musl sets the last, Linux ignores it
+CLONE_THREAD, PTHREAD_FLAGS, CLONE_DETACHED = (
+    0x10000,
+    0x3D0F00,
+    0x400000,
+)  # musl sets the last, Linux ignores it
 O_ACCMODE, O_TRUNC, O_TMPFILE, SOCK_FLAGS, ALL_BITS = 3, 0x200, 0x400000, 0x80800, 0xFFFFFFFF
-FCNTL_COMMANDS = (0, 1, 2, 3, 4, 1030, 1032)  # duplicates, flags, size of a pipe; no locks, owners, leases, notices
-IOCTL_REQUESTS = (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # terminal?, its size, FION*, FIO*CLEX
+FCNTL_COMMANDS = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    1030,
+    1032,
+)  # duplicates, flags, size of a pipe; no locks, owners, leases, notices
+IOCTL_REQUESTS = (
+    0x5401,
+    0x802C542A,
+    0x5413,
+    0x541B,
+    0x5421,
+    0x5450,
+    0x5451,
+)  # terminal?, its size, FION*, FIO*CLEX
 PRCTL_OPTIONS = (15, 16, 0x53564D41)  # names of threads and of memory
 MADVICE = (0, 1, 2, 3, 4, 8, 14, 15)  # NORMAL to DONTNEED, FREE, HUGEPAGE, NOHUGEPAGE
 
@@ -83,7 +103,9 @@ def conditional_calls(pid: int) -> dict[tuple[int | None, int | None], list[Cond
     def only(argument: int, *values: int, otherwise: int = EPERM) -> list[Condition]:
         return [Condition(2 * argument, ALL_BITS, values, otherwise)]
 
-    def open_flags(argument: int) -> list[Condition]:  # O_TRUNC with O_RDONLY truncates without the right to write
+    def open_flags(
+        argument: int,
+    ) -> list[Condition]:  # O_TRUNC with O_RDONLY truncates without the right to write
         modes = (0, 1, 2, O_TRUNC | 1, O_TRUNC | 2)
         return [
             Condition(2 * argument, O_ACCMODE | O_TRUNC, modes, EPERM),
@@ -92,13 +114,22 @@ def conditional_calls(pid: int) -> dict[tuple[int | None, int | None], list[Cond
 
     threads_only = Condition(0, CLONE_THREAD, (CLONE_THREAD,), KILL)
     return {
-        (56, 220): [threads_only, Condition(0, ALL_BITS ^ CLONE_DETACHED, (PTHREAD_FLAGS,), EPERM)],  # clone
+        (56, 220): [
+            threads_only,
+            Condition(0, ALL_BITS ^ CLONE_DETACHED, (PTHREAD_FLAGS,), EPERM),
+        ],  # clone
         (62, 129): only(0, pid, otherwise=KILL),  # kill
         (234, 131): only(0, pid, otherwise=KILL),  # tgkill
         (302, 261): only(0, 0, pid, otherwise=KILL),  # prlimit64
         (204, 123): only(0, 0, pid),  # sched_getaffinity
-        (41, 198): [*only(0, 1, otherwise=KILL), Condition(0, 0, (1,), EPERM)],  # socket: name services try AF_UNIX
-        (53, 199): [*only(0, 1), Condition(2, ALL_BITS ^ SOCK_FLAGS, (1,), EPERM)],  # socketpair: streams
+        (41, 198): [
+            *only(0, 1, otherwise=KILL),
+            Condition(0, 0, (1,), EPERM),
+        ],  # socket: name services try AF_UNIX
+        (53, 199): [
+            *only(0, 1),
+            Condition(2, ALL_BITS ^ SOCK_FLAGS, (1,), EPERM),
+        ],  # socketpair: streams
         (44, 206): [*only(4, 0), Condition(9, ALL_BITS, (0,), EPERM)],  # sendto: without an address
         (2, None): open_flags(1),  # open
         (257, 56): open_flags(2),  # openat
@@ -115,7 +146,13 @@ def filter_rows() -> list[tuple[int, int, int, int]]:
     if machine not in ARCHES:
         raise OSError(f"no system call numbers for {machine}, only for {', '.join(ARCHES)}")
     column, arch = ARCHES[machine]
-    load, equal, at_least, mask, ret = 0x20, 0x15, 0x35, 0x54, 0x06  # BPF_LD|W|ABS, JMP|JEQ, JMP|JGE, ALU|AND, RET
+    load, equal, at_least, mask, ret = (
+        0x20,
+        0x15,
+        0x35,
+        0x54,
+        0x06,
+    )  # BPF_LD|W|ABS, JMP|JEQ, JMP|JGE, ALU|AND, RET
     rows = [(load, 0, 0, 4), (equal, 1, 0, arch), (ret, 0, 0, KILL)]
     rows += [(load, 0, 0, 0), (at_least, 0, 1, X32), (ret, 0, 0, KILL)]
     for calls, action in ((ALLOWED, ALLOW), (KILLED, KILL)):
@@ -137,7 +174,9 @@ def filter_rows() -> list[tuple[int, int, int, int]]:
 def install(rows: list[tuple[int, int, int, int]]) -> None:
     """Filter the calls of this process from now on. Raises OSError if the kernel does not support it."""
     code = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *row) for row in rows))
-    program = ctypes.create_string_buffer(struct.pack("@HxxxxxxP", len(rows), ctypes.addressof(code)))
+    program = ctypes.create_string_buffer(
+        struct.pack("@HxxxxxxP", len(rows), ctypes.addressof(code))
+    )
     check(LIBC.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, program, 0, 0))
 
 

@@ -21,8 +21,17 @@ from megarl.jail.proxies import run_tests
 from megarl.jail.values import decode, encode, refuse
 
 LAZY_ANNOTATIONS = annotations.compiler_flag  # List[int] in a signature needs no import
-KINDS = {MemoryError: "memory", PermissionError: "forbidden", AssertionError: "wrong_answer", SystemExit: "exited"}
-BY_ERRNO = {errno.EXDEV: "forbidden", errno.EFBIG: "disk", errno.ENOSPC: "disk"}  # EXDEV: a link out
+KINDS = {
+    MemoryError: "memory",
+    PermissionError: "forbidden",
+    AssertionError: "wrong_answer",
+    SystemExit: "exited",
+}
+BY_ERRNO = {
+    errno.EXDEV: "forbidden",
+    errno.EFBIG: "disk",
+    errno.ENOSPC: "disk",
+}  # EXDEV: a link out
 
 
 def failure_kind(error: BaseException) -> str:
@@ -58,11 +67,23 @@ def run_stdio(source: str) -> str:
     return "" if kind == "exited" else kind
 
 
-FUNCTIONS = (operator.call, getattr, setattr, len, iter, operator.getitem, operator.setitem, str, repr)
+FUNCTIONS = (
+    operator.call,
+    getattr,
+    setattr,
+    len,
+    iter,
+    operator.getitem,
+    operator.setitem,
+    str,
+    repr,
+)
 OPERATIONS: dict[str, Callable[..., Any]] = {function.__name__: function for function in FUNCTIONS}
 
 
-def execute(request: dict[str, Any], namespace: dict[str, Any], objects: list[Any]) -> dict[str, Any]:
+def execute(
+    request: dict[str, Any], namespace: dict[str, Any], objects: list[Any]
+) -> dict[str, Any]:
     """Applies an operation to a name or object of the solution.
 
     {do, target, arguments, keywords?, with_objects?, in_place?} -> {value, arguments?} or {raised, text, kind}
@@ -76,7 +97,10 @@ def execute(request: dict[str, Any], namespace: dict[str, Any], objects: list[An
     try:
         resolve = objects.__getitem__
         arguments = [decode(argument, resolve) for argument in request["arguments"]]
-        keywords = {name: decode(argument, resolve) for name, argument in request.get("keywords", {}).items()}
+        keywords = {
+            name: decode(argument, resolve)
+            for name, argument in request.get("keywords", {}).items()
+        }
         target = request["target"]
         target = objects[target] if isinstance(target, int) else lookup(target, namespace)
         value = OPERATIONS[request["do"]](target, *arguments, **keywords)
@@ -113,7 +137,10 @@ def write(report: int, line: dict[str, Any], dumps: Any = json.dumps, send: Any 
     try:
         data = dumps(line).encode() + b"\n"
     except (ValueError, RecursionError, MemoryError) as error:
-        data = dumps({"raised": [type(error).__name__], "text": "", "kind": "exception"}).encode() + b"\n"
+        data = (
+            dumps({"raised": [type(error).__name__], "text": "", "kind": "exception"}).encode()
+            + b"\n"
+        )
     while data:
         data = data[send(report, data) :]
 

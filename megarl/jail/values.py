@@ -35,7 +35,11 @@ def encode(value: Any, refer: Callable[[Any], int] = refuse) -> Any:
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, int):
-        return int.__index__(value) if -(2**63) <= value < 2**63 else {"int": int.__format__(value, "x")}
+        return (
+            int.__index__(value)
+            if -(2**63) <= value < 2**63
+            else {"int": int.__format__(value, "x")}
+        )
     if isinstance(value, list):
         return [encode(item, refer) for item in list.__iter__(value)]
     kind: Any
@@ -43,7 +47,9 @@ def encode(value: Any, refer: Callable[[Any], int] = refuse) -> Any:
         if isinstance(value, kind):
             return {kind.__name__: [encode(item, refer) for item in kind.__iter__(value)]}
     if isinstance(value, dict):
-        return {"dict": [[encode(key, refer), encode(item, refer)] for key, item in dict.items(value)]}
+        return {
+            "dict": [[encode(key, refer), encode(item, refer)] for key, item in dict.items(value)]
+        }
     return _encode_rare(value, refer)
 
 
@@ -53,7 +59,9 @@ def _encode_rare(value: Any, refer: Callable[[Any], int]) -> Any:
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
     if isinstance(value, range):
-        return {"range": [encode(number, refer) for number in (value.start, value.stop, value.step)]}
+        return {
+            "range": [encode(number, refer) for number in (value.start, value.stop, value.step)]
+        }
     if isinstance(value, LISTED):
         return [encode(item, refer) for item in value]
     if refer is refuse and hasattr(type(value), "__next__"):
@@ -120,5 +128,7 @@ def _is_content(kind: str, content: Any, with_objects: bool) -> bool:
     if kind == "object":
         return with_objects and type(content) is int
     if kind == "dict":
-        return isinstance(content, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in content)
+        return isinstance(content, list) and all(
+            isinstance(pair, list) and len(pair) == 2 for pair in content
+        )
     return isinstance(content, str if kind in TEXTS else list) and kind in (*TEXTS, *SEQUENCES)

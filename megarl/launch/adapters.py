@@ -22,7 +22,12 @@ def engine_adapters(rank: Rank) -> AdapterFormat | None:
 
 
 def adapter_publisher(
-    rank: Rank, trainer: Trainer, weights: Publisher, receiver: Any, ranks_per_node: int, probe: Probe
+    rank: Rank,
+    trainer: Trainer,
+    weights: Publisher,
+    receiver: Any,
+    ranks_per_node: int,
+    probe: Probe,
 ) -> Publisher:
     """`weights` publishes the base model, `receiver` is the engine's AdapterReceiver. A collective."""
     adapters, transport, is_atomic = trainer.adapters, rank.transport, rank.config.sync.atomic
@@ -33,6 +38,8 @@ def adapter_publisher(
     sizes: dict[str, Any] = {"ranks_per_replica": 1, "ranks_per_node": ranks_per_node}
     plan = plan_slices(fmt, sources, wanted, round_bytes=rank.config.sync.round_bytes, **sizes)
     sender = WeightSender(adapters.slices, lambda: adapters.parameters)
-    moved = Publisher(plan, sender, receiver, transport, fmt, probe=probe, is_atomic=is_atomic, **sizes)
+    moved = Publisher(
+        plan, sender, receiver, transport, fmt, probe=probe, is_atomic=is_atomic, **sizes
+    )
     moved.base = weights
     return moved

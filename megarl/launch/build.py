@@ -27,7 +27,13 @@ from megarl.config.schema import Config, FrozenModel, Task
 from megarl.data.conversations import example_encoder
 from megarl.data.prompts import PromptStream
 from megarl.data.tasks import Split, eval_task, load_sources
-from megarl.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer, pad_token, prompt_encoder
+from megarl.data.tokenizer import (
+    Tokenizer,
+    check_vocabulary,
+    load_tokenizer,
+    pad_token,
+    prompt_encoder,
+)
 from megarl.launch.exit_codes import CurrentPhase
 from megarl.launch.heartbeat import make_store
 from megarl.layout import Layout
@@ -85,14 +91,28 @@ class Rank:
         """torch.distributed must be initialised if there are several ranks."""
         assert config.model.path is not None, "the launcher must set model.path"
         layout = layout or Layout.of(config.parallel.sizes, env.world_size, env.rank)
-        transport = Collective(timeout_s=config.launch.timeout_s) if env.world_size > 1 else InProcess()
+        transport = (
+            Collective(timeout_s=config.launch.timeout_s) if env.world_size > 1 else InProcess()
+        )
         commits = set(transport.gather(config.model.revision))
         if len(commits) > 1:
-            raise ValueError(f"model.revision is {' and '.join(sorted(commits))} on different nodes; set it to one")
+            raise ValueError(
+                f"model.revision is {' and '.join(sorted(commits))} on different nodes; set it to one"
+            )
         folder = model_folder(config.model.path, config.model.revision)
         shape = read_model(folder)
         tokenizer = load_tokenizer(folder, trust_remote_code=config.model.trust_remote_code)
-        return cls(config, env, device, layout, folder, shape, tokenizer, transport, phase or CurrentPhase())
+        return cls(
+            config,
+            env,
+            device,
+            layout,
+            folder,
+            shape,
+            tokenizer,
+            transport,
+            phase or CurrentPhase(),
+        )
 
 
 @contextmanager
@@ -102,10 +122,14 @@ def open_rank(config: Config, env: Env, phase: CurrentPhase, store: Any = None) 
     device, timeout = pick_device(env.local_rank), timedelta(seconds=config.launch.timeout_s)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
-        set_env(TORCH_GLOO_LAZY_INIT=1)  # else each of Megatron's groups, used by NCCL only, connects its ranks twice
+        set_env(
+            TORCH_GLOO_LAZY_INIT=1
+        )  # else each of Megatron's groups, used by NCCL only, connects its ranks twice
     if store is None and (env.launched or not env.has_launcher):
         store = make_store(env, timeout)
-    dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
+    dist.init_process_group(
+        backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout
+    )
     yield Rank.of(config, env, device, phase)
     dist.destroy_process_group()
 
@@ -138,7 +162,12 @@ def make_trainer(
 
 
 def make_objective(config: Config) -> Objective:
-    return Objective(config.algorithm, config.rollout.max_tokens, config.critic.lam, config.critic.bootstrap_truncated)
+    return Objective(
+        config.algorithm,
+        config.rollout.max_tokens,
+        config.critic.lam,
+        config.critic.bootstrap_truncated,
+    )
 
 
 def make_learner(rank: Rank, trainer: Trainer, objective: Objective) -> PolicyLearner | ActorCritic:
@@ -150,23 +179,31 @@ def make_learner(rank: Rank, trainer: Trainer, objective: Objective) -> PolicyLe
         if (part := getattr(config, key)) is not None
     }
     records_routes = config.rollout.router_replay == "trainer"
-    learner = PolicyLearner.of(trainer, objective, seed=config.run.seed, frozen=frozen, records_routes=records_routes)
+    learner = PolicyLearner.of(
+        trainer, objective, seed=config.run.seed, frozen=frozen, records_routes=records_routes
+    )
     if not objective.algorithm.needs_critic:
         return learner
     folder = None if critic.model is None else model_folder(critic.model)
     head = CriticHead() if critic.bootstrap_truncated else ValueHead()
-    values = make_trainer(rank, head=head, folder=folder, beside=trainer, lr=critic.lr, min_lr=critic.min_lr)
+    values = make_trainer(
+        rank, head=head, folder=folder, beside=trainer, lr=critic.lr, min_lr=critic.min_lr
+    )
     return ActorCritic(learner, values, critic)
 
 
-def frozen_model(rank: Rank, part: FrozenModel, key: str, trainer: Trainer) -> Callable[[TokenBatch], TokenOutputs]:
+def frozen_model(
+    rank: Rank, part: FrozenModel, key: str, trainer: Trainer
+) -> Callable[[TokenBatch], TokenOutputs]:
     """Returns the function that scores batches with the model of the section `key`."""
     top_k = rank.config.algorithm.distill_top_k if key == "teacher" else 0
     if part.model is None:
         return ServedModel(client_of(part, key), part.served_name, rank.transport, top_k)
     folder = model_folder(part.model)
     check_vocabulary(rank.tokenizer, load_tokenizer(folder), f"{key}.model={part.model}")
-    frozen = make_trainer(rank, folder=folder, beside=trainer, offload=OFFLOAD_ALL, optimizer_cpu_offload=False)
+    frozen = make_trainer(
+        rank, folder=folder, beside=trainer, offload=OFFLOAD_ALL, optimizer_cpu_offload=False
+    )
     check_weights(rank, frozen)
     frozen.memory.offload_all()
     return partial(forward_in_turn, frozen, trainer.memory, top_k=top_k)
@@ -183,13 +220,19 @@ def make_quantizer(rank: Rank, trainer: Trainer) -> Fp8Quantizer | None:
             dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
 
     assert trainer.table is not None
-    slices = slices_of(with_scales(trainer.table, fmt, is_whole=True), trainer.shape, trainer.layout)
+    slices = slices_of(
+        with_scales(trainer.table, fmt, is_whole=True), trainer.shape, trainer.layout
+    )
     return Fp8Quantizer(slices, fmt, reduce_max)
 
 
 def check_weights(rank: Rank, trainer: Trainer) -> None:
     """Raises CheckFailed, on every rank, if a weight is not finite: its log-probs would blame the engine."""
-    wrong = [name for name, tensor in trainer.parameters_by_name().items() if not torch.isfinite(tensor.sum())]
+    wrong = [
+        name
+        for name, tensor in trainer.parameters_by_name().items()
+        if not torch.isfinite(tensor.sum())
+    ]
     if names := sorted({name for names in rank.transport.gather(wrong) for name in names}):
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise CheckFailed(
@@ -201,10 +244,18 @@ def check_weights(rank: Rank, trainer: Trainer) -> None:
 def make_prompts(rank: Rank, split: Split = "train", task: Task | None = None) -> PromptStream:
     """Returns the training prompts, or the held-out ones if `split` is "eval"; of `task`, by default the run's."""
     config, task = rank.config, task or rank.config.task
-    if len(set(rank.transport.gather(task.model_dump_json()))) > 1:  # each node has resolved the revision itself
-        raise ValueError(f"task.name={task.name}: the dataset changed while the nodes read it; start again")
+    if (
+        len(set(rank.transport.gather(task.model_dump_json()))) > 1
+    ):  # each node has resolved the revision itself
+        raise ValueError(
+            f"task.name={task.name}: the dataset changed while the nodes read it; start again"
+        )
     stream = PromptStream(
-        load_sources(task, split, [eval_task(task, part) for part in config.eval.sets] if split == "train" else ()),
+        load_sources(
+            task,
+            split,
+            [eval_task(task, part) for part in config.eval.sets] if split == "train" else (),
+        ),
         prompt_encoder(rank.tokenizer, task),
         max_tokens=config.rollout.max_prompt_tokens,
         seed=config.run.seed,
@@ -258,20 +309,30 @@ def saved(
     checkpoint.finish()
 
 
-def rank_telemetry(rank: Rank, start: int, world_size: int | None = None) -> closing[Telemetry | Silent]:
+def rank_telemetry(
+    rank: Rank, start: int, world_size: int | None = None
+) -> closing[Telemetry | Silent]:
     """Telemetry of a run from step `start` on; rank 0 monitors its node's GPUs."""
     if rank.env.rank:
         return closing(Silent())
     facts = {"world_size": world_size or rank.env.world_size, "layout": str(rank.layout)}
     gpus = gpu_uuids(rank.env.local_world_size) if rank.device.type == "cuda" else ()
-    return closing(Telemetry(rank.config, start=start, interactive=is_interactive(), facts=facts, gpu_uuids=gpus))
+    return closing(
+        Telemetry(
+            rank.config, start=start, interactive=is_interactive(), facts=facts, gpu_uuids=gpus
+        )
+    )
 
 
-def make_evaluation(rank: Rank, measures: Sequence[Measure], start: int, **outputs: Any) -> Evaluation:
+def make_evaluation(
+    rank: Rank, measures: Sequence[Measure], start: int, **outputs: Any
+) -> Evaluation:
     """Of a run from step `start` on. Results go to eval.jsonl and the terminal; `outputs` are other fields."""
     if rank.env.is_main:
         outputs |= {"file": run_dir(rank.config) / "eval.jsonl", "say": print}
-    evaluation = Evaluation(measures, every=rank.config.eval.every, last_step=rank.config.train.steps, **outputs)
+    evaluation = Evaluation(
+        measures, every=rank.config.eval.every, last_step=rank.config.train.steps, **outputs
+    )
     evaluation.forget(start)
     return evaluation
 
@@ -319,7 +380,12 @@ def _changes_by_head(rank: Rank, head: Head) -> dict[str, dict[str, Any]]:
         return {}
     name = FAMILIES[rank.shape.family].architecture.removesuffix("ForCausalLM") + head.architecture
     pad, text = pad_token(rank.tokenizer)
-    config = {"architectures": [name], "num_labels": head.outputs, "id2label": None, "label2id": None}
+    config = {
+        "architectures": [name],
+        "num_labels": head.outputs,
+        "id2label": None,
+        "label2id": None,
+    }
     if isinstance(head, RewardHead):
         config["megarl_reward_head"] = {"kind": head.kind, "aggregate": head.aggregate}
     has_file = text is not None and (rank.model_folder / "tokenizer_config.json").is_file()

@@ -34,11 +34,17 @@ def check_layouts_of(
     config = changed(config, "run", name=f"{config.run.name}-check")
 
     def under(text: str, world: int) -> Config:
-        values = changed(config, "launch", processes=world).model_dump() | {"parallel": asdict(parse_layout(text))}
+        values = changed(config, "launch", processes=world).model_dump() | {
+            "parallel": asdict(parse_layout(text))
+        }
         return Config.model_validate(values)
 
     candidates = list(layouts) or list(USUAL)
-    fits, world = [], config.launch.processes or lcm(*(smallest_world(parse_layout(text), 1) for text in candidates))
+    fits, world = (
+        [],
+        config.launch.processes
+        or lcm(*(smallest_world(parse_layout(text), 1) for text in candidates)),
+    )
     for text in candidates:
         try:
             job = preflight(under(text, world), env, command="check")
@@ -56,7 +62,9 @@ def check_layouts_of(
     if code != DONE:
         return code
     rows = json.loads((folder / "check.json").read_text())
-    print(f"{world} ranks, one update, {config.train.dtype}; each layout compared with {rows[0]['layout']}")
+    print(
+        f"{world} ranks, one update, {config.train.dtype}; each layout compared with {rows[0]['layout']}"
+    )
     for row in rows:
         print(
             f"{row['layout']:<14} loss {row['loss']:<12.7g} gradient norm {row['grad_norm']:<12.7g} "

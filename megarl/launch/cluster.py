@@ -72,7 +72,9 @@ class Cluster:
         while not self.placement.wait(1):  # whole seconds: Ray takes no others
             deadline = deadline or time.monotonic() + ROOM_S
             if time.monotonic() > deadline:
-                raise NodeGone(f"a node is gone; {self.resources()} left; add nodes and run the same command to resume")
+                raise NodeGone(
+                    f"a node is gone; {self.resources()} left; add nodes and run the same command to resume"
+                )
 
 
 @contextmanager
@@ -91,7 +93,9 @@ def open_cluster(config: Config, fleet: Fleet, *, gpus: int, room_s: float) -> I
         has_gpus = gpus > 0 if not address else ray.cluster_resources().get("GPU", 0) > 0
         bundle = {"CPU": 1} | ({"GPU": 1} if has_gpus else {})
         engine = bundle | ({"GPU": fleet.ranks_per_replica} if has_gpus else {})
-        placement = ray.util.placement_group([bundle] * fleet.trainers + [engine] * fleet.replicas, strategy="PACK")
+        placement = ray.util.placement_group(
+            [bundle] * fleet.trainers + [engine] * fleet.replicas, strategy="PACK"
+        )
         stack.callback(ray.util.remove_placement_group, placement)
         cluster = Cluster(placement, store or _listen(stack), not address, has_gpus)
         if not placement.wait(room_s):
@@ -109,7 +113,10 @@ def _private_folder() -> Iterator[Path]:
         with suppress(OSError), _locked(old):  # not of a process that lives, or of somebody else
             if time.time() - old.stat().st_mtime > 10:
                 shutil.rmtree(old)
-    with tempfile.TemporaryDirectory(prefix=FOLDER, ignore_cleanup_errors=True) as folder, _locked(Path(folder)):
+    with (
+        tempfile.TemporaryDirectory(prefix=FOLDER, ignore_cleanup_errors=True) as folder,
+        _locked(Path(folder)),
+    ):
         yield Path(folder)
 
 
@@ -134,7 +141,9 @@ def _connect(address: str) -> Any:
     try:
         ray.init(address=address, **QUIET)
     except (ConnectionError, RuntimeError) as error:
-        raise ValueError(f"RAY_ADDRESS={address} cannot be joined ({' '.join(str(error).split())[:300]})") from None
+        raise ValueError(
+            f"RAY_ADDRESS={address} cannot be joined ({' '.join(str(error).split())[:300]})"
+        ) from None
     return ray
 
 
@@ -187,8 +196,14 @@ def _patched(has_dashboard: bool) -> Iterator[None]:
 
     def start_raylet_with_ports(*values: Any, **options: Any) -> Any:
         with ExitStack() as stack:
-            free = [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in agents]
-        return start_raylet(*values, **{**options, **dict(zip([f"{name}_port" for name in agents], free, strict=True))})
+            free = [
+                stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+                for _ in agents
+            ]
+        return start_raylet(
+            *values,
+            **{**options, **dict(zip([f"{name}_port" for name in agents], free, strict=True))},
+        )
 
     patches: list[tuple[Any, str, Any]] = [
         (ray_constants, "ENABLE_RAY_CLUSTER", False),
@@ -196,7 +211,9 @@ def _patched(has_dashboard: bool) -> Iterator[None]:
         (services, "start_raylet", start_raylet_with_ports),
     ]
     if not has_dashboard:
-        patches.append((utils, "get_dashboard_dependency_error", lambda: ImportError("there is no dashboard")))
+        patches.append(
+            (utils, "get_dashboard_dependency_error", lambda: ImportError("there is no dashboard"))
+        )
     with ExitStack() as stack:
         for module, name, value in patches:
             stack.enter_context(patch.object(module, name, value))
@@ -211,6 +228,8 @@ def _listen(stack: ExitStack) -> str:
     host = ray.util.get_node_ip_address()
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
-    store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    store = TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
     stack.callback(lambda: store)  # alive until the end
     return f"{host}:{port}"

@@ -42,7 +42,15 @@ from megarl.rollout.async_engine import SyncGroup
 from megarl.rollout.overlap import BetweenRequests, Overlap
 from megarl.stages.rl import train
 from megarl.telemetry.ledger import Ledger
-from megarl.types import CheckFailed, ObjectiveState, PublishReport, ScoredBatch, StepReport, TokenScores, TrainBatch
+from megarl.types import (
+    CheckFailed,
+    ObjectiveState,
+    PublishReport,
+    ScoredBatch,
+    StepReport,
+    TokenScores,
+    TrainBatch,
+)
 from megarl.weights.fleet import Fleet
 from megarl.weights.transports.collective import end_barrier
 
@@ -117,7 +125,9 @@ class RemoteWeights:
         replicas = self.engines.replicas
         if not all(replica.is_joined for replica in replicas):
             self.group, self.barriers = f"sync-{token_hex(4)}", 0
-            group = SyncGroup(self.store, self.group, self.config.model_dump_json(), self.ranks_per_node)
+            group = SyncGroup(
+                self.store, self.group, self.config.model_dump_json(), self.ranks_per_node
+            )
             self._on_all("join", asdict(group))
             self.barriers = 1
         for replica in replicas:
@@ -144,7 +154,9 @@ class RemoteWeights:
 
         def look(timeout_s: float | None = 0.0) -> None:
             nonlocal lost
-            for ref in ray.wait(list(waiting), num_returns=1, timeout=timeout_s)[0] if waiting else ():
+            for ref in (
+                ray.wait(list(waiting), num_returns=1, timeout=timeout_s)[0] if waiting else ()
+            ):
                 replica = waiting.pop(ref)
                 try:
                     replies.extend(replica.value(ref) or [])
@@ -158,7 +170,9 @@ class RemoteWeights:
             refusal = error
         except RankLost as error:
             self._end_barrier("a rank of the trainer")
-            deadline = time.monotonic() + GRACE_S * (not error.is_gone)  # for what it may be a consequence of
+            deadline = time.monotonic() + GRACE_S * (
+                not error.is_gone
+            )  # for what it may be a consequence of
             while waiting and not lost and time.monotonic() < deadline:
                 look(POLL_S)
             if lost is None or error.is_gone:
@@ -174,7 +188,13 @@ class RemoteWeights:
     def _end_barrier(self, absent: str) -> None:
         """For those that wait for one that is lost: at the beginning of a sync, or to find out who is left of it."""
         for number in (self.barriers, self.barriers + 1):
-            end_barrier(self.store, self.group, number, absent, timedelta(seconds=self.config.launch.timeout_s))
+            end_barrier(
+                self.store,
+                self.group,
+                number,
+                absent,
+                timedelta(seconds=self.config.launch.timeout_s),
+            )
 
 
 def train_split(config: Config, cluster: Cluster, fleet: Fleet, phase: CurrentPhase) -> None:
@@ -182,7 +202,9 @@ def train_split(config: Config, cluster: Cluster, fleet: Fleet, phase: CurrentPh
     rank = Rank.of(config, Env(), torch.device("cpu"), phase, fleet.trainer_layout(0))
     watch, logs = Watch(config.launch.timeout_s), run_dir(config) / "logs"
     place = Place(cluster, watch, fleet.trainers, fleet.ranks_per_replica, logs)
-    engines = Engines(config, rank.model_folder, stop_token_ids(rank.tokenizer, config.rollout.stop), place)
+    engines = Engines(
+        config, rank.model_folder, stop_token_ids(rank.tokenizer, config.rollout.stop), place
+    )
     engines.is_stopping = lambda: phase.is_stopping
     engines.start()
     with ExitStack() as stack:
@@ -191,7 +213,9 @@ def train_split(config: Config, cluster: Cluster, fleet: Fleet, phase: CurrentPh
         while True:
             ranks = None
             try:
-                ranks = TrainerRanks.start(config, Place(cluster, watch, 0, 1, logs), fleet.trainers, cluster.store)
+                ranks = TrainerRanks.start(
+                    config, Place(cluster, watch, 0, 1, logs), fleet.trainers, cluster.store
+                )
                 _train(rank, ranks, engines, cluster, fleet)
                 return
             except RankLost as lost:
@@ -204,9 +228,14 @@ def train_split(config: Config, cluster: Cluster, fleet: Fleet, phase: CurrentPh
             engines.leave_ranks()
 
 
-def _train(rank: Rank, ranks: TrainerRanks, engines: Engines, cluster: Cluster, fleet: Fleet) -> None:
+def _train(
+    rank: Rank, ranks: TrainerRanks, engines: Engines, cluster: Cluster, fleet: Fleet
+) -> None:
     """Runs the loop from the start or from a checkpoint."""
-    config, ledger = rank.config, Ledger(make_prompts(rank))  # `rank` is of no world: what the controller needs of one
+    config, ledger = (
+        rank.config,
+        Ledger(make_prompts(rank)),
+    )  # `rank` is of no world: what the controller needs of one
     start, state, cursor = ranks.call("restore")
     if start:
         ledger.restore(cursor)
@@ -214,14 +243,19 @@ def _train(rank: Rank, ranks: TrainerRanks, engines: Engines, cluster: Cluster, 
     ranks.meanwhile = engines.glance
     with rank_telemetry(rank, start, world_size=fleet.world) as telemetry:
         phases = TimedPhases(telemetry.span, telemetry.add, rank.device, (), None, rank.phase)
-        scorer = make_scorer(config.rewards, decode=rank.tokenizer.decode, answer=config.task.answer)
+        scorer = make_scorer(
+            config.rewards, decode=rank.tokenizer.decode, answer=config.task.answer
+        )
         overlap = Overlap(engines, scorer, phases.part, engines.is_stopping)
         ahead = {"max_staleness": config.rollout.max_staleness, "last_step": config.train.steps}
         checks = make_checks(rank, partial(ranks.call, "measure"), engines.replicas)
         per_node = fleet.world if cluster.is_local else fleet.ranks_per_node
         weights = RemoteWeights(config, ranks, engines, checks, cluster.store, per_node)
         engines.recover = weights.republish
-        between, trainer = BetweenRequests(weights, overlap.drain, weights.announce), RemoteTrainer(ranks, ledger)
+        between, trainer = (
+            BetweenRequests(weights, overlap.drain, weights.announce),
+            RemoteTrainer(ranks, ledger),
+        )
         run = make_run(
             rank,
             overlap,

@@ -20,13 +20,25 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import yaml
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from megarl.checkpoint.conversion_map import ConversionMap, Source, StoredTensors
 from megarl.checkpoint.convert import Conversion
 from megarl.checkpoint.hf_files import HfTarget
 from megarl.checkpoint.hf_folder import HfFolder, hf_source
-from megarl.checkpoint.torch_dist import MegatronFolder, MegatronTarget, is_checkpoint, stored_tensors
+from megarl.checkpoint.torch_dist import (
+    MegatronFolder,
+    MegatronTarget,
+    is_checkpoint,
+    stored_tensors,
+)
 from megarl.layout import Layout, Parallel, stage_layers
 from megarl.models.hub import model_folder
 from megarl.models.registry import hf_shapes, megatron_table, padded_vocab, read_model
@@ -55,7 +67,9 @@ def run_convert(
     ValueError if the input is wrong, CheckFailed if the disk fails or a file reads back differently."""
     began = time.perf_counter()
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
-        mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: returned when freed; by default, each thread caches up to 32 MiB
+        mallopt(
+            -3, 1 << 20
+        )  # M_MMAP_THRESHOLD: returned when freed; by default, each thread caches up to 32 MiB
     origin = _origin(source, config)
     shape = read_model(origin)
     _check_sizes(shape, sizes, to)
@@ -67,16 +81,26 @@ def run_convert(
         storage = HfFolder(origin).storage() if quantise else PLAIN
         made = HfTarget(conversion_map, opened, file_bytes=file_bytes, storage=storage)
     else:
-        options = {"file_of": _file_of(shape, sizes), "file_bytes": file_bytes, "tensor_parallel": sizes.tensor}
+        options = {
+            "file_of": _file_of(shape, sizes),
+            "file_bytes": file_bytes,
+            "tensor_parallel": sizes.tensor,
+        }
         made = MegatronTarget(conversion_map, opened, **options)
-    weights = [f for f in source.iterdir() if f.suffix in (".safetensors", ".distcp") or f.name == ".metadata"]
+    weights = [
+        f
+        for f in source.iterdir()
+        if f.suffix in (".safetensors", ".distcp") or f.name == ".metadata"
+    ]
     stats = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weights)
     identity = repr((source.resolve(), stats, to, sizes, file_bytes, quantise))
     with _bar(sum(file.nbytes for file in made.files), interactive=interactive) as progress:
         done = Conversion(opened, source, made, origin, identity, progress).run(target)
     resumed = f", {done.resumed / 1e9:.2f} GB of it from an interrupted run" if done.resumed else ""
     absent = shape.mtp_layers and conversion_map.hf_shapes.keys() == hf_shapes(shape).keys()
-    without = "; without multi-token prediction layers, which config.json lists but the source lacks"
+    without = (
+        "; without multi-token prediction layers, which config.json lists but the source lacks"
+    )
     size = f"{done.tensors} tensors in {done.files} files, {done.nbytes / 1e9:.2f} GB"
     return (
         f"{target}: {size}{resumed}, in {time.perf_counter() - began:.1f} s; verified: every tensor read back matches "
@@ -87,7 +111,9 @@ def run_convert(
 def _origin(source: Path, config: Path | None) -> Path:
     """Returns the folder of config.json and the tokenizer: `config`, the source, or a training run's initial model."""
     if not source.is_dir():
-        raise FileNotFoundError(f"{source} is not a directory; pass a Hugging Face model or a Megatron checkpoint")
+        raise FileNotFoundError(
+            f"{source} is not a directory; pass a Hugging Face model or a Megatron checkpoint"
+        )
     if config is not None or (source / "config.json").is_file():
         return config or source
     run = source.parent.parent / "config.yaml"  # runs/<name>/checkpoints/step_<n>
@@ -97,22 +123,30 @@ def _origin(source: Path, config: Path | None) -> Path:
             folder = model_folder(model["path"], model.get("revision"))
             if (folder / "config.json").is_file():
                 return folder
-    raise ValueError(f"{source} has no config.json; pass the folder of its Hugging Face model with --config DIR")
+    raise ValueError(
+        f"{source} has no config.json; pass the folder of its Hugging Face model with --config DIR"
+    )
 
 
 def _check_sizes(shape: ModelShape, sizes: Parallel, to: Format) -> None:
     if to == "hf":
         if sizes != Parallel():
-            raise ValueError(f"--to hf writes whole tensors, so {sizes} does not apply; remove --tp, --pp and --ep")
+            raise ValueError(
+                f"--to hf writes whole tensors, so {sizes} does not apply; remove --tp, --pp and --ep"
+            )
         return
     if shape.kv_heads % sizes.tensor:
         raise ValueError(
             f"num_key_value_heads={shape.kv_heads} is not divisible by --tp {sizes.tensor}; choose another"
         )
     if sizes.pipeline > shape.layers:
-        raise ValueError(f"--pp {sizes.pipeline} exceeds the model's {shape.layers} layers; lower it")
+        raise ValueError(
+            f"--pp {sizes.pipeline} exceeds the model's {shape.layers} layers; lower it"
+        )
     if shape.experts % sizes.expert if shape.experts else sizes.expert > 1:
-        raise ValueError(f"--ep {sizes.expert} does not divide the model's {shape.experts} experts; choose another")
+        raise ValueError(
+            f"--ep {sizes.expert} does not divide the model's {shape.experts} experts; choose another"
+        )
 
 
 def _open(source: Path, shape: ModelShape) -> tuple[ConversionMap, Source]:
@@ -124,8 +158,12 @@ def _open(source: Path, shape: ModelShape) -> tuple[ConversionMap, Source]:
         return conversion_map, Source(conversion_map, conversion_map.stored.slices, checkpoint)
     folder = HfFolder(source)
     predicted = hf_shapes(shape, mtp=True).keys() - hf_shapes(shape).keys()
-    conversion_map = _conversion_map(shape, folder.tensors, mtp=not predicted.isdisjoint(folder.tensors))
-    folder.check(conversion_map.hf_shapes, ignored={"lm_head.weight"} if shape.tied else ())  # the embedding
+    conversion_map = _conversion_map(
+        shape, folder.tensors, mtp=not predicted.isdisjoint(folder.tensors)
+    )
+    folder.check(
+        conversion_map.hf_shapes, ignored={"lm_head.weight"} if shape.tied else ()
+    )  # the embedding
     return conversion_map, hf_source(conversion_map, folder)
 
 
@@ -134,7 +172,10 @@ def _conversion_map(shape: ModelShape, names: Collection[str], *, mtp: bool) -> 
     parameter in Megatron's module, and are stored under their HF names."""
     sizes, rows = hf_shapes(shape, mtp=mtp), padded_vocab(shape.vocab, 1)
     boxes = slices_of(
-        megatron_table(shape, spec="local", padded_vocab=rows), shape, Layout.of(Parallel(), 1, 0), mtp=mtp
+        megatron_table(shape, spec="local", padded_vocab=rows),
+        shape,
+        Layout.of(Parallel(), 1, 0),
+        mtp=mtp,
     )
     repeated = {box.name for box in boxes if ".layers." in box.name and ".layers." not in box.param}
     stored = _stored_tensors(shape, mtp=mtp)
@@ -156,7 +197,9 @@ def _stored_tensors(shape: ModelShape, *, mtp: bool) -> StoredTensors:
     try:
         alone = Layout.of(Parallel(), 1, 0)
         init_parallel(alone)
-        settings = transformer_config(shape, alone, dtype=torch.bfloat16, dispatcher="alltoall", use_te=False)
+        settings = transformer_config(
+            shape, alone, dtype=torch.bfloat16, dispatcher="alltoall", use_te=False
+        )
         settings.mtp_num_layers = shape.mtp_layers if mtp else None
         with torch.device("meta"):
             (model,) = build_model(shape, alone, settings, use_te=False)
@@ -171,7 +214,9 @@ def _file_of(shape: ModelShape, sizes: Parallel) -> Callable[[str], tuple[int, i
     stage_of: dict[int, int] = {}
     for stage in range(sizes.pipeline):
         layout = Layout.of(Parallel(pipeline=sizes.pipeline), sizes.pipeline, stage)
-        stage_of |= {layer: stage for layers in stage_layers(shape.layers, layout) for layer in layers}
+        stage_of |= {
+            layer: stage for layers in stage_layers(shape.layers, layout) for layer in layers
+        }
 
     def file_of(param: str) -> tuple[int, int | None]:
         layer = re.match(r"decoder\.layers\.(\d+)\.", param)
@@ -185,7 +230,12 @@ def _file_of(shape: ModelShape, sizes: Parallel) -> Callable[[str], tuple[int, i
 
 @contextmanager
 def _bar(total: int, *, interactive: bool) -> Iterator[Any]:
-    columns = (TextColumn("{task.description:<7}"), BarColumn(30), DownloadColumn(), TransferSpeedColumn())
+    columns = (
+        TextColumn("{task.description:<7}"),
+        BarColumn(30),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
     with Progress(*columns, TimeRemainingColumn(), disable=not interactive) as bar:
         tasks = {name: bar.add_task(name, total=total) for name in ("write", "verify")}
         yield lambda task, nbytes: bar.advance(tasks[task], nbytes)

@@ -38,7 +38,11 @@ def resolve_model(config: Config, env: Env) -> Config:
         patterns = (*SMALL, *CODE) if section.get("trust_remote_code") else SMALL
         fetch = partial(download, name, patterns=patterns, where=where)
         commit = _commit(env, where.removeprefix(POLICY), revision, commits, fetch)
-        section.update({key: name, "revision": commit} if section is values["model"] else {key: f"{name}@{commit}"})
+        section.update(
+            {key: name, "revision": commit}
+            if section is values["model"]
+            else {key: f"{name}@{commit}"}
+        )
     return Config.model_validate(values)
 
 
@@ -46,15 +50,29 @@ def download_weights(config: Config, env: Env, command: str) -> None:
     """Downloads the *.safetensors of resolved hub ids. Raises ValueError."""
     for where, name, revision, _, key in _hub_models(config.model_dump()):
         if command == "train" or key == "path":  # other commands need neither critic nor teacher
-            _in_turn(env, where.removeprefix(POLICY), revision, partial(download, name, patterns=WEIGHTS, where=where))
+            _in_turn(
+                env,
+                where.removeprefix(POLICY),
+                revision,
+                partial(download, name, patterns=WEIGHTS, where=where),
+            )
 
 
-def _hub_models(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str | None, dict[str, Any], str]]:
+def _hub_models(
+    values: Mapping[str, Any],
+) -> Iterator[tuple[str, str, str | None, dict[str, Any], str]]:
     """Yields of each model that is a hub id: its setting, for errors; id; revision; section of the config, and key."""
     policy, rewards = values.get("model") or {}, values.get("rewards") or ()
     models = [] if policy.get("create") else [(POLICY, policy, "path")]
-    models += [(f"{name}.model=", values.get(name) or {}, "model") for name in ("critic", "teacher", "reference")]
-    models += [("rewards: name=model: path=", x.get("options") or {}, "path") for x in rewards if x["name"] == "model"]
+    models += [
+        (f"{name}.model=", values.get(name) or {}, "model")
+        for name in ("critic", "teacher", "reference")
+    ]
+    models += [
+        ("rewards: name=model: path=", x.get("options") or {}, "path")
+        for x in rewards
+        if x["name"] == "model"
+    ]
     for prefix, section, key in models:
         name, revision = split_revision(section.get(key) or "")
         if is_hub_id(name):
@@ -74,14 +92,28 @@ def resolve_datasets(config: Config, env: Env) -> Config:
 
         return {**options, "revision": _commit(env, name, options.get("revision"), commits, fetch)}
 
-    parts = [part.model_copy(update={"options": pinned(part.name, part.options)}) for part in task.mixture]
-    sets = [part.model_copy(update={"options": pinned(part.task, part.options)}) for part in evaluated.sets]
-    task = task.model_copy(update={"options": pinned(task.name, task.options), "mixture": tuple(parts)})
-    return config.model_copy(update={"task": task, "eval": evaluated.model_copy(update={"sets": tuple(sets)})})
+    parts = [
+        part.model_copy(update={"options": pinned(part.name, part.options)})
+        for part in task.mixture
+    ]
+    sets = [
+        part.model_copy(update={"options": pinned(part.task, part.options)})
+        for part in evaluated.sets
+    ]
+    task = task.model_copy(
+        update={"options": pinned(task.name, task.options), "mixture": tuple(parts)}
+    )
+    return config.model_copy(
+        update={"task": task, "eval": evaluated.model_copy(update={"sets": tuple(sets)})}
+    )
 
 
 def _commit(
-    env: Env, name: str, revision: str | None, commits: Mapping[str, str], fetch: Callable[[str | None], Path]
+    env: Env,
+    name: str,
+    revision: str | None,
+    commits: Mapping[str, str],
+    fetch: Callable[[str | None], Path],
 ) -> str:
     """Downloads `revision`, else what the run to be resumed began with, else main; returns and prints the commit."""
     commit = _in_turn(env, name, revision or commits.get(name), fetch).name
@@ -101,14 +133,23 @@ def _commits_to_resume(config: Config) -> dict[str, str]:
 def _recorded(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     task = values.get("task") or {}
     sets: Sequence[Mapping[str, Any]] = (values.get("eval") or {}).get("sets") or ()
-    yield from ((where.removeprefix(POLICY), commit) for where, _, commit, *_ in _hub_models(values) if commit)
+    yield from (
+        (where.removeprefix(POLICY), commit)
+        for where, _, commit, *_ in _hub_models(values)
+        if commit
+    )
     for part in (task, *(task.get("mixture") or ()), *sets):
-        name, revision = part.get("task") or part.get("name"), (part.get("options") or {}).get("revision")
+        name, revision = (
+            part.get("task") or part.get("name"),
+            (part.get("options") or {}).get("revision"),
+        )
         if name and revision:
             yield name, revision
 
 
-def _in_turn(env: Env, name: str, revision: str | None, fetch: Callable[[str | None], Path]) -> Path:
+def _in_turn(
+    env: Env, name: str, revision: str | None, fetch: Callable[[str | None], Path]
+) -> Path:
     """Calls `fetch` in one process of this node at a time: the first records the commit, in a file that goes with the
     job's shared memory; the others find its files."""
     if env.local_world_size == 1:

@@ -22,7 +22,16 @@ from torch import Tensor
 
 from megarl.config.schema import Config
 from megarl.launch.exit_codes import DEFECT, REFUSED, USER, Failure
-from megarl.launch.ray_actors import KILLED, POLL_S, EngineActor, Place, RankLost, end_family, rank_lost, value_of
+from megarl.launch.ray_actors import (
+    KILLED,
+    POLL_S,
+    EngineActor,
+    Place,
+    RankLost,
+    end_family,
+    rank_lost,
+    value_of,
+)
 from megarl.rollout.exchange import deal, unpack
 from megarl.types import CheckFailed, Request, Sample, Terminated
 
@@ -99,7 +108,9 @@ class Engines:
 
     def _start(self, number: int) -> Replica:
         actor = self.place.start(EngineActor, number)
-        return Replica(number, actor, actor.start.remote(self.config, self.folder, self.stop_token_ids))
+        return Replica(
+            number, actor, actor.start.remote(self.config, self.folder, self.stop_token_ids)
+        )
 
     def wait_started(self) -> None:
         """Raises EngineLost if one cannot start, NodeGone if its node is."""
@@ -124,7 +135,9 @@ class Engines:
                 raise CheckFailed("no engine has verified weights; publish them first")
             self.orphans += requests  # all engines are lost
         for replica, share in zip(ready, deal(requests, len(ready)) if ready else (), strict=True):
-            replica.requests |= {(request.prompt.prompt_id, request.index): request for request in share}
+            replica.requests |= {
+                (request.prompt.prompt_id, request.index): request for request in share
+            }
             try:
                 if share:
                     replica.call("submit", share)
@@ -184,7 +197,11 @@ class Engines:
 
     def running(self) -> int:
         """roles.AsyncSampler."""
-        return len(self._early) + len(self.orphans) + sum(len(replica.requests) for replica in self.replicas)
+        return (
+            len(self._early)
+            + len(self.orphans)
+            + sum(len(replica.requests) for replica in self.replicas)
+        )
 
     # replicas that are lost
 
@@ -195,7 +212,11 @@ class Engines:
         if self.restarts > limit:
             self.place.cluster.expect_nodes()  # what a whole node takes along may be more
             raise CheckFailed(f"{failure.message}; launch.max_restarts={limit} are used up")
-        print(f"megarl: {failure.message}; restart {self.restarts} of {limit}", file=sys.stderr, flush=True)
+        print(
+            f"megarl: {failure.message}; restart {self.restarts} of {limit}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def lose(self, lost: EngineLost) -> None:
         """Ends what is left of a replica and starts it again; its requests are for `adopt`."""

@@ -49,7 +49,9 @@ class Failure:
     message: str  # one line
     phase: str = ""  # in which the failure happened
     traceback: str = ""  # the last lines; recorded for bugs only
-    time_s: float = field(default_factory=time.time)  # since the epoch; the earliest failure is the cause
+    time_s: float = field(
+        default_factory=time.time
+    )  # since the epoch; the earliest failure is the cause
 
     def __post_init__(self) -> None:
         for name in ("message", "traceback"):
@@ -71,9 +73,15 @@ def classify(error: BaseException) -> int:
 def failure_of(error: BaseException, rank: int, *, phase: str, run_dir: Path) -> Failure:
     if (code := classify(error)) == DEFECT and (full := full_disk(error, run_dir)):
         return Failure(rank, REFUSED, full, phase)
-    text = SAVED if code == TERMINATED else " ".join(str(error).split())[:MESSAGE_CHARS] or type(error).__name__
+    text = (
+        SAVED
+        if code == TERMINATED
+        else " ".join(str(error).split())[:MESSAGE_CHARS] or type(error).__name__
+    )
     message = text if code != DEFECT else f"{type(error).__name__}: {text}"
-    last_lines = "".join(traceback.format_exception(error)[-4:])[-TRACEBACK_CHARS:] if code == DEFECT else ""
+    last_lines = (
+        "".join(traceback.format_exception(error)[-4:])[-TRACEBACK_CHARS:] if code == DEFECT else ""
+    )
     return Failure(rank, code, message, phase, last_lines)
 
 
@@ -102,4 +110,6 @@ def write_exit(run_dir: Path, code: int, failure: Failure | None = None, **facts
         run_dir.mkdir(parents=True, exist_ok=True)
         write_atomic(run_dir / "exit.json", json.dumps(values))
     except OSError as error:
-        print(f"megarl: {run_dir / 'exit.json'} was not written ({error.strerror})", file=sys.stderr)
+        print(
+            f"megarl: {run_dir / 'exit.json'} was not written ({error.strerror})", file=sys.stderr
+        )

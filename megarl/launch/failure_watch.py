@@ -34,12 +34,16 @@ class FailureWatch:
     """Ends this process with the code of a failure that is broadcast, after `on_failure(failure)`. It has a connection
     of its own to the job's store: that of the process group blocks during collectives."""
 
-    def __init__(self, env: Env, phase: CurrentPhase, timeout_s: float, on_failure: Call, say: Call) -> None:
+    def __init__(
+        self, env: Env, phase: CurrentPhase, timeout_s: float, on_failure: Call, say: Call
+    ) -> None:
         self._sampler, self._on_failure, self._rank = Sampler(phase), on_failure, env.rank
         address, timeout = (env.master_addr, env.master_port), timedelta(seconds=CONNECT_S)
         # without torchrun's agent, rank 0 serves the store, here and then for the process group
         serves = env.is_main and get_env("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        self._store = TCPStore(*address, is_master=serves, wait_for_workers=False, timeout=timeout, multi_tenant=True)
+        self._store = TCPStore(
+            *address, is_master=serves, wait_for_workers=False, timeout=timeout, multi_tenant=True
+        )
         self._heartbeats = Heartbeats(self._read, timeout_s, every_s=BEAT_S, say=say)
         self._observed = {0: range(env.world_size), env.world_size - 1: range(1)}.get(env.rank, ())
         threading.Thread(target=self._poll, daemon=True).start()
@@ -58,7 +62,9 @@ class FailureWatch:
                     self._on_failure(failure)
                     os._exit(failure.code)
                 if beats % (BEAT_S // POLL_S) == 0:
-                    with suppress(Exception):  # of the sample: the beats, by which a rank lives, go on
+                    with suppress(
+                        Exception
+                    ):  # of the sample: the beats, by which a rank lives, go on
                         state = json.dumps(self._sampler.sample())
                     self._store.set(f"{BEAT}/{self._rank}", f"{beats} {state}")
                 if late := self._heartbeats.check(dict.fromkeys(self._observed, 0)):
@@ -70,5 +76,7 @@ class FailureWatch:
 
     def _read(self, rank: int) -> tuple[int, str]:
         key = f"{BEAT}/{rank}"
-        beats, _, text = (self._store.get(key).decode() if self._store.check([key]) else "0").partition(" ")
+        beats, _, text = (
+            self._store.get(key).decode() if self._store.check([key]) else "0"
+        ).partition(" ")
         return int(beats), text

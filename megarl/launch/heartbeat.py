@@ -66,7 +66,9 @@ class Slots:
 
     def start_beating(self, rank: int, phase: CurrentPhase) -> None:
         os.set_inheritable(self.fd, False)
-        threading.Thread(target=self._beat, args=(rank, Sampler(phase)), name="heartbeat", daemon=True).start()
+        threading.Thread(
+            target=self._beat, args=(rank, Sampler(phase)), name="heartbeat", daemon=True
+        ).start()
 
     def _beat(self, rank: int, sampler: Sampler) -> None:
         beats, start = 0, rank * SLOT_BYTES
@@ -105,10 +107,16 @@ class Heartbeats:
     read: Callable[[int], tuple[int, str]]  # rank -> (beats, the newest State, as JSON)
     timeout_s: float  # launch.timeout_s
     every_s: float = BEAT_S  # between two checks
-    say: Callable[[str], object] = lambda text: print(f"megarl: {text}", file=sys.stderr, flush=True)
+    say: Callable[[str], object] = lambda text: print(
+        f"megarl: {text}", file=sys.stderr, flush=True
+    )
     states: dict[int, State] = field(default_factory=dict)  # the newest of each rank
-    suspect: Failure | None = None  # the rank that is late now: what its peers report is a consequence
-    _silences: dict[int, tuple[int, float]] = field(default_factory=dict)  # rank -> (beats, seconds since then)
+    suspect: Failure | None = (
+        None  # the rank that is late now: what its peers report is a consequence
+    )
+    _silences: dict[int, tuple[int, float]] = field(
+        default_factory=dict
+    )  # rank -> (beats, seconds since then)
     _reported: set[tuple[int, str]] = field(default_factory=set)  # (rank, how it is late)
     _checked: float = field(default_factory=time.monotonic)
 
@@ -125,32 +133,61 @@ class Heartbeats:
             self._silences[rank] = beats, seconds * (beats == last)
             with suppress(ValueError, TypeError):  # none yet, or it is being written
                 self.states[rank] = State(*json.loads(text))
-        silent = [rank for rank in pids if self._silences[rank][1] >= min(STOPPED_S, self.timeout_s / 2)]
-        stalled, waiting = find_late({rank: self.states[rank] for rank in pids if rank in self.states})
-        found = [late for rank in silent or stalled if (late := self._late(rank, pids[rank], waiting))]
-        for rank, how in self._reported - {(late.rank, how) for late, how, _ in found} - {(r, SLOW) for r in pids}:
+        silent = [
+            rank for rank in pids if self._silences[rank][1] >= min(STOPPED_S, self.timeout_s / 2)
+        ]
+        stalled, waiting = find_late(
+            {rank: self.states[rank] for rank in pids if rank in self.states}
+        )
+        found = [
+            late for rank in silent or stalled if (late := self._late(rank, pids[rank], waiting))
+        ]
+        for rank, how in (
+            self._reported
+            - {(late.rank, how) for late, how, _ in found}
+            - {(r, SLOW) for r in pids}
+        ):
             self._reported.remove((rank, how))
             self.say(f"rank {rank} goes on")
         self.suspect = found[0][0] if found else None
         return next((late for late, _, is_overdue in found if is_overdue), None)
 
-    def _late(self, rank: int, pid: int, waiting: Sequence[int]) -> tuple[Failure, str, bool] | None:
+    def _late(
+        self, rank: int, pid: int, waiting: Sequence[int]
+    ) -> tuple[Failure, str, bool] | None:
         """Reports how a rank is late, once; returns it as a failure, how, and whether the run must end."""
         state, (_, seconds) = self.states.get(rank), self._silences[rank]
         pid, limit_s = pid or (state.pid if state and state.host == HOST else 0), math.inf
         waits = max((self.states[peer].seconds for peer in waiting), default=0.0)
         if seconds >= min(STOPPED_S, self.timeout_s / 2):
-            how, remedy, limit_s = "shows no sign of life", "a call, disk or node that hangs", SILENT * self.timeout_s
+            how, remedy, limit_s = (
+                "shows no sign of life",
+                "a call, disk or node that hangs",
+                SILENT * self.timeout_s,
+            )
             if pid and is_stopped(pid):
-                how, remedy = "is stopped, by a signal or a debugger", f"`kill -CONT {pid}` continues it"
+                how, remedy = (
+                    "is stopped, by a signal or a debugger",
+                    f"`kill -CONT {pid}` continues it",
+                )
                 limit_s = self.timeout_s / 2
-            elif seconds < min(SILENT_S, limit_s) or not (pid or state):  # under torchrun it has not begun
+            elif seconds < min(SILENT_S, limit_s) or not (
+                pid or state
+            ):  # under torchrun it has not begun
                 return None
         elif state is None or state.is_waiting:
-            how, remedy, seconds = "waits where most ranks do not", "it left out or added a collective", waits
+            how, remedy, seconds = (
+                "waits where most ranks do not",
+                "it left out or added a collective",
+                waits,
+            )
         elif state.is_stuck and not state.is_limited:
             how, remedy = "neither moves nor computes", "the stack shows where it hangs"
-            seconds, limit_s = (min(waits, state.seconds), self.timeout_s / 2) if waiting else (state.seconds, limit_s)
+            seconds, limit_s = (
+                (min(waits, state.seconds), self.timeout_s / 2)
+                if waiting
+                else (state.seconds, limit_s)
+            )
         else:
             how, remedy, seconds = SLOW, "wait, or look at the stack", max(waits, state.seconds)
         where = f" on {state.host}" * (state.host != HOST) if state else ""
@@ -160,13 +197,25 @@ class Heartbeats:
         if (rank, how) not in self._reported:
             self._reported.add((rank, how))
             self.say(text)
-        return Failure(rank, REFUSED, text, state.phase if state else "start-up"), how, seconds >= limit_s
+        return (
+            Failure(rank, REFUSED, text, state.phase if state else "start-up"),
+            how,
+            seconds >= limit_s,
+        )
 
     def _victims(self, late: int) -> str:
         """What another rank waits in; a stopped rank's own state is that of its last beat."""
-        waits = [(state.seconds, rank) for rank, state in self.states.items() if state.is_waiting and rank != late]
+        waits = [
+            (state.seconds, rank)
+            for rank, state in self.states.items()
+            if state.is_waiting and rank != late
+        ]
         seconds, rank = max(waits, default=(0.0, 0))
-        return f"; waiting: {len(waits)}, rank {rank} for {seconds:.0f} s ({self.states[rank]})" if waits else ""
+        return (
+            f"; waiting: {len(waits)}, rank {rank} for {seconds:.0f} s ({self.states[rank]})"
+            if waits
+            else ""
+        )
 
 
 def is_stopped(pid: int) -> bool:

@@ -56,13 +56,17 @@ class Measured:
 
     logprobs_K: Tensor  # with the engine's weights, if it quantises them
     floor: Quantiles
-    of_policy: Quantiles  # the floor of log-probs of the trained weights, which the engine may quantise
+    of_policy: (
+        Quantiles  # the floor of log-probs of the trained weights, which the engine may quantise
+    )
 
 
 def rounding_of(trainer: Trainer, *, is_fp8: bool = False) -> float:
     """Returns the relative rounding error of a sublayer's output. `is_fp8`: the engine's weights are FP8, and on a GPU
     also the activations that they are multiplied with."""
-    dtype = "fp8" if trainer.fp8 or (is_fp8 and trainer.device.type == "cuda") else trainer.train.dtype
+    dtype = (
+        "fp8" if trainer.fp8 or (is_fp8 and trainer.device.type == "cuda") else trainer.train.dtype
+    )
     return FORMAT_EPS["tf32" if dtype == "fp32" and trainer.device.type == "cuda" else dtype]
 
 
@@ -73,7 +77,9 @@ def sampled_rows(batch: Batch, count: int | None = None, *, first: int | None = 
     return take_rows(batch, sorted(rows, key=lambda row: row != first)[:count])
 
 
-def measure_logprobs(trainer: Trainer, batch: TokenBatch, quantizer: Fp8Quantizer | None = None) -> Measured:
+def measure_logprobs(
+    trainer: Trainer, batch: TokenBatch, quantizer: Fp8Quantizer | None = None
+) -> Measured:
     """A collective of the trainer's ranks: one forward pass, and up to DRAWS more with rounding errors; with a
     quantizer, under the weights that the engine has, after one more under those that are trained."""
     eps = rounding_of(trainer, is_fp8=quantizer is not None)
@@ -93,7 +99,9 @@ def measure_logprobs(trainer: Trainer, batch: TokenBatch, quantizer: Fp8Quantize
 
 def through_fp8(trainer: Trainer, quantizer: Fp8Quantizer | None) -> AbstractContextManager[None]:
     """Within it, the trainer's weights are those of an engine that quantises them."""
-    return nullcontext() if quantizer is None else quantizer.through_fp8(trainer.parameters_by_name())
+    return (
+        nullcontext() if quantizer is None else quantizer.through_fp8(trainer.parameters_by_name())
+    )
 
 
 @dataclass
@@ -102,17 +110,23 @@ class ParityChecks:
 
     transport: Transport
     measure: Callable[[TokenBatch], Measured]  # the trainer's side
-    engines: Sequence[ScoringEngine] = ()  # this rank's; split: all replicas, or none where only the gate is
+    engines: Sequence[
+        ScoringEngine
+    ] = ()  # this rank's; split: all replicas, or none where only the gate is
     prompts: Sequence[Sequence[int]] = ()  # of the probe, as token ids; the same on every rank
     max_tokens: int = PROBE_TOKENS
-    max_diff: float | None = None  # bound on any token's difference, in nats; None: what rounding explains
+    max_diff: float | None = (
+        None  # bound on any token's difference, in nats; None: what rounding explains
+    )
     always: bool = False
     is_moe: bool = False
     replays: bool = False  # the trainer, the routes of rank 0's engine
     find: Callable[..., str | None] | None = None  # debug.parity_cause.CauseSearch.find
     floor: Quantiles | None = None  # of the policy's tokens, as last measured
     floor_age: int = REMEASURED_EVERY  # batches since, or many
-    version: Callable[[], int | None] = lambda: None  # of the weights last published; None: all tokens have it
+    version: Callable[[], int | None] = lambda: (
+        None
+    )  # of the weights last published; None: all tokens have it
 
     def check(self) -> None:
         """publish.Probe."""
@@ -145,7 +159,10 @@ class ParityChecks:
             all_scores = [engine.score(rows) for engine in self.engines]
         measured = self.measure(batch)
         of_rank = (measured.floor, measured.of_policy, measured.logprobs_K)
-        (floor, self.floor, logprobs_K), found = self.transport.gather(of_rank)[0], list[Quantiles]()
+        (floor, self.floor, logprobs_K), found = (
+            self.transport.gather(of_rank)[0],
+            list[Quantiles](),
+        )
         for scores in all_scores:
             scores_K = torch.cat([score[-self.max_tokens :] for score in scores])
             found += self.transport.gather(Quantiles.of(logprobs_K - scores_K))
@@ -176,7 +193,11 @@ class ParityChecks:
         is_doubtful = excess.statistic > excess.limit / 2 and self.floor_age > REMEASURED_EVERY
         if self.max_diff is None and (is_doubtful or not excess.is_explained):
             excess = self.excess(found, self._remeasured(batch), prompts=prompts)
-        if excess.is_explained if self.max_diff is None else max(parity.max, parity.mean) <= self.max_diff:
+        if (
+            excess.is_explained
+            if self.max_diff is None
+            else max(parity.max, parity.mean) <= self.max_diff
+        ):
             return parity.metrics() | {
                 "logprob_diff/statistic": excess.statistic,
                 "logprob_diff/limit": excess.limit,
@@ -198,7 +219,9 @@ class ParityChecks:
         return f"cause: {self.find(few, self.measure(few).floor, few.rollout_logprobs) or guess}"
 
     def _bound(self, excess: Excess) -> str:
-        return str(excess) if self.max_diff is None else f"checks.max_logprob_diff={self.max_diff:g}"
+        return (
+            str(excess) if self.max_diff is None else f"checks.max_logprob_diff={self.max_diff:g}"
+        )
 
     def _remeasured(self, batch: ScoredBatch) -> Quantiles:
         self.floor, self.floor_age = self.measure(batch).of_policy, 0
@@ -211,7 +234,9 @@ def make_checks(
     """Checks whose probe continues training prompts; `options`: other fields."""
     config = rank.config
     added = max(1, min(PROBE_TOKENS, config.rollout.max_tokens - 1))
-    longest = engines[0].max_model_len - 1 - added  # the engine scores one token less than it has room for
+    longest = (
+        engines[0].max_model_len - 1 - added
+    )  # the engine scores one token less than it has room for
     count = MOE_PROBE_PROMPTS if rank.shape.is_moe else PROBE_PROMPTS
     return ParityChecks(
         rank.transport,

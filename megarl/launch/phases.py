@@ -93,6 +93,8 @@ class TimedPhases:
 
     def _settle(self) -> None:
         """Adds the peak since the last call to all open phases, before a phase or a change of what sleeps."""
-        peak = peak_gb(self.device) - (self.engine.bytes_asleep / 1e9 if self.engine is not None else 0.0)
+        peak = peak_gb(self.device) - (
+            self.engine.bytes_asleep / 1e9 if self.engine is not None else 0.0
+        )
         self._peaks[:] = [max(peak, other) for other in self._peaks]  # in this order, a NaN remains
         reset_peak(self.device)

@@ -36,7 +36,9 @@ def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
     check = partial(check_feedback, steps=config.reward_model.process) if learns_feedback else None
     notes = tuple(check_tasks(config.task, config.eval, held_out=is_evaluated, check=check))
     if config.stage in ENGINE_STAGES or command in ENGINE_COMMANDS:
-        notes += tuple(check_problems(make_rewards(config.rewards), partial(load_sources, config.task)))
+        notes += tuple(
+            check_problems(make_rewards(config.rewards), partial(load_sources, config.task))
+        )
     _check_text(config, folder)
     if command == "train" and env.is_main:
         check_trackers(config.telemetry)
@@ -48,7 +50,9 @@ def _check_text(config: Config, folder: Path | None) -> None:
     task, stop = config.task, config.rollout.stop
     firsts = [source.problem(0) for source in load_sources(task)] if config.stage == "sft" else []
     has_examples = any(not isinstance(p.question, str) or "completion" in p.extra for p in firsts)
-    if not (has_examples or task.template == "chat" or task.system_prompt or task.template_args or stop):
+    if not (
+        has_examples or task.template == "chat" or task.system_prompt or task.template_args or stop
+    ):
         return
     if folder is not None:
         tokenizer = load_tokenizer(folder, trust_remote_code=config.model.trust_remote_code)
@@ -56,7 +60,10 @@ def _check_text(config: Config, folder: Path | None) -> None:
         from megarl.launch.random_model import random_tokenizer
 
         tokenizer = random_tokenizer(config.model.create or Create())
-    encode, example = prompt_encoder(tokenizer, task), example_encoder(tokenizer, task, config.sft.roles)
+    encode, example = (
+        prompt_encoder(tokenizer, task),
+        example_encoder(tokenizer, task, config.sft.roles),
+    )
     for problem in firsts or [source.problem(0) for source in load_sources(task)]:
         if config.stage != "sft" or example(problem) is None:
             encode(problem.question)
@@ -69,10 +76,18 @@ def describe(config: Config, job: Job) -> str:
     moe = f", {shape.experts} experts ({shape.experts_per_token} per token)" if shape.is_moe else ""
     per_update = job.rows // train.updates_per_step
     epochs = f" in each of {train.epochs_per_batch} epochs" if train.epochs_per_batch > 1 else ""
-    samples = f" x {config.rollout.samples_per_prompt} samples" if config.stage in ENGINE_STAGES else ""
+    samples = (
+        f" x {config.rollout.samples_per_prompt} samples" if config.stage in ENGINE_STAGES else ""
+    )
     device = f"{job.gpus} GPUs per node" if job.gpus else "CPU"
-    engine = f"; vLLM: {job.replicas} replicas of tp{config.rollout.tensor}" if config.stage in ENGINE_STAGES else ""
-    where = "trainer ranks in a Ray cluster" if config.launch.topology == "split" else f"on {device}"
+    engine = (
+        f"; vLLM: {job.replicas} replicas of tp{config.rollout.tensor}"
+        if config.stage in ENGINE_STAGES
+        else ""
+    )
+    where = (
+        "trainer ranks in a Ray cluster" if config.launch.topology == "split" else f"on {device}"
+    )
     lines = [
         resolved_yaml(config).rstrip(),
         "",

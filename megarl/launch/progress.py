@@ -25,7 +25,9 @@ from megarl.launch.exit_codes import CurrentPhase
 
 STALL_S = 30.0  # in one place, until a rank counts as waiting or stuck
 BUSY_CPU = 0.05  # of a core: who uses more is computing
-WAITS = re.compile(r"/(torch|vllm)/distributed/|/(p2p_communication|param_and_grad_buffer|transports/collective)\.py$")
+WAITS = re.compile(
+    r"/(torch|vllm)/distributed/|/(p2p_communication|param_and_grad_buffer|transports/collective)\.py$"
+)
 WRAPPERS, SHOWN_FRAMES = ("/torch/_ops.py", "/torch/utils/_contextlib.py", "/c10d_logger.py"), 4
 HOST = socket.gethostname()
 
@@ -38,14 +40,18 @@ class State(NamedTuple):
     phase: str
     operation: str  # an engine step, or empty
     is_waiting: bool  # for other ranks
-    is_limited: bool  # elsewhere: a reward waits for other programs, start-up for disks and compilers
+    is_limited: (
+        bool  # elsewhere: a reward waits for other programs, start-up for disks and compilers
+    )
     seconds: float  # since anything of it changed
     cpu_s: float  # used meanwhile, by all threads
     stack: str  # innermost frames
 
     @property
     def is_stuck(self) -> bool:
-        return not self.is_waiting and self.seconds >= STALL_S and self.cpu_s < self.seconds * BUSY_CPU
+        return (
+            not self.is_waiting and self.seconds >= STALL_S and self.cpu_s < self.seconds * BUSY_CPU
+        )
 
     def __str__(self) -> str:
         return f"{self.phase}{self.operation and ', '}{self.operation}, at {self.stack}"
@@ -59,12 +65,17 @@ class Sampler:
 
     def sample(self) -> State:
         main = sys._current_frames().get(threading.main_thread().ident or 0)
-        frames = [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_stack(main)]
+        frames = [
+            (f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_stack(main)
+        ]
         frames = [frame for frame in frames if not frame[0].endswith(WRAPPERS)]
         phase, steps = self._phase.name, self._phase.engine_steps
         if (place := (frames, phase, steps)) != self._place:
             self._place, self._began, self._cpu = place, time.monotonic(), time.process_time()
-        shown = [f"{name} ({'/'.join(Path(file).parts[-2:])}:{line})" for file, line, name in frames[:SHOWN_FRAMES]]
+        shown = [
+            f"{name} ({'/'.join(Path(file).parts[-2:])}:{line})"
+            for file, line, name in frames[:SHOWN_FRAMES]
+        ]
         return State(
             os.getpid(),
             HOST,
@@ -84,8 +95,14 @@ def find_late(states: Mapping[int, State]) -> tuple[list[int], list[int]]:
     Stuck ranks are late. If none is stuck but some wait, the ranks that do not wait are late, though only slow. If all
     wait, those are late that wait in another phase or operation than most: they left out or added a collective.
     """
-    waiting = [rank for rank, state in states.items() if state.is_waiting and state.seconds >= STALL_S]
-    if stuck := [rank for rank, state in states.items() if state.is_stuck and (waiting or not state.is_limited)]:
+    waiting = [
+        rank for rank, state in states.items() if state.is_waiting and state.seconds >= STALL_S
+    ]
+    if stuck := [
+        rank
+        for rank, state in states.items()
+        if state.is_stuck and (waiting or not state.is_limited)
+    ]:
         return stuck, waiting
     if len(waiting) < len(states):
         return [rank for rank, state in states.items() if waiting and not state.is_waiting], waiting

@@ -45,7 +45,9 @@ def create_model(create: Create, root: Path) -> Path:
     if folder.is_dir():
         return folder
     root.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=root, ignore_cleanup_errors=True) as name:
+    with tempfile.TemporaryDirectory(
+        prefix=f".{folder.name}.", dir=root, ignore_cleanup_errors=True
+    ) as name:
         staging, values = Path(name), hf_config(create)
         _write_settings(staging, create, values)
         _write_weights(staging / "model.safetensors", values, create.seed)
@@ -103,12 +105,19 @@ def _write_tokenizer(folder: Path, create: Create) -> None:
 
     tokens = characters(create)
     # byte-level BPE represents control characters and the space as U+0100 + byte
-    vocab = {chr(256 + ord(t)) if len(t) == 1 and ord(t) <= 32 else t: index for index, t in enumerate(tokens)}
+    vocab = {
+        chr(256 + ord(t)) if len(t) == 1 and ord(t) <= 32 else t: index
+        for index, t in enumerate(tokens)
+    }
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token=tokens[UNK]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[misc]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[misc]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-    tokenizer.add_tokens([AddedToken(phrase, special=False, normalized=False) for phrase in create.phrases])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL]
+    )
+    tokenizer.add_tokens(
+        [AddedToken(phrase, special=False, normalized=False) for phrase in create.phrases]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_json(
         folder / "tokenizer_config.json",

@@ -21,7 +21,10 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from megarl.config.schema import Config
 from megarl.launch.cluster import Cluster
@@ -54,7 +57,11 @@ class _Actor:
 
     def place(self) -> tuple[str, list[int], int]:
         """Returns the node, this actor's GPUs there, and its process id."""
-        return ray.get_runtime_context().get_node_id(), [int(gpu) for gpu in ray.get_gpu_ids()], os.getpid()
+        return (
+            ray.get_runtime_context().get_node_id(),
+            [int(gpu) for gpu in ray.get_gpu_ids()],
+            os.getpid(),
+        )
 
     def _failed(self, error: BaseException) -> dict[str, Any]:
         phase = getattr(getattr(self._made, "phase", None), "name", "")
@@ -87,12 +94,16 @@ class RankActor(_Actor):
 
 @ray.remote
 class EngineActor(_Actor):
-    async def start(self, config: Config, folder: Path, stop_token_ids: Sequence[int]) -> dict[str, Any]:
+    async def start(
+        self, config: Config, folder: Path, stop_token_ids: Sequence[int]
+    ) -> dict[str, Any]:
         """Returns what its end needs, processes and segments of shared memory, and the longest row."""
         try:
             from megarl.rollout.async_engine import AsyncEngine
 
-            made = self._made = await AsyncEngine.start(config, folder, stop_token_ids, self._number)
+            made = self._made = await AsyncEngine.start(
+                config, folder, stop_token_ids, self._number
+            )
             pids, segments = [*made.children.pids, os.getpid()], sorted(made.children.segments)
             return {"value": (pids, segments, made.max_model_len)}
         except BaseException as error:  # noqa: BLE001 (every failure becomes a record)
@@ -137,11 +148,21 @@ class Place:
         cluster = self.cluster
         strategy = PlacementGroupSchedulingStrategy(cluster.placement, self.first_bundle + number)
         gpus = self.gpus * cluster.has_gpus
-        options = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": strategy}
+        options = {
+            "num_cpus": 1,
+            "num_gpus": gpus,
+            "max_restarts": 0,
+            "scheduling_strategy": strategy,
+        }
         name, calls = ("engine", {"max_concurrency": 1000}) if kind is EngineActor else ("rank", {})
-        environment = {"OMP_NUM_THREADS": get_env("OMP_NUM_THREADS") or 1, "TOKENIZERS_PARALLELISM": "false"}
+        environment = {
+            "OMP_NUM_THREADS": get_env("OMP_NUM_THREADS") or 1,
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         environment |= LOOPBACK if cluster.is_local else {}  # set before anything heavy is imported
-        return kind.options(**options, **calls).remote(number, str(self.logs / f"{name}_{number}.log"), environment)
+        return kind.options(**options, **calls).remote(
+            number, str(self.logs / f"{name}_{number}.log"), environment
+        )
 
 
 @dataclass
@@ -154,7 +175,10 @@ class TrainerRanks:
     @classmethod
     def start(cls, config: Config, place: Place, world: int, store: str) -> TrainerRanks:
         """They meet in `store`. Ranks are numbered node by node. Raises NodeGone if a node is."""
-        ranks, name = cls([place.start(RankActor, number) for number in range(world)]), f"trainer-{token_hex(4)}"
+        ranks, name = (
+            cls([place.start(RankActor, number) for number in range(world)]),
+            f"trainer-{token_hex(4)}",
+        )
         with ExitStack() as stack:
             stack.callback(ranks.end)
             try:
@@ -162,7 +186,10 @@ class TrainerRanks:
             except RayError as error:
                 raise rank_lost(error, "a rank") from None
             nodes = list(dict.fromkeys(node for node, *_ in places))
-            order = sorted(range(world), key=lambda number: (nodes.index(places[number][0]), places[number][1], number))
+            order = sorted(
+                range(world),
+                key=lambda number: (nodes.index(places[number][0]), places[number][1], number),
+            )
             ranks.actors, starts = [ranks.actors[number] for number in order], list[Any]()
             for rank, number in enumerate(order):
                 place.watch.add(f"rank {rank}", places[number][0], places[number][2])
@@ -187,7 +214,11 @@ class TrainerRanks:
         from megarl.rollout.exchange import unpack_batch
         from megarl.types import CheckFailed
 
-        ranks, pending, failures = {ref: rank for rank, ref in enumerate(refs)}, list(refs), list[Failure]()
+        ranks, pending, failures = (
+            {ref: rank for rank, ref in enumerate(refs)},
+            list(refs),
+            list[Failure](),
+        )
         value, deadline, gone = None, None, None
         while pending and (deadline is None or time.monotonic() < deadline):
             done, pending = ray.wait(pending, num_returns=1, timeout=POLL_S)
@@ -199,7 +230,9 @@ class TrainerRanks:
                 except RankLost as lost:
                     failures.append(lost.failure)
                     gone = gone or (lost if lost.is_gone else None)
-                    deadline = 0.0 if gone else deadline or time.monotonic() + GRACE_S  # that one is the cause
+                    deadline = (
+                        0.0 if gone else deadline or time.monotonic() + GRACE_S
+                    )  # that one is the cause
         if (first := first_failure(failures)) is None:
             return unpack_batch(value)
         if [failure.code for failure in failures] == [REFUSED] * len(refs):

@@ -37,7 +37,10 @@ class RewardModel:
         self.trainer.memory.offload_all()
 
     def score(
-        self, engine: Engine, span: Callable[[str], AbstractContextManager[Any]], samples: Sequence[Sample]
+        self,
+        engine: Engine,
+        span: Callable[[str], AbstractContextManager[Any]],
+        samples: Sequence[Sample],
     ) -> list[Sample]:
         """Exchange.score; the engine sleeps meanwhile."""
         with span("reward_model"):
@@ -53,7 +56,9 @@ class RewardModel:
 def make_reward_model(rank: Rank, policy: Trainer) -> RewardModel | None:
     """None if the run has no reward `model`. Raises ValueError for a folder that is no such model."""
     config = rank.config
-    if (reward := next((reward for reward in config.rewards if reward.name == "model"), None)) is None:
+    if (
+        reward := next((reward for reward in config.rewards if reward.name == "model"), None)
+    ) is None:
         return None
     options, updates = parse_options(ModelOptions, reward), config.iterative.reward_model
     folder = rank.model_folder if options.path is None else model_folder(options.path)
@@ -65,14 +70,23 @@ def make_reward_model(rank: Rank, policy: Trainer) -> RewardModel | None:
             f"rewards: name='model': {folder} scores steps, but iterative_grpo trains on rankings of whole responses; "
             "set iterative.reward_model.train=false, or use a model of responses"
         )
-    train: dict[str, Any] = {"offload": OFFLOAD_ALL, "lr": updates.lr, "min_lr": 0.0, "schedule": "constant"}
+    train: dict[str, Any] = {
+        "offload": OFFLOAD_ALL,
+        "lr": updates.lr,
+        "min_lr": 0.0,
+        "schedule": "constant",
+    }
     train |= {"warmup_steps": 0, "updates_per_step": 1, "epochs_per_batch": 1}
     trainer = make_trainer(rank, head=head, folder=folder, beside=policy, **train)
     trainer.memory.offload_all()
-    return RewardModel(trainer, head, model_reward(trainer, head, reward.weight, options.splitter, rank.tokenizer))
+    return RewardModel(
+        trainer, head, model_reward(trainer, head, reward.weight, options.splitter, rank.tokenizer)
+    )
 
 
-def model_reward(trainer: Trainer, head: RewardHead, weight: float, splitter: Any, tokenizer: Tokenizer) -> ModelReward:
+def model_reward(
+    trainer: Trainer, head: RewardHead, weight: float, splitter: Any, tokenizer: Tokenizer
+) -> ModelReward:
     def score(batch: TokenBatch) -> Tensor:
         outputs = trainer.forward(batch)
         assert outputs.values_T is not None

@@ -41,7 +41,9 @@ def make_run_dir(config: Config) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ValueError(f"cannot write to {folder} ({error.strerror}); set run.dir to a writable folder") from None
+        raise ValueError(
+            f"cannot write to {folder} ({error.strerror}); set run.dir to a writable folder"
+        ) from None
 
 
 def resumed_run(config: Config) -> Path | None:
@@ -60,7 +62,9 @@ def check_resumed(config: Config) -> None:
     try:
         old = load_config(file)
     except ValueError as error:
-        raise ValueError(f"cannot compare with the run to be resumed: {error}; pass --resume-changed") from None
+        raise ValueError(
+            f"cannot compare with the run to be resumed: {error}; pass --resume-changed"
+        ) from None
     changes = {
         key: values
         for key, values in _changes(old, config).items()
@@ -96,7 +100,9 @@ def prepare_run_dir(config: Config, command: str) -> Path:
 
 
 def _newest(run: Path) -> Path | None:
-    files = [file for file in run.glob("config_*.yaml") if file.stem.removeprefix("config_").isdecimal()]
+    files = [
+        file for file in run.glob("config_*.yaml") if file.stem.removeprefix("config_").isdecimal()
+    ]
     first = run / "config.yaml"
     return max(files, key=_number, default=first if first.is_file() else None)
 
@@ -110,7 +116,8 @@ def _changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     before, after = (dict(flat(config.model_dump(mode="json"))) for config in (old, new))
     old_model, new_model = (Path(config.model.path or "") for config in (old, new))
     if old_model.resolve() == new_model.resolve() or (
-        old_model.parent.name == new_model.parent.name == ".models" and old_model.name == new_model.name
+        old_model.parent.name == new_model.parent.name == ".models"
+        and old_model.name == new_model.name
     ):  # of model.create, named by its values
         before["model.path"] = after["model.path"]
     else:
@@ -126,4 +133,6 @@ def _model_values(folder: Path) -> dict[str, Any]:
 
 
 def _text(changes: Mapping[str, tuple[Any, Any]]) -> str:
-    return ", ".join(f"{key} {json.dumps(old)} -> {json.dumps(new)}" for key, (old, new) in changes.items())
+    return ", ".join(
+        f"{key} {json.dumps(old)} -> {json.dumps(new)}" for key, (old, new) in changes.items()
+    )

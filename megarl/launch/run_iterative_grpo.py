@@ -41,11 +41,16 @@ class Iterations:
         self.replay = Replay(options.replay, options.history, rank.config.run.seed)
 
     def beside(self, learner: Learner, reward_model: RewardModel | None) -> Further:
-        self.learner, self.policy = learner, learner.actor if isinstance(learner, ActorCritic) else learner
+        self.learner, self.policy = (
+            learner,
+            learner.actor if isinstance(learner, ActorCritic) else learner,
+        )
         self.reward_model = reward_model if self.settings.reward_model.train else None
         reference = None
         if self.settings.reset_reference and self.policy.reference is not None:
-            reference = partial(self.policy.reference.in_place_of, self.policy.trainer.parameters_by_name().values())
+            reference = partial(
+                self.policy.reference.in_place_of, self.policy.trainer.parameters_by_name().values()
+            )
         if self.reward_model is None:
             return Further(reference=reference)
         models = {REWARD_MODEL: self.reward_model.trainer}
@@ -66,7 +71,9 @@ class Iterations:
             return None
         config, options, rollouts = self.rank.config, self.settings.reward_model, run.rollouts
         assert isinstance(rollouts, Rollouts) and isinstance(rollouts.generate, Exchange)
-        labels = options.labels or tuple(reward for reward in config.rewards if reward.name != "model")
+        labels = options.labels or tuple(
+            reward for reward in config.rewards if reward.name != "model"
+        )
         scorer = make_scorer(labels, decode=self.rank.tokenizer.decode, answer=config.task.answer)
         ranked = replace(rollouts.generate, rewards=scorer, score=list)
         return RewardModelTraining(

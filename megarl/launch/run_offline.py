@@ -56,17 +56,26 @@ def run_dpo(rank: Rank) -> None:
     reference = reference_of(trainer)  # before a checkpoint is restored
     with _offline_run(rank, trainer, prompts) as run:
         learner = DpoLearner(trainer, reference, rank.config.dpo, prompts.kept, run.telemetry.span)
-        _train(rank, run, partial(preference_batch, rank.tokenizer), learner.update, learner.accuracy)
+        _train(
+            rank, run, partial(preference_batch, rank.tokenizer), learner.update, learner.accuracy
+        )
 
 
 def run_reward_model(rank: Rank) -> None:
     options = rank.config.reward_model
-    head = RewardHead(kind="process" if options.process else options.head, aggregate=options.aggregate)
+    head = RewardHead(
+        kind="process" if options.process else options.head, aggregate=options.aggregate
+    )
     trainer, prompts = make_trainer(rank, head=head), make_prompts(rank)
     if options.process:
-        model, examples = Steps(trainer), partial(step_batch, rank.tokenizer, separator=options.separator)
+        model, examples = (
+            Steps(trainer),
+            partial(step_batch, rank.tokenizer, separator=options.separator),
+        )
     else:
-        model = Rankings(trainer, head, centre=options.centre, by_prompt=options.average == "prompts")
+        model = Rankings(
+            trainer, head, centre=options.centre, by_prompt=options.average == "prompts"
+        )
         examples = partial(preference_batch, rank.tokenizer)
     with _offline_run(rank, trainer, prompts) as run:
         _train(rank, run, examples, model.update, partial(held_out_accuracy, model))
@@ -81,7 +90,10 @@ def run_check(rank: Rank) -> None:
         batch = supervised_batch(rank.tokenizer, prompts)
     else:
         batch = prompt_rows(prompts, num_tokens=RANDOM_TOKENS, vocab=rank.shape.vocab)
-    layouts, build = json.loads((run_dir(config) / "layouts.json").read_text()), partial(make_trainer, rank)
+    layouts, build = (
+        json.loads((run_dir(config) / "layouts.json").read_text()),
+        partial(make_trainer, rank),
+    )
     results = check_layouts(layouts, batch, build, world=env.world_size, rank=env.rank)
     if env.is_main:
         fp8 = config.precision.fp8
@@ -100,7 +112,9 @@ def _offline_run(rank: Rank, trainer: Trainer, prompts: PromptStream) -> Iterato
         telemetry.add({"memory/startup/peak_gb": peak_gb(rank.device)})
         yield OfflineRun(
             prompts=prompts,
-            phases=TimedPhases(telemetry.span, telemetry.add, rank.device, [trainer], current=rank.phase),
+            phases=TimedPhases(
+                telemetry.span, telemetry.add, rank.device, [trainer], current=rank.phase
+            ),
             checkpoint=checkpoint,
             telemetry=telemetry,
             state=state,
@@ -121,9 +135,13 @@ def _train(
 ) -> None:
     """Trains, and measures the accuracy on held-out examples every eval.every steps."""
     held_out, evaluated = _held_out(rank, examples), run.telemetry.evaluated
-    evaluation = make_evaluation(rank, [lambda _step: accuracy(held_out())], run.start, evaluated=evaluated)
+    evaluation = make_evaluation(
+        rank, [lambda _step: accuracy(held_out())], run.start, evaluated=evaluated
+    )
     train_offline(run, examples, update, evaluate=evaluation.maybe_run)
 
 
 def _held_out(rank: Rank, examples: Examples) -> Callable[[], Any]:
-    return cache(lambda: examples(make_prompts(rank, "eval").take(rank.config.eval.size, repeat=False)))
+    return cache(
+        lambda: examples(make_prompts(rank, "eval").take(rank.config.eval.size, repeat=False))
+    )

@@ -84,9 +84,13 @@ def run_rl(rank: Rank) -> None:
 def run_best_of_n(rank: Rank) -> None:
     """Trains by SFT on the best sample of each prompt (RAFT)."""
     config = rank.config
-    algorithm = config.algorithm.model_copy(update={"loss": "sft", "correction": "none", "correction_options": {}})
+    algorithm = config.algorithm.model_copy(
+        update={"loss": "sft", "correction": "none", "correction_options": {}}
+    )
     objective = Objective(algorithm, config.rollout.max_tokens)
-    export(rank, train_policy(rank, make_engine, objective, lambda batch: best_and_worst(batch)[::2]))
+    export(
+        rank, train_policy(rank, make_engine, objective, lambda batch: best_and_worst(batch)[::2])
+    )
 
 
 def run_iterative_dpo(rank: Rank) -> None:
@@ -99,7 +103,9 @@ def run_iterative_dpo(rank: Rank) -> None:
 def run_eval(rank: Rank) -> None:
     """Runs `megarl eval` on this rank: held-out problems, sampled greedily and at the rollout temperature."""
     trainer, engine, *_ = _synced(rank)
-    evaluation_of(rank, _exchange(rank, engine, reward_model=make_reward_model(rank, trainer)), 0).run(0)
+    evaluation_of(
+        rank, _exchange(rank, engine, reward_model=make_reward_model(rank, trainer)), 0
+    ).run(0)
 
 
 def run_sync(rank: Rank) -> None:
@@ -109,7 +115,9 @@ def run_sync(rank: Rank) -> None:
     if rank.env.is_main:
         kept, received = report.bytes_kept / 1e6, report.bytes_received / 1e6
         print(f"{report.num_tensors} tensors verified: checksums, places, names and log-probs")
-        print(f"{kept:.1f} MB kept by {rank.env.world_size} ranks, {received:.1f} MB of them received from others")
+        print(
+            f"{kept:.1f} MB kept by {rank.env.world_size} ranks, {received:.1f} MB of them received from others"
+        )
         print(worst, flush=True)
 
 
@@ -123,16 +131,25 @@ def run_parity(rank: Rank) -> None:
     found = Quantiles.of(measured.logprobs_K - batch.rollout_logprobs[batch.mask])
     excess = parity.excess(found, measured.floor, prompts=batch.prompt_id.unique().numel())
     if rank.env.is_main:
-        print(f"{found.count} sampled tokens, {rank.config.train.dtype}; |trainer - engine| in nats")
+        print(
+            f"{found.count} sampled tokens, {rank.config.train.dtype}; |trainer - engine| in nats"
+        )
         print(f"measured   {found}")
         print(f"floor      {measured.floor}")
-        print(f"statistic  {excess.statistic:.3g}, at most {excess.limit:.3g} from rounding", flush=True)
+        print(
+            f"statistic  {excess.statistic:.3g}, at most {excess.limit:.3g} from rounding",
+            flush=True,
+        )
     if batch.routes:
-        own = Quantiles.of((trainer.logprobs(replace(batch, routes=())) - batch.rollout_logprobs)[batch.mask])
+        own = Quantiles.of(
+            (trainer.logprobs(replace(batch, routes=())) - batch.rollout_logprobs)[batch.mask]
+        )
         trainer.logprobs(batch)
         share = trainer.router_replay.metrics()["routing/differs"]
         if rank.env.is_main:
-            print(f"routing    {share:.2%} of (token, layer) pairs differ; the engine's routes are replayed")
+            print(
+                f"routing    {share:.2%} of (token, layer) pairs differ; the engine's routes are replayed"
+            )
             print(f"           without replay {own}", flush=True)
     if not excess.is_explained:
         assert parity.find
@@ -146,7 +163,9 @@ def run_parity(rank: Rank) -> None:
 def parity_batch(rank: Rank, engine: Engine) -> TrainBatch:
     """A few prompts, sampled as in a run and not scored."""
     exchange = replace(_exchange(rank, engine), rewards=make_scorer(()))
-    rollout = replace(make_rollouts(rank, exchange), keep=None).collect(make_prompts(rank), PARITY_PROMPTS, version=0)
+    rollout = replace(make_rollouts(rank, exchange), keep=None).collect(
+        make_prompts(rank), PARITY_PROMPTS, version=0
+    )
     return collate(rollout.groups, temperature=rank.config.rollout.temperature)
 
 
@@ -168,7 +187,9 @@ def train_policy(
     select: SelectRows | None = None,  # the samples of a prompt to train on; None: all of them
     *,
     loop: Callable[[RlRun], None] = train,
-    beside: Callable[[Learner, RewardModel | None], Further] = lambda learner, reward_model: Further(),
+    beside: Callable[[Learner, RewardModel | None], Further] = lambda learner, reward_model: (
+        Further()
+    ),
 ) -> Trainer:
     """Runs the loop from the start or from a checkpoint, which also saves what `beside` returns; returns the policy.
 
@@ -181,7 +202,9 @@ def train_policy(
     learner = make_learner(rank, trainer, objective)  # its reference is the model before any step
     reward_model = make_reward_model(rank, trainer)
     further = beside(learner, reward_model)
-    checkpoint = make_checkpoints(rank, trainer, ledger, objective.initial_state(), learner, further)
+    checkpoint = make_checkpoints(
+        rank, trainer, ledger, objective.initial_state(), learner, further
+    )
     start, state = checkpoint.restore(config.checkpoint.resume)
     for trained in learner.trainers:
         check_weights(rank, trained)
@@ -190,7 +213,9 @@ def train_policy(
     engine.sleep()
     with rank_telemetry(rank, start) as telemetry:
         telemetry.add({"memory/startup/peak_gb": peak_gb(rank.device)})
-        phases = TimedPhases(telemetry.span, telemetry.add, rank.device, learner.trainers, engine, rank.phase)
+        phases = TimedPhases(
+            telemetry.span, telemetry.add, rank.device, learner.trainers, engine, rank.phase
+        )
         exchange = _exchange(rank, engine, phases.part, reward_model)
         parity = parity_checks(rank, trainer, engine)
         weights = publisher(rank, trainer, engine, parity)
@@ -227,7 +252,9 @@ def make_run(
     """`begun`: the steps done and the objective's state; `roles`: the other parts of the run."""
     config, (start, state) = rank.config, begun
     if rank.env.is_main:
-        ledger.open(run_dir(config) / LEDGER, step=start, max_staleness=config.rollout.max_staleness)
+        ledger.open(
+            run_dir(config) / LEDGER, step=start, max_staleness=config.rollout.max_staleness
+        )
     is_masked = config.algorithm.truncated == "mask"
     return RlRun(
         prompts=ledger,
@@ -248,7 +275,10 @@ def _engine_share(rank: Rank) -> Rollout:
     if memory is None:
         return rollout
     used, share = max(rank.transport.gather(memory[1] - memory[0])), rollout.gpu_memory_utilization
-    weights = sum(map(math.prod, hf_shapes(rank.shape).values())) * DTYPES[rank.config.train.dtype].itemsize
+    weights = (
+        sum(map(math.prod, hf_shapes(rank.shape).values()))
+        * DTYPES[rank.config.train.dtype].itemsize
+    )
     if (left := share * memory[1] - used) <= (needed := weights / rollout.tensor):
         raise ValueError(
             f"rollout.gpu_memory_utilization={share:g} of {memory[1] / 1e9:.1f} GB, less {used / 1e9:.1f} that "
@@ -264,7 +294,9 @@ def make_engine(rank: Rank) -> Engine:
         _engine_share(rank),
         rank.env,
         stop_token_ids=stop_token_ids(rank.tokenizer, rank.config.rollout.stop),
-        weights=WeightFormat(hf_shapes(rank.shape), DTYPES[rank.config.train.dtype], fp32_tensors(rank.shape)),
+        weights=WeightFormat(
+            hf_shapes(rank.shape), DTYPES[rank.config.train.dtype], fp32_tensors(rank.shape)
+        ),
         fp8=rollout_format(rank.config, rank.shape),
         trust_remote_code=rank.config.model.trust_remote_code,
         adapters=engine_adapters(rank),
@@ -281,7 +313,9 @@ def _before_engine_step(rank: Rank) -> None:
     if phase.is_stopping and phase.name == "rollout":
         store: Any = dist.distributed_c10d._get_default_store()
         last = str(phase.engine_steps + LAST_STEPS * (size > 1))
-        if phase.engine_steps >= int(store.compare_set(f"megarl/stop/{rank.env.rank // size}", "", last)):
+        if phase.engine_steps >= int(
+            store.compare_set(f"megarl/stop/{rank.env.rank // size}", "", last)
+        ):
             raise Terminated("stopped by SIGTERM")
 
 
@@ -292,7 +326,9 @@ def _exchange(
     model = {} if reward_model is None else {"score": partial(reward_model.score, engine, span)}
     return Exchange(
         engine,
-        make_scorer(rank.config.rewards, decode=rank.tokenizer.decode, answer=rank.config.task.answer),
+        make_scorer(
+            rank.config.rewards, decode=rank.tokenizer.decode, answer=rank.config.task.answer
+        ),
         replica=Axis(env.world_size // size, env.rank // size),
         member=Axis(size, env.rank % size),
         span=span,
@@ -302,7 +338,9 @@ def _exchange(
     )
 
 
-def make_rollouts(rank: Rank, generate: Generate, ledger: Ledger | None = None, **ahead: Any) -> Rollouts:
+def make_rollouts(
+    rank: Rank, generate: Generate, ledger: Ledger | None = None, **ahead: Any
+) -> Rollouts:
     config, algorithm = rank.config, rank.config.algorithm
     keep = partial(has_spread, mask_truncated=algorithm.truncated == "mask")
     return Rollouts(
@@ -333,14 +371,21 @@ def evaluation_of(rank: Rank, generate: Generate, start: int, **outputs: Any) ->
     for part in config.eval.sets:
         temperature = config.rollout.temperature if part.temperature is None else part.temperature
         prompts = problems(part.size, eval_task(config.task, part))
-        sets.append(ProblemSet(f"{part.name}/mean@{part.samples}", prompts, temperature, part.samples))
-    measures = [partial(sampled, generate, config.run.seed, part) for part in (sets if config.eval.size else sets[2:])]
+        sets.append(
+            ProblemSet(f"{part.name}/mean@{part.samples}", prompts, temperature, part.samples)
+        )
+    measures = [
+        partial(sampled, generate, config.run.seed, part)
+        for part in (sets if config.eval.size else sets[2:])
+    ]
     return make_evaluation(rank, measures, start, **outputs)
 
 
 def parity_checks(rank: Rank, trainer: Trainer, engine: Engine) -> ParityChecks:
     quantizer = make_quantizer(rank, trainer)
-    search = CauseSearch(trainer, engine, rank.transport, rounding_of(trainer, is_fp8=quantizer is not None))
+    search = CauseSearch(
+        trainer, engine, rank.transport, rounding_of(trainer, is_fp8=quantizer is not None)
+    )
 
     def find(*args: Any) -> str | None:
         with through_fp8(trainer, quantizer):
@@ -360,14 +405,24 @@ def publisher(rank: Rank, trainer: Trainer, engine: Engine, probe: Probe) -> Pub
     """Returns the publisher from this trainer to the engine."""
     config, shape, env = rank.config, rank.shape, rank.env
     weights = WeightFormat(trainer.hf_shapes(), DTYPES[config.train.dtype], fp32_tensors(shape))
-    fleet = fleet_of(changed(config, "launch", processes=env.world_size), ranks_per_node=env.local_world_size)
+    fleet = fleet_of(
+        changed(config, "launch", processes=env.world_size), ranks_per_node=env.local_world_size
+    )
     make = partial(
-        make_publisher, config, shape, fleet, rank.transport, is_cuda=rank.device.type == "cuda", weights=weights
+        make_publisher,
+        config,
+        shape,
+        fleet,
+        rank.transport,
+        is_cuda=rank.device.type == "cuda",
+        weights=weights,
     )
     receiver: Any = engine.receiver
     if engine_adapters(rank) is not None:
         base = WeightSender(trainer.local_slices(), trainer.parameters_by_name)
-        return adapter_publisher(rank, trainer, make(base, receiver.base), receiver, fleet.ranks_per_node, probe)
+        return adapter_publisher(
+            rank, trainer, make(base, receiver.base), receiver, fleet.ranks_per_node, probe
+        )
     sender = WeightSender(trainer.local_slices(), trainer.merged_parameters)
     if quantizer := make_quantizer(rank, trainer):
         sender = quantizer.sender(trainer.parameters_by_name)

@@ -33,7 +33,9 @@ def run_split(config: Config) -> int:
         except SystemExit:  # Ray's handler of SIGTERM, until ours is set
             failure = Failure(-1, TERMINATED, "stopped by SIGTERM")
         except BaseException as error:  # noqa: BLE001 (every failure becomes a record and an exit code)
-            failure = getattr(error, "failure", None) or failure_of(error, -1, phase=phase.name, run_dir=folder)
+            failure = getattr(error, "failure", None) or failure_of(
+                error, -1, phase=phase.name, run_dir=folder
+            )
         return report_end(folder, failure, started, fleet_of(config).world)
 
 
@@ -47,7 +49,11 @@ def _first_with_room(layouts: Sequence[Config], phase: CurrentPhase) -> Config:
         except NoRoom as error:
             first = first or error
             if number < len(layouts) - 1:
-                print(f"megarl: {error}; goes on in launch.fallback_layouts[{number}]", file=sys.stderr, flush=True)
+                print(
+                    f"megarl: {error}; goes on in launch.fallback_layouts[{number}]",
+                    file=sys.stderr,
+                    flush=True,
+                )
     assert first is not None
     raise first
 
@@ -58,6 +64,8 @@ def _run(config: Config, phase: CurrentPhase, room_s: float) -> None:
         signal.signal(signal.SIGTERM, lambda _number, _frame: setattr(phase, "is_stopping", True))
         if not cluster.has_gpus:
             check_cpu_engine(config, model_shape(config))
-        from megarl.launch.controller import train_split  # its imports take seconds: Ray has started by then
+        from megarl.launch.controller import (
+            train_split,
+        )  # its imports take seconds: Ray has started by then
 
         train_split(config, cluster, fleet, phase)

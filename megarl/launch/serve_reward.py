@@ -47,29 +47,56 @@ class Request(BaseModel):
 
 
 class Listener(HTTPServer):
-    request_queue_size = 128  # connections of a client that wait; 5 by default, and the others would time out
+    request_queue_size = (
+        128  # connections of a client that wait; 5 by default, and the others would time out
+    )
 
 
-def score_rows(reward: ModelReward, tokenizer: Tokenizer, vocab: int, rows: list[Row]) -> list[dict[str, Any]]:
+def score_rows(
+    reward: ModelReward, tokenizer: Tokenizer, vocab: int, rows: list[Row]
+) -> list[dict[str, Any]]:
     """Returns the entries of an answer, in order. Raises ValueError for a row that cannot be scored."""
     samples = []
     for index, row in enumerate(rows):
-        prompt, response = tokenizer.encode_prompt(row.prompt, None), tokenizer.encode_answer(row.response)
-        cut = len(response) - (row.finish != "stop" and response[-1:] in [(end,) for end in tokenizer.eos])
+        prompt, response = (
+            tokenizer.encode_prompt(row.prompt, None),
+            tokenizer.encode_answer(row.response),
+        )
+        cut = len(response) - (
+            row.finish != "stop" and response[-1:] in [(end,) for end in tokenizer.eos]
+        )
         tokens = row.tokens or [*prompt, *response[:cut]]
         if not tokens or max(tokens) >= vocab:
-            raise ValueError(f"samples.{index}: tokens must be one or more of 0..{vocab - 1}, not {str(tokens)[:60]}")
+            raise ValueError(
+                f"samples.{index}: tokens must be one or more of 0..{vocab - 1}, not {str(tokens)[:60]}"
+            )
         start = len(prompt) if row.prompt_length is None else row.prompt_length
         trainable, zeros = torch.arange(len(tokens)) >= start, torch.zeros(len(tokens))
-        samples.append(Sample(0, index, torch.tensor(tokens), trainable, zeros, zeros.int(), row.finish, reward=0.0))
-    entries = [{"error": "NaN"} if scored.reward is None else {"score": scored.reward} for scored in reward(samples)]
+        samples.append(
+            Sample(
+                0,
+                index,
+                torch.tensor(tokens),
+                trainable,
+                zeros,
+                zeros.int(),
+                row.finish,
+                reward=0.0,
+            )
+        )
+    entries = [
+        {"error": "NaN"} if scored.reward is None else {"score": scored.reward}
+        for scored in reward(samples)
+    ]
     return [{"id": row.id, **entry} for row, entry in zip(rows, entries, strict=True)]
 
 
 def serve_reward(folder: Path, *, host: str, port: int, dtype: str) -> None:
     """Serves until it is interrupted. Raises ValueError if the folder has no reward model of whole responses."""
     if (head := load_head(folder)).kind == "process":
-        raise ValueError(f"{folder} scores steps, which a server cannot; use the reward `model` in the run")
+        raise ValueError(
+            f"{folder} scores steps, which a server cannot; use the reward `model` in the run"
+        )
     set_env(**LOOPBACK)
     config = Config.model_validate({"model": {"path": str(folder)}, "train": {"dtype": dtype}})
     with open_rank(config, Env(), CurrentPhase()) as rank:
@@ -84,7 +111,10 @@ def serve_reward(folder: Path, *, host: str, port: int, dtype: str) -> None:
                     if not 0 <= length <= MAX_BYTES:
                         raise ValueError(f"Content-Length={length} is not within 0 and {MAX_BYTES}")
                     rows = Request.model_validate_json(self.rfile.read(length)).samples
-                    status, answer = 200, {"scores": score_rows(reward, rank.tokenizer, rank.shape.vocab, rows)}
+                    status, answer = (
+                        200,
+                        {"scores": score_rows(reward, rank.tokenizer, rank.shape.vocab, rows)},
+                    )
                 except ValueError as error:  # pydantic's has several lines
                     status, answer = 400, {"error": " ".join(str(error).split())[:500]}
                 body = dumps(answer).encode()
@@ -96,7 +126,9 @@ def serve_reward(folder: Path, *, host: str, port: int, dtype: str) -> None:
         try:
             listener = Listener((host, port), Handler)
         except OSError as error:
-            raise ValueError(f"--host={host} --port={port} is refused ({error.strerror}); choose others") from None
+            raise ValueError(
+                f"--host={host} --port={port} is refused ({error.strerror}); choose others"
+            ) from None
         with listener:
             signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit())
             print(f"megarl: {folder} is served at {host}:{listener.server_port}/score", flush=True)

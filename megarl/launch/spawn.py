@@ -70,14 +70,18 @@ def lock_run_dir(folder: Path) -> Iterator[None]:
                 f"{folder / '.lock'} cannot be locked ({error.strerror}); remove it, or set run.dir"
             ) from None
         stack.callback(os.close, file)
-        directory = os.open(folder, os.O_RDONLY)  # locked too, because the file could be removed during the run
+        directory = os.open(
+            folder, os.O_RDONLY
+        )  # locked too, because the file could be removed during the run
         stack.callback(os.close, directory)
         for handle in (file, directory):
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 pid = os.pread(file, 20, 0).decode(errors="replace").strip() or "?"
-                raise ValueError(f"{folder} is in use by another run (pid {pid}); choose another run.name") from None
+                raise ValueError(
+                    f"{folder} is in use by another run (pid {pid}); choose another run.name"
+                ) from None
             except OSError:
                 if handle == file:
                     raise  # NFS locks files only
@@ -107,7 +111,9 @@ class _Ranks:
     timeout_s: float
     slots: Slots = field(default_factory=lambda: Slots(shared_memory("slots")))
     processes: list[subprocess.Popen[Any]] = field(default_factory=list)
-    left_running: list[str] = field(default_factory=list)  # where the ranks were that had not failed
+    left_running: list[str] = field(
+        default_factory=list
+    )  # where the ranks were that had not failed
     is_saving: bool = False  # SIGTERM has been passed on
 
     def start(self, world: int, *, job_id: str, arguments: list[str]) -> None:
@@ -128,7 +134,12 @@ class _Ranks:
             with (self.folder / "logs" / f"rank_{rank}.log").open("wb") as log:
                 out = None if rank == 0 else log
                 # its own session: Ctrl-C reaches only the launcher, and signals to the session reach grandchildren
-                options: dict[str, Any] = {"env": environ, "stdin": subprocess.DEVNULL, "stdout": out, "stderr": log}
+                options: dict[str, Any] = {
+                    "env": environ,
+                    "stdin": subprocess.DEVNULL,
+                    "stdout": out,
+                    "stderr": log,
+                }
                 options["pass_fds"] = (store_fd, self.slots.fd)
                 self.processes.append(subprocess.Popen(args, start_new_session=True, **options))
         os.close(store_fd)
@@ -145,17 +156,31 @@ class _Ranks:
             if late := heartbeats.check(self._running()):
                 return late
             time.sleep(POLL_S)
-        return Failure(-1, exit_codes.TERMINATED if signals == {signal.SIGTERM} else exit_codes.STOPPED, "stopped")
+        return Failure(
+            -1,
+            exit_codes.TERMINATED if signals == {signal.SIGTERM} else exit_codes.STOPPED,
+            "stopped",
+        )
 
     def _running(self) -> dict[int, int]:
         """{rank: process id}"""
-        return {rank: process.pid for rank, process in enumerate(self.processes) if process.poll() is None}
+        return {
+            rank: process.pid
+            for rank, process in enumerate(self.processes)
+            if process.poll() is None
+        }
 
     def _save(self, states: Mapping[int, State]) -> bool:
         """After SIGTERM, makes the ranks save and end; returns whether all have left the start-up."""
-        if not self.is_saving and [s.phase != "start-up" for s in states.values()] == [True] * len(self.processes):
+        if not self.is_saving and [s.phase != "start-up" for s in states.values()] == [True] * len(
+            self.processes
+        ):
             self.is_saving = True
-            print("megarl: SIGTERM: the run ends when it is saved; Ctrl-C ends it at once", file=sys.stderr, flush=True)
+            print(
+                "megarl: SIGTERM: the run ends when it is saved; Ctrl-C ends it at once",
+                file=sys.stderr,
+                flush=True,
+            )
             for process in self.processes:
                 process.send_signal(signal.SIGTERM)
         return self.is_saving
@@ -164,22 +189,40 @@ class _Ranks:
         """Give the other ranks time to fail too, then return the first failure, or the late rank that caused it."""
         statuses = {rank: p.returncode for rank, p in enumerate(self.processes) if p.poll()}
         deadline = time.monotonic() + GRACE_S
-        while time.monotonic() < deadline and not signals and any(p.poll() is None for p in self.processes):
+        while (
+            time.monotonic() < deadline
+            and not signals
+            and any(p.poll() is None for p in self.processes)
+        ):
             heartbeats.check(self._running())
             time.sleep(POLL_S)
         running = self._running()
-        self.left_running = [f"still running: rank {rank} ({heartbeats.states.get(rank, '?')})" for rank in running]
+        self.left_running = [
+            f"still running: rank {rank} ({heartbeats.states.get(rank, '?')})" for rank in running
+        ]
         rank, status = next(iter(statuses.items()))
         if status < 0:  # killed: failures that peers recorded are consequences
-            name = signal.strsignal(-status) if -status not in set(signal.Signals) else signal.Signals(-status).name
-            hint = "; out of memory? use fewer ranks or a smaller model" if name == "SIGKILL" else ""
+            name = (
+                signal.strsignal(-status)
+                if -status not in set(signal.Signals)
+                else signal.Signals(-status).name
+            )
+            hint = (
+                "; out of memory? use fewer ranks or a smaller model" if name == "SIGKILL" else ""
+            )
             return Failure(rank, exit_codes.DEFECT, f"rank {rank} was killed by {name}{hint}")
         records = filter(None, map(self.slots.failure, range(len(self.processes))))
         if failure := exit_codes.first_failure(map(exit_codes.parse_record, records)):
             late = heartbeats.suspect
-            return late if late and failure.code == exit_codes.DEFECT and failure.rank != late.rank else failure
+            return (
+                late
+                if late and failure.code == exit_codes.DEFECT and failure.rank != late.rank
+                else failure
+            )
         code = status if status in (exit_codes.USER, exit_codes.REFUSED) else exit_codes.DEFECT
-        return Failure(rank, code, f"rank {rank} exited with status {status} without recording a failure")
+        return Failure(
+            rank, code, f"rank {rank} exited with status {status} without recording a failure"
+        )
 
     def end(self) -> None:
         """End all ranks and the processes they started; what is worth saving is saved by now."""
@@ -191,14 +234,20 @@ class _Ranks:
 
 
 def report_end(
-    folder: Path, failure: Failure | None, started: float, world: int, left_running: Sequence[str] = ()
+    folder: Path,
+    failure: Failure | None,
+    started: float,
+    world: int,
+    left_running: Sequence[str] = (),
 ) -> int:
     """Prints the failure, if any, and writes exit.json; returns the exit code."""
     code = exit_codes.DONE
     if failure:
         code = failure.code
         print(_message_of(failure, folder, left_running), file=sys.stderr, flush=True)
-    exit_codes.write_exit(folder, code, failure, seconds=round(time.time() - started, 1), world=world)
+    exit_codes.write_exit(
+        folder, code, failure, seconds=round(time.time() - started, 1), world=world
+    )
     return code
 
 
@@ -212,4 +261,6 @@ def _message_of(failure: Failure, folder: Path, left_running: Sequence[str]) -> 
     log = folder / "logs" / f"rank_{failure.rank}.log"
     phase = f" in {failure.phase}" if failure.phase else ""
     message = f"megarl: rank {failure.rank} failed{phase}: {failure.message}"
-    return "\n".join(filter(None, [message, failure.traceback.rstrip(), f"full log: {log}", *left_running]))
+    return "\n".join(
+        filter(None, [message, failure.traceback.rstrip(), f"full log: {log}", *left_running])
+    )

@@ -21,7 +21,15 @@ from megarl.launch.parity import Measured, ParityChecks, measure_logprobs
 from megarl.platform.env import Env
 from megarl.rollout.async_engine import SyncGroup
 from megarl.rollout.publisher import make_publisher
-from megarl.types import ObjectiveState, PublishReport, ScoredBatch, StepReport, TokenBatch, TokenScores, TrainBatch
+from megarl.types import (
+    ObjectiveState,
+    PublishReport,
+    ScoredBatch,
+    StepReport,
+    TokenBatch,
+    TokenScores,
+    TrainBatch,
+)
 from megarl.weights.publish import Publisher, WeightSender
 from megarl.weights.transports.collective import Collective, open_store
 
@@ -46,12 +54,16 @@ class TrainerRank:
         """A collective of the trainer's ranks, which meet at the keys `name` of `store`."""
         self.phase, self._stack = CurrentPhase(), ExitStack()
         meeting = open_store(store, name, timedelta(seconds=config.launch.timeout_s))
-        rank = self.rank = self._stack.enter_context(build.open_rank(config, env, self.phase, meeting))
+        rank = self.rank = self._stack.enter_context(
+            build.open_rank(config, env, self.phase, meeting)
+        )
         self.trainer = build.make_trainer(rank)
         objective, self.prompts = build.make_objective(config), StoredState()
         self.learner = build.make_learner(rank, self.trainer, objective)
         state = objective.initial_state()
-        self.checkpoint = build.make_checkpoints(rank, self.trainer, self.prompts, state, self.learner)
+        self.checkpoint = build.make_checkpoints(
+            rank, self.trainer, self.prompts, state, self.learner
+        )
         self.save, self.finish = self.checkpoint.save, self.checkpoint.finish
         self.export = partial(build.export, rank, self.trainer)
         self.checks = ParityChecks(
@@ -91,7 +103,9 @@ class TrainerRank:
         is_cuda = self.rank.device.type == "cuda"
         config, fleet, self.group = SyncGroup(**group).join(self.rank.env.rank, is_cuda=is_cuda)
         sender = WeightSender(self.trainer.local_slices(), self.trainer.merged_parameters)
-        self.publisher = make_publisher(config, self.rank.shape, fleet, self.group, sender, None, is_cuda=is_cuda)
+        self.publisher = make_publisher(
+            config, self.rank.shape, fleet, self.group, sender, None, is_cuda=is_cuda
+        )
 
     def transfer(self, version: int) -> bool:
         """As Publisher.transfer."""
@@ -109,7 +123,9 @@ class TrainerRank:
         self.publisher.abort()
         return None
 
-    def maybe_save(self, step: int, state: ObjectiveState, prompts: Mapping[str, Any], last: bool) -> None:
+    def maybe_save(
+        self, step: int, state: ObjectiveState, prompts: Mapping[str, Any], last: bool
+    ) -> None:
         self.phase.name = "save"
         self.prompts.restore(prompts)
         self.checkpoint.maybe_save(step, state, last=last)

@@ -100,7 +100,9 @@ class Watch:
     def _look(self) -> None:
         while not self._ended.wait(LOOK_S):
             for node, actor in list(self._nodes.items()):
-                names = {name: pid for name, (where, pid) in list(self._places.items()) if where == node}
+                names = {
+                    name: pid for name, (where, pid) in list(self._places.items()) if where == node
+                }
                 looks = [actor.look.remote(names, time.monotonic()), actor.gone.remote(names)]
                 try:
                     lines, gone = ray.get(looks, timeout=5 * LOOK_S)

@@ -25,7 +25,15 @@ from megarl.config.load import load_config, run_dir
 from megarl.config.names import ENGINE_STAGES
 from megarl.config.schema import Config
 from megarl.config.validate import ENGINE_COMMANDS
-from megarl.launch.exit_codes import DONE, STOPPED, CurrentPhase, Failure, failure_of, to_record, write_exit
+from megarl.launch.exit_codes import (
+    DONE,
+    STOPPED,
+    CurrentPhase,
+    Failure,
+    failure_of,
+    to_record,
+    write_exit,
+)
 from megarl.launch.heartbeat import Slots
 from megarl.launch.run_config import prepare_run_dir
 from megarl.platform.env import LOOPBACK, Env, get_env, redact, set_env
@@ -55,8 +63,14 @@ def run_rank(config: Config, env: Env, command: str) -> int:
         sys.stdout = terminal
     faulthandler.enable()
     # read when vLLM is imported: engine core in this process, logging to our stderr
-    set_env(VLLM_ENABLE_V1_MULTIPROCESSING=0, VLLM_LOGGING_STREAM="ext://sys.stderr", TOKENIZERS_PARALLELISM="false")
-    set_env(TORCH_FR_BUFFER_SIZE=get_env("TORCH_FR_BUFFER_SIZE", "256"))  # collectives, for launch.progress
+    set_env(
+        VLLM_ENABLE_V1_MULTIPROCESSING=0,
+        VLLM_LOGGING_STREAM="ext://sys.stderr",
+        TOKENIZERS_PARALLELISM="false",
+    )
+    set_env(
+        TORCH_FR_BUFFER_SIZE=get_env("TORCH_FR_BUFFER_SIZE", "256")
+    )  # collectives, for launch.progress
     # kernels run in the order of their launch, on which Megatron's overlap of communication relies
     set_env(CUDA_DEVICE_MAX_CONNECTIONS=get_env("CUDA_DEVICE_MAX_CONNECTIONS", "1"))
     if env.world_size == env.local_world_size:
@@ -71,7 +85,9 @@ def run_rank(config: Config, env: Env, command: str) -> int:
             from megarl.launch.failure_watch import FailureWatch
 
             say = partial(print, "megarl:", file=terminal)
-            watch = FailureWatch(env, phase, config.launch.timeout_s, partial(_note_exit, folder, env), say)
+            watch = FailureWatch(
+                env, phase, config.launch.timeout_s, partial(_note_exit, folder, env), say
+            )
         _run(config, env, phase, command)
     except KeyboardInterrupt:
         _note_exit(folder, env, Failure(env.rank, STOPPED, "stopped"))
@@ -83,7 +99,10 @@ def run_rank(config: Config, env: Env, command: str) -> int:
         with suppress(OSError):  # the log's disk is full
             print(redact(traceback.format_exc()), file=sys.stderr)
         if _note_exit(folder, env, failure):
-            print(f"megarl: rank {env.rank} ended in {failure.phase}: {failure.message}", file=terminal)
+            print(
+                f"megarl: rank {env.rank} ended in {failure.phase}: {failure.message}",
+                file=terminal,
+            )
         if watch is not None:
             watch.broadcast(failure)
         return failure.code
@@ -98,7 +117,13 @@ def _run(config: Config, env: Env, phase: CurrentPhase, command: str) -> None:
     """Imports only what the command needs: SFT and `check` run without vLLM."""
     name = config.stage if command == "train" else command
     has_engine = name in (*ENGINE_STAGES, *ENGINE_COMMANDS)
-    module = "run_iterative_grpo" if name == "iterative_grpo" else "run_rl" if has_engine else "run_offline"
+    module = (
+        "run_iterative_grpo"
+        if name == "iterative_grpo"
+        else "run_rl"
+        if has_engine
+        else "run_offline"
+    )
     run = getattr(import_module(f"megarl.launch.{module}"), f"run_{name}")
     from megarl.launch.build import open_rank
 
@@ -131,7 +156,9 @@ def redirect_output(log: Path) -> TextIO:
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     os.close(handle)
-    return io.TextIOWrapper(terminal, encoding="utf-8", errors="replace", line_buffering=True, write_through=True)
+    return io.TextIOWrapper(
+        terminal, encoding="utf-8", errors="replace", line_buffering=True, write_through=True
+    )
 
 
 def _flush() -> None:

@@ -14,8 +14,17 @@ from megarl.models.shape import LatentSizes, ModelShape
 from megarl.platform.json_text import parse_json
 
 SCALED = ("factor", "original_max_position_embeddings")
-ROPE_KEYS = {"default": (), "llama3": (*SCALED, "low_freq_factor", "high_freq_factor"), "yarn": SCALED}  # required
-YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0}  # optional keys and their defaults
+ROPE_KEYS = {
+    "default": (),
+    "llama3": (*SCALED, "low_freq_factor", "high_freq_factor"),
+    "yarn": SCALED,
+}  # required
+YARN = {
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 0.0,
+    "mscale_all_dim": 0.0,
+}  # optional keys and their defaults
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +80,14 @@ class ConfigReader:
         try:
             return read_quantization(quantised)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            problem = error if type(error) is ValueError else f"{json.dumps(quantised)[:80]} is invalid ({error!r})"
-            raise self.error(f"quantization_config: {problem}; use a bf16 copy of the model") from None
+            problem = (
+                error
+                if type(error) is ValueError
+                else f"{json.dumps(quantised)[:80]} is invalid ({error!r})"
+            )
+            raise self.error(
+                f"quantization_config: {problem}; use a bf16 copy of the model"
+            ) from None
 
     def error(self, text: str) -> ValueError:
         return ValueError(f"{self.where}: {text}")
@@ -82,7 +97,12 @@ class ConfigReader:
         return self.error(f"{key}={shown} is not supported for {self.family}; supported: {only}")
 
     def rope(
-        self, *, theta: float = 1e4, fraction: float = 0.0, mscale: bool = False, kinds: Collection[str] = ROPE_KEYS
+        self,
+        *,
+        theta: float = 1e4,
+        fraction: float = 0.0,
+        mscale: bool = False,
+        kinds: Collection[str] = ROPE_KEYS,
     ) -> dict[str, Any]:
         """Returns ModelShape's `rope_theta`, `rotary_fraction` and `rope_scaling`.
 
@@ -96,21 +116,33 @@ class ConfigReader:
         inner = ConfigReader(values, f"{self.where}: {key}")
         kind = values.get("rope_type", values.get("type", "default"))
         if kind not in kinds:
-            raise self.error(f"rope_type={kind!r} is not supported for {self.family}; supported: {', '.join(kinds)}")
+            raise self.error(
+                f"rope_type={kind!r} is not supported for {self.family}; supported: {', '.join(kinds)}"
+            )
         required, optional = ROPE_KEYS[kind], (*YARN, "truncate") if kind == "yarn" else ()
         known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *required, *optional}
         for name, value in values.items():
             if name not in known and value is not None:
-                raise inner.error(f"{name}={json.dumps(value)} is not supported with rope_type={kind}")
-        rotated = inner.number("partial_rotary_factor", self.number("partial_rotary_factor", fraction or 1.0))
+                raise inner.error(
+                    f"{name}={json.dumps(value)} is not supported with rope_type={kind}"
+                )
+        rotated = inner.number(
+            "partial_rotary_factor", self.number("partial_rotary_factor", fraction or 1.0)
+        )
         if rotated != 1 and (not fraction or kind == "yarn"):
             raise self.error(
                 f"partial_rotary_factor={rotated} with rope_type={kind} is not supported for {self.family}"
             )
         if not mscale and (values.get("mscale") or values.get("mscale_all_dim")):
-            raise inner.error(f"mscale and mscale_all_dim are not supported for {self.family}; remove them")
+            raise inner.error(
+                f"mscale and mscale_all_dim are not supported for {self.family}; remove them"
+            )
         base = inner.number("rope_theta", self.number("rope_theta", theta))
-        scaling = {"rope_type": kind} | {name: inner.number(name) for name in required} if required else {}
+        scaling = (
+            {"rope_type": kind} | {name: inner.number(name) for name in required}
+            if required
+            else {}
+        )
         if kind == "yarn":
             scaling |= {name: float(values.get(name) or default) for name, default in YARN.items()}
             scaling["truncate"] = inner.flag("truncate", True)
@@ -118,7 +150,9 @@ class ConfigReader:
 
     def _get(self, key: str, default: Any) -> Any:
         if default is None and key not in self.raw:
-            raise ValueError(f"{self.where} has no {key!r}; choose a folder with a complete config.json")
+            raise ValueError(
+                f"{self.where} has no {key!r}; choose a folder with a complete config.json"
+            )
         return default if (value := self.raw.get(key)) is None else value
 
     def _checked(self, key: str, value: Any, is_valid: bool, wanted: str) -> Any:
@@ -132,9 +166,13 @@ def read_config(file: Path) -> ConfigReader:
     try:
         raw = parse_json(file.read_bytes()) if file.is_file() else {}
     except ValueError as error:
-        raise ValueError(f"{file} is not JSON ({error}); correct it, or choose another model") from None
+        raise ValueError(
+            f"{file} is not JSON ({error}); correct it, or choose another model"
+        ) from None
     if not isinstance(raw, Mapping):
-        raise ValueError(f"{file} contains a {type(raw).__name__}, not an object; choose a Hugging Face model")
+        raise ValueError(
+            f"{file} contains a {type(raw).__name__}, not an object; choose a Hugging Face model"
+        )
     return ConfigReader(raw, str(file))
 
 
@@ -159,19 +197,27 @@ def read_decoder(
         if kind != (supported := layer_types[layer % len(layer_types)]):
             raise config.unsupported(f"layer_types[{layer}]", kind, supported)
     sizes = read_sizes(config, head_dim=head_dim, latent=latent)
-    return ModelShape(**sizes, **(rope or config.rope()), rms_eps=config.number("rms_norm_eps"), **fields)
+    return ModelShape(
+        **sizes, **(rope or config.rope()), rms_eps=config.number("rms_norm_eps"), **fields
+    )
 
 
-def read_sizes(config: ConfigReader, *, head_dim: int = 0, latent: LatentSizes | None = None) -> dict[str, Any]:
+def read_sizes(
+    config: ConfigReader, *, head_dim: int = 0, latent: LatentSizes | None = None
+) -> dict[str, Any]:
     """Reads the fields of ModelShape whose keys are the same in all families."""
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
     if latent:
         head_dim = latent.qk_nope_head_dim + latent.qk_rope_head_dim
     elif not head_dim and config.raw.get("head_dim") is None and hidden % heads:
-        raise config.error(f"hidden_size={hidden} is not divisible by num_attention_heads={heads}; set head_dim")
+        raise config.error(
+            f"hidden_size={hidden} is not divisible by num_attention_heads={heads}; set head_dim"
+        )
     kv_heads = heads if latent else config.size("num_key_value_heads", heads)
     if heads % kv_heads:
-        raise config.error(f"num_attention_heads={heads} is not divisible by num_key_value_heads={kv_heads}")
+        raise config.error(
+            f"num_attention_heads={heads} is not divisible by num_key_value_heads={kv_heads}"
+        )
     return {
         "family": config.family,
         "layers": config.size("num_hidden_layers"),

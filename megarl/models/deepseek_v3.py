@@ -9,7 +9,17 @@ from typing import Any
 from megarl.models import blocks
 from megarl.models.config_json import ConfigReader, read_decoder, read_latent
 from megarl.models.shape import Family, ModelShape, Router
-from megarl.models.shards import HF, MC, LayerSpec, Replicated, Rule, ShardDim0, ShardDim1, Stack, Table
+from megarl.models.shards import (
+    HF,
+    MC,
+    LayerSpec,
+    Replicated,
+    Rule,
+    ShardDim0,
+    ShardDim1,
+    Stack,
+    Table,
+)
 
 
 def read(config: ConfigReader) -> ModelShape:
@@ -46,7 +56,9 @@ def table(shape: ModelShape, spec: LayerSpec, padded_vocab: int) -> Table:
     return moe_table(shape, spec, padded_vocab, tuple(latent_attention(shape, spec)))
 
 
-def moe_table(shape: ModelShape, spec: LayerSpec, padded_vocab: int, attention: tuple[Rule, ...]) -> Table:
+def moe_table(
+    shape: ModelShape, spec: LayerSpec, padded_vocab: int, attention: tuple[Rule, ...]
+) -> Table:
     return blocks.decoder_table(
         shape,
         padded_vocab,
@@ -62,7 +74,12 @@ def latent_attention(shape: ModelShape, spec: LayerSpec) -> Iterator[Rule]:
     """Yields the rules of latent attention, whose down projections are replicated in both layer specs."""
     latent, is_te = shape.latent, spec == "te"
     assert latent is not None
-    hf, mc, hidden, queries = HF + "self_attn.", MC + "self_attention.", shape.hidden, shape.heads * shape.head_dim
+    hf, mc, hidden, queries = (
+        HF + "self_attn.",
+        MC + "self_attention.",
+        shape.hidden,
+        shape.heads * shape.head_dim,
+    )
     yield Replicated(HF + "input_layernorm.weight", MC + "input_layernorm.weight", (hidden,))
     if rank := latent.q_lora_rank:
         norm = "linear_q_up_proj.layer_norm_weight" if is_te else "q_layernorm.weight"
@@ -71,13 +88,18 @@ def latent_attention(shape: ModelShape, spec: LayerSpec) -> Iterator[Rule]:
         yield ShardDim0(hf + "q_b_proj.weight", mc + "linear_q_up_proj.weight", (queries, rank))
     else:
         yield ShardDim0(hf + "q_proj.weight", mc + "linear_q_proj.weight", (queries, hidden))
-    norm, rank = "linear_kv_up_proj.layer_norm_weight" if is_te else "kv_layernorm.weight", latent.kv_lora_rank
+    norm, rank = (
+        "linear_kv_up_proj.layer_norm_weight" if is_te else "kv_layernorm.weight",
+        latent.kv_lora_rank,
+    )
     down = (rank + latent.qk_rope_head_dim, hidden)
     up = (shape.heads * (latent.qk_nope_head_dim + latent.v_head_dim), rank)
     yield Replicated(hf + "kv_a_proj_with_mqa.weight", mc + "linear_kv_down_proj.weight", down)
     yield Replicated(hf + "kv_a_layernorm.weight", mc + norm, (rank,))
     yield ShardDim0(hf + "kv_b_proj.weight", mc + "linear_kv_up_proj.weight", up)
-    yield ShardDim1(hf + "o_proj.weight", mc + "linear_proj.weight", (hidden, shape.heads * latent.v_head_dim))
+    yield ShardDim1(
+        hf + "o_proj.weight", mc + "linear_proj.weight", (hidden, shape.heads * latent.v_head_dim)
+    )
 
 
 def prediction(shape: ModelShape, padded_vocab: int) -> tuple[Rule, ...]:
@@ -88,7 +110,9 @@ def prediction(shape: ModelShape, padded_vocab: int) -> tuple[Rule, ...]:
         Replicated(HF + "hnorm.weight", mtp + "hnorm.weight", norm),
         ShardDim0(HF + "eh_proj.weight", mtp + "eh_proj.weight", (shape.hidden, 2 * shape.hidden)),
         Replicated(HF + "shared_head.norm.weight", mtp + "final_layernorm.weight", norm),
-        ShardDim0(HF + "embed_tokens.weight", "embedding.word_embeddings.weight", vocab, padded_vocab),
+        ShardDim0(
+            HF + "embed_tokens.weight", "embedding.word_embeddings.weight", vocab, padded_vocab
+        ),
         ShardDim0(HF + "shared_head.head.weight", "output_layer.weight", vocab, padded_vocab),
     )
 
@@ -99,12 +123,18 @@ def engine(shape: ModelShape, table: Table) -> Table:
     assert latent is not None
     names = (HF + "self_attn.q_a_proj.weight", HF + "self_attn.kv_a_proj_with_mqa.weight")
     rows = (latent.q_lora_rank, latent.kv_lora_rank + latent.qk_rope_head_dim)
-    fused = Stack(names, HF + "self_attn.fused_qkv_a_proj.weight", rows, (shape.hidden,), max_shards=(1, 1))
+    fused = Stack(
+        names, HF + "self_attn.fused_qkv_a_proj.weight", rows, (shape.hidden,), max_shards=(1, 1)
+    )
 
     def fuse(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
         return (*(rule for rule in rules if rule.shapes().keys().isdisjoint(names)), fused)
 
-    return replace(table, dense=fuse(table.dense), layer=fuse(table.layer)) if latent.q_lora_rank else table
+    return (
+        replace(table, dense=fuse(table.dense), layer=fuse(table.layer))
+        if latent.q_lora_rank
+        else table
+    )
 
 
 def megatron(shape: ModelShape) -> dict[str, Any]:
@@ -123,25 +153,34 @@ def megatron(shape: ModelShape) -> dict[str, Any]:
         "rope_type": "yarn" if scaling else "rope",
     }
     if scaling:
-        settings |= {key: scaling[key] for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")}
+        settings |= {
+            key: scaling[key] for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+        }
         settings["rotary_scaling_factor"] = scaling["factor"]
-        settings["original_max_position_embeddings"] = int(scaling["original_max_position_embeddings"])
-        if not (scaling["mscale"] and scaling["mscale_all_dim"]):  # Hugging Face needs both, else applies mscale 1
+        settings["original_max_position_embeddings"] = int(
+            scaling["original_max_position_embeddings"]
+        )
+        if not (
+            scaling["mscale"] and scaling["mscale_all_dim"]
+        ):  # Hugging Face needs both, else applies mscale 1
             settings |= {"mscale": 1.0, "mscale_all_dim": 0.0}
     return settings
 
 
 def random_config(values: Mapping[str, Any], experts: int, width: int) -> dict[str, Any]:
-    return random_experts(values, experts, width) | {
-        "num_key_value_heads": values["num_attention_heads"],
-        "q_lora_rank": values["hidden_size"] // 2,
-        "kv_lora_rank": 512,  # this and the next are the only sizes that vLLM's latent attention supports on a CPU
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": values["head_dim"],
-        "v_head_dim": values["head_dim"],
-        "head_dim": 64,
-        "rope_interleave": True,
-    }
+    return (
+        random_experts(values, experts, width)
+        | {
+            "num_key_value_heads": values["num_attention_heads"],
+            "q_lora_rank": values["hidden_size"] // 2,
+            "kv_lora_rank": 512,  # this and the next are the only sizes that vLLM's latent attention supports on a CPU
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": values["head_dim"],
+            "v_head_dim": values["head_dim"],
+            "head_dim": 64,
+            "rope_interleave": True,
+        }
+    )
 
 
 def random_experts(values: Mapping[str, Any], experts: int, width: int) -> dict[str, Any]:
@@ -161,6 +200,8 @@ def random_experts(values: Mapping[str, Any], experts: int, width: int) -> dict[
     }
 
 
-FAMILY = Family("DeepseekV3ForCausalLM", read, table, megatron, engine, is_moe=True, random_config=random_config)
+FAMILY = Family(
+    "DeepseekV3ForCausalLM", read, table, megatron, engine, is_moe=True, random_config=random_config
+)
 # Kimi-K2 is the same model; transformers does not know its model_type
 FAMILIES = {"deepseek_v3": FAMILY, "kimi_k2": replace(FAMILY, architecture="")}

@@ -28,7 +28,9 @@ def engine_table(shape: ModelShape) -> Table:
     table = megatron_table(shape, padded_vocab=-(-shape.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE)
     names = ("embedding", "dense", "layer", "head")
     rules: dict[str, Any] = {name: tuple(map(_derived, getattr(table, name))) for name in names}
-    return FAMILIES[shape.family].engine(shape, Table(**rules, expert=tuple(map(_derived_expert, table.expert))))
+    return FAMILIES[shape.family].engine(
+        shape, Table(**rules, expert=tuple(map(_derived_expert, table.expert)))
+    )
 
 
 def _derived(rule: Rule) -> Rule:

@@ -31,10 +31,14 @@ class BlockFormat:
     scale_dtype: str  # safetensors' name; U8: the exponent of a power of two, plus 127
     item: str = "F8_E4M3"  # safetensors' dtype of the stored values
     per_item: int = 1  # elements in an item, the first in its lowest bits
-    global_scale: str = ""  # fp32 [1], of the whole tensor; scales are multiplied by it before they are rounded
+    global_scale: str = (
+        ""  # fp32 [1], of the whole tensor; scales are multiplied by it before they are rounded
+    )
     full_shape: str = ""  # int64 [dims], the tensor's shape
     power_of_2: bool = False  # e4m3: scales are
-    is_transposed: bool = False  # stored as [..., out, in / block, block / per_item] of a tensor [..., in, out]
+    is_transposed: bool = (
+        False  # stored as [..., out, in / block, block / per_item] of a tensor [..., in, out]
+    )
 
     @property
     def column_step(self) -> int:
@@ -77,13 +81,21 @@ _INT4 = BlockFormat("int4_group", "int4", (1, 32), values="_packed", scale="_sca
 FORMATS: dict[str, BlockFormat] = {
     fmt.name: fmt
     for fmt in (
-        replace(_FP8, name="fp8_block", block=(128, 128), scale="_scale_inv"),  # DeepSeek-V3, Kimi-K2, Qwen3
-        replace(_FP8, name="fp8_channel", block=(1, 0)),  # this and the next four are compressed-tensors': GLM-4.5-FP8
+        replace(
+            _FP8, name="fp8_block", block=(128, 128), scale="_scale_inv"
+        ),  # DeepSeek-V3, Kimi-K2, Qwen3
+        replace(
+            _FP8, name="fp8_channel", block=(1, 0)
+        ),  # this and the next four are compressed-tensors': GLM-4.5-FP8
         _FP8,
         _FP4,
-        replace(_FP4, name="nvfp4", block=(1, 16), scale_dtype="F8_E4M3", global_scale="_global_scale"),
+        replace(
+            _FP4, name="nvfp4", block=(1, 16), scale_dtype="F8_E4M3", global_scale="_global_scale"
+        ),
         _INT4,  # Kimi-K2-Thinking
-        replace(_FP4, name="mxfp4", values="_blocks", scale="_scales", is_transposed=True),  # gpt-oss
+        replace(
+            _FP4, name="mxfp4", values="_blocks", scale="_scales", is_transposed=True
+        ),  # gpt-oss
     )
 }
 
@@ -106,7 +118,9 @@ def matrix_ranges(part: ShardSlice, dims: int) -> tuple[list[range], range, rang
         first, count = 2 * starts[-3] + starts[-2], sizes[-3] * sizes[-2]
         starts[-3:-1], sizes[-3:-1] = [first], [count]
     assert all(size == 1 for size in sizes[:-2]), f"{part} has several matrices"
-    *lead, rows, columns = (range(first, first + size) for first, size in zip(starts, sizes, strict=True))
+    *lead, rows, columns = (
+        range(first, first + size) for first, size in zip(starts, sizes, strict=True)
+    )
     return lead, rows, columns
 
 
@@ -129,7 +143,9 @@ def read_quantization(raw: Mapping[str, Any]) -> BlockFormat:
     _only(raw, "quant_method", "compressed-tensors", also=("fp8", "mxfp4"))
     _only(raw, "transform_config", None, {})
     if (sparsity := (raw.get("sparsity_config") or {}).get("format", "dense")) != "dense":
-        raise ValueError(f"sparsity_config: format={sparsity!r} is not supported; supported: 'dense'")
+        raise ValueError(
+            f"sparsity_config: format={sparsity!r} is not supported; supported: 'dense'"
+        )
     groups = list((raw.get("config_groups") or {}).values())
     if (ways := len({json.dumps(group["weights"], sort_keys=True) for group in groups})) != 1:
         raise ValueError(f"config_groups has {ways} ways to store weights; supported: one")
@@ -145,14 +161,18 @@ def _compressed(weights: Mapping[str, Any], stored_as: Any) -> BlockFormat:
     size = weights.get("group_size")
     match kind.split():
         case ["float8", "block", "float-quantized" | "naive-quantized"]:
-            return _in_blocks(replace(FORMATS["fp8_block"], scale="_scale"), weights, "block_structure")
+            return _in_blocks(
+                replace(FORMATS["fp8_block"], scale="_scale"), weights, "block_structure"
+            )
         case ["float8", "channel" | "tensor" as strategy, "float-quantized" | "naive-quantized"]:
             return FORMATS[f"fp8_{strategy}"]
         case ["float4", "tensor_group", "nvfp4-pack-quantized"] if size == 16:
             return FORMATS["nvfp4"]
         case ["float4", "group", "mxfp4-pack-quantized"] if size == 32:
             return FORMATS["mxfp4_pack"]
-        case ["int4", "group", "pack-quantized"] if type(size) is int and size > 0 and size % 8 == 0:
+        case ["int4", "group", "pack-quantized"] if (
+            type(size) is int and size > 0 and size % 8 == 0
+        ):
             return replace(FORMATS["int4_group"], block=(1, size))
         case ["int4", "channel", "pack-quantized"]:
             return replace(FORMATS["int4_group"], block=(1, 0))
@@ -168,8 +188,14 @@ def _in_blocks(fmt: BlockFormat, raw: Mapping[str, Any], key: str) -> BlockForma
     size = raw.get(key)
     if size is None:
         return replace(fmt, name="fp8_tensor", block=(0, 0))
-    if not (isinstance(size, list) and len(size) == 2 and all(type(n) is int and 0 < n < 2**31 for n in size)):
-        raise ValueError(f"{key}={json.dumps(size)[:80]} is invalid; it must be two positive integers, or null")
+    if not (
+        isinstance(size, list)
+        and len(size) == 2
+        and all(type(n) is int and 0 < n < 2**31 for n in size)
+    ):
+        raise ValueError(
+            f"{key}={json.dumps(size)[:80]} is invalid; it must be two positive integers, or null"
+        )
     return replace(fmt, block=(size[0], size[1]))
 
 

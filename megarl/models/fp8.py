@@ -27,10 +27,19 @@ def with_scales(table: Table, fmt: BlockFormat, *, is_whole: bool = False) -> Ta
     """Returns the table with rules for scales; `is_whole`: each rank has all scales of a tensor."""
 
     def extended(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
-        return (*rules, *(scales for rule in filter(_is_fp8, rules) for scales in _scales(rule, fmt, is_whole)))
+        return (
+            *rules,
+            *(scales for rule in filter(_is_fp8, rules) for scales in _scales(rule, fmt, is_whole)),
+        )
 
     groups = {name: extended(getattr(table, name)) for name in ("layer", "dense", "expert")}
-    names = [name for rules in groups.values() for rule in rules for name in rule.shapes() if name.endswith(SCALE)]
+    names = [
+        name
+        for rules in groups.values()
+        for rule in rules
+        for name in rule.shapes()
+        if name.endswith(SCALE)
+    ]
     weights = frozenset(name.removesuffix(SCALE) for name in names)
     return replace(table, **groups, fp8=weights, fp32=table.fp32.union(names))
 
@@ -38,7 +47,9 @@ def with_scales(table: Table, fmt: BlockFormat, *, is_whole: bool = False) -> Ta
 def _is_fp8(rule: Rule) -> bool:
     """Whether a rule's tensors are weights of linear layers; not a router's, whose near-ties need precision."""
     return all(
-        len(shape) == 2 and name.endswith(".weight") and name.split(".")[-2] not in ("gate", "router")
+        len(shape) == 2
+        and name.endswith(".weight")
+        and name.split(".")[-2] not in ("gate", "router")
         for name, shape in rule.shapes().items()
     )
 
@@ -46,14 +57,18 @@ def _is_fp8(rule: Rule) -> bool:
 def _scales(rule: Rule, fmt: BlockFormat, is_whole: bool) -> Iterator[Rule]:
     if is_whole:
         for name, shape in rule.shapes().items():
-            yield Replicated(name + SCALE, f"{rule.param}.{name.split('.')[-2]}{SCALE}", fmt.grid(*shape))
+            yield Replicated(
+                name + SCALE, f"{rule.param}.{name.split('.')[-2]}{SCALE}", fmt.grid(*shape)
+            )
     elif isinstance(rule, Stack):
         grids = [fmt.grid(*shape) for shape in rule.shapes().values()]
         names, rows = tuple(name + SCALE for name in rule.hf), tuple(grid[0] for grid in grids)
         yield Stack(names, rule.param + SCALE, rows, grids[0][1:], rule.max_shards)
     else:
         assert isinstance(rule, Replicated | ShardDim0 | ShardDim1)
-        yield replace(rule, hf=rule.hf + SCALE, param=rule.param + SCALE, shape=fmt.grid(*rule.shape))
+        yield replace(
+            rule, hf=rule.hf + SCALE, param=rule.param + SCALE, shape=fmt.grid(*rule.shape)
+        )
 
 
 def scale_shapes(shape: ModelShape, fmt: BlockFormat) -> dict[str, tuple[int, ...]]:
@@ -65,7 +80,11 @@ def scale_shapes(shape: ModelShape, fmt: BlockFormat) -> dict[str, tuple[int, ..
 def quantization_config(shape: ModelShape, fmt: BlockFormat) -> dict[str, Any]:
     """Returns what the config.json of a model in this format has."""
     scales = scale_shapes(shape, fmt)
-    kept = [name for name, size in hf_shapes(shape).items() if len(size) == 2 and name + SCALE not in scales]
+    kept = [
+        name
+        for name, size in hf_shapes(shape).items()
+        if len(size) == 2 and name + SCALE not in scales
+    ]
     return {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
@@ -77,28 +96,45 @@ def quantization_config(shape: ModelShape, fmt: BlockFormat) -> dict[str, Any]:
 def fp8_format(shape: ModelShape, tensor: int, expert: int = 1) -> BlockFormat:
     """Returns the format with the largest blocks that no rank of an engine cuts. Raises ValueError naming a weight."""
     if shape.bridge is not None or shape.swiglu_limit:
-        raise ValueError(f"rollout.quantization=fp8 does not support {shape.family}; set it to none")
-    formats = [replace(FORMATS["fp8_block"], block=(rows, 128)) for rows in ROWS[: 1 if shape.is_moe else None]]
+        raise ValueError(
+            f"rollout.quantization=fp8 does not support {shape.family}; set it to none"
+        )
+    formats = [
+        replace(FORMATS["fp8_block"], block=(rows, 128))
+        for rows in ROWS[: 1 if shape.is_moe else None]
+    ]
     for fmt in formats:
         if not (problem := _cut_weight(shape, fmt, tensor, expert)):
             return fmt
     others = [size for size in range(1, shape.heads + 1) if shape.heads % size == 0]
     fits = [size for size in others if not _cut_weight(shape, formats[-1], size, expert)]
-    remedy = f"choose rollout.tensor from {', '.join(map(str, fits))}" if fits else "set rollout.quantization=none"
+    remedy = (
+        f"choose rollout.tensor from {', '.join(map(str, fits))}"
+        if fits
+        else "set rollout.quantization=none"
+    )
     raise ValueError(f"rollout.quantization=fp8 with rollout.tensor={tensor}: {problem}; {remedy}")
 
 
 def _cut_weight(shape: ModelShape, fmt: BlockFormat, tensor: int, expert: int) -> str | None:
     """Describes a weight of which an engine's rank would keep part of a block, or stack one within a block."""
     table = engine_table(shape)
-    for rules, size in ((table.layer, tensor), (table.dense, tensor), (table.expert, 1 if expert > 1 else tensor)):
+    for rules, size in (
+        (table.layer, tensor),
+        (table.dense, tensor),
+        (table.expert, 1 if expert > 1 else tensor),
+    ):
         for rule in filter(_is_fp8, rules):
             parts, whole = list(rule.slices(Axis(size))), rule.shapes()
             for number, part in enumerate(parts):
                 rows, columns = part.shape
-                is_last = number == len(parts) - 1 and part.shape == whole[part.name]  # the rest of a block is unused
+                is_last = (
+                    number == len(parts) - 1 and part.shape == whole[part.name]
+                )  # the rest of a block is unused
                 problem = f"{rows} rows" if rows % fmt.block[0] and not is_last else None
-                if columns % fmt.block[1] and (columns < whole[part.name][1] or rules is table.expert):
+                if columns % fmt.block[1] and (
+                    columns < whole[part.name][1] or rules is table.expert
+                ):
                     problem = f"{columns} columns"
                 if problem:
                     name = part.name.replace("{layer}", "*").replace("{expert}", "*")

@@ -29,8 +29,14 @@ def random_config(values: Mapping[str, Any], experts: int, width: int) -> dict[s
     return deepseek_v3.random_experts(values, experts, width) | {
         "attention_bias": True,
         "use_qk_norm": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
     }
 
 
-FAMILIES = {"glm4_moe": Family("Glm4MoeForCausalLM", read, table, is_moe=True, random_config=random_config)}
+FAMILIES = {
+    "glm4_moe": Family("Glm4MoeForCausalLM", read, table, is_moe=True, random_config=random_config)
+}

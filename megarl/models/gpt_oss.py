@@ -13,7 +13,15 @@ from typing import Any
 from megarl.models import blocks
 from megarl.models.config_json import ConfigReader, read_decoder
 from megarl.models.shape import Family, ModelShape, Router
-from megarl.models.shards import HF, InterleavedGateUp, LayerSpec, Replicated, Rule, Table, Transposed
+from megarl.models.shards import (
+    HF,
+    InterleavedGateUp,
+    LayerSpec,
+    Replicated,
+    Rule,
+    Table,
+    Transposed,
+)
 
 NAMES = blocks.ExpertNames(router="router")
 
@@ -62,7 +70,9 @@ def engine(shape: ModelShape, table: Table) -> Table:
     return replace(
         table,
         embedding=tuple(replace(rule, param="model.embedding.weight") for rule in table.embedding),
-        layer=tuple(replace(rule, param=rule.param.replace(".self_attn.", ".attn.")) for rule in table.layer),
+        layer=tuple(
+            replace(rule, param=rule.param.replace(".self_attn.", ".attn.")) for rule in table.layer
+        ),
         expert=tuple(map(expert, table.expert)),
     )
 
@@ -79,8 +89,17 @@ def megatron(shape: ModelShape) -> dict[str, Any]:
 
 
 def random_config(values: Mapping[str, Any], experts: int, width: int) -> dict[str, Any]:
-    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
-    rope |= {"original_max_position_embeddings": -(-values["max_position_embeddings"] // 4), "truncate": False}
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    }
+    rope |= {
+        "original_max_position_embeddings": -(-values["max_position_embeddings"] // 4),
+        "truncate": False,
+    }
     return {
         "attention_bias": True,
         "sliding_window": 16,
@@ -93,5 +112,7 @@ def random_config(values: Mapping[str, Any], experts: int, width: int) -> dict[s
 
 
 FAMILIES = {
-    "gpt_oss": Family("GptOssForCausalLM", read, table, megatron, engine, is_moe=True, random_config=random_config)
+    "gpt_oss": Family(
+        "GptOssForCausalLM", read, table, megatron, engine, is_moe=True, random_config=random_config
+    )
 }

@@ -44,18 +44,26 @@ def header_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 def read_headers(folder: Path) -> dict[str, HfTensor]:
     """Returns the tensors of the index's files, or of all *.safetensors. Raises ValueError, naming file and tensor."""
     names = _read_index(index) if (index := folder / INDEX).is_file() else {}
-    files = sorted(set(names.values())) or sorted(file.name for file in folder.glob("*.safetensors"))
+    files = sorted(set(names.values())) or sorted(
+        file.name for file in folder.glob("*.safetensors")
+    )
     if not files:
-        raise ValueError(f"{folder} has no *.safetensors; choose a Hugging Face folder with weights")
+        raise ValueError(
+            f"{folder} has no *.safetensors; choose a Hugging Face folder with weights"
+        )
     tensors: dict[str, HfTensor] = {}
     for file in files:
         if not os.path.isfile(folder / file):
             first = next(name for name, listed in names.items() if listed == file)
-            raise ValueError(f"{folder / file}, which should contain {first}, is missing; copy the folder again")
+            raise ValueError(
+                f"{folder / file}, which should contain {first}, is missing; copy the folder again"
+            )
         tensors |= _read_header(folder / file)
     for name, file in names.items():
         if name not in tensors or tensors[name].file.name != file:
-            raise ValueError(f"{folder / file} has no tensor {name}, though {INDEX} lists it; copy the folder again")
+            raise ValueError(
+                f"{folder / file} has no tensor {name}, though {INDEX} lists it; copy the folder again"
+            )
     return tensors
 
 
@@ -65,7 +73,9 @@ def _read_index(index: Path) -> dict[str, str]:
         names = parse_json(index.read_bytes())["weight_map"]
         for name, file in names.items():
             if not isinstance(file, str) or "/" in file or not file.endswith(".safetensors"):
-                raise ValueError(f"{name} is in {file!r}, which is not the name of a safetensors file")
+                raise ValueError(
+                    f"{name} is in {file!r}, which is not the name of a safetensors file"
+                )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index} is not a valid index ({error}); copy the folder again") from None
     return names
@@ -76,32 +86,46 @@ def _read_header(file: Path) -> dict[str, HfTensor]:
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > size - 8:
-            raise ValueError(f"{file} has {size} bytes and no complete header: it is truncated; copy it again")
+            raise ValueError(
+                f"{file} has {size} bytes and no complete header: it is truncated; copy it again"
+            )
         try:
             if length > MAX_HEADER_BYTES:
                 raise ValueError(f"a header of {length} bytes")
             header = parse_json(stream.read(length), unique_keys=True)
             header.pop("__metadata__", None)
-            tensors = [_parse_entry(file, 8 + length, name, entry) for name, entry in header.items()]
+            tensors = [
+                _parse_entry(file, 8 + length, name, entry) for name, entry in header.items()
+            ]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{file} cannot be read as safetensors ({error!r}); copy it again") from None
+            raise ValueError(
+                f"{file} cannot be read as safetensors ({error!r}); copy it again"
+            ) from None
     expected = 8 + length
-    for (begin, end), name, tensor in sorted(tensors):  # in the format, each tensor begins where another ends
+    for (begin, end), name, tensor in sorted(
+        tensors
+    ):  # in the format, each tensor begins where another ends
         if begin != expected or end != begin + tensor.nbytes:
             place = f"bytes {begin} to {end}, not {expected} to {expected + tensor.nbytes}"
             raise ValueError(f"{file}: {name} of shape {tensor.shape} is at {place}; copy it again")
         if end > size:
-            raise ValueError(f"{file} has {size} bytes, but {name} ends at {end}: the file is truncated; copy it again")
+            raise ValueError(
+                f"{file} has {size} bytes, but {name} ends at {end}: the file is truncated; copy it again"
+            )
         expected = end
     return {name: tensor for _, name, tensor in tensors}
 
 
-def _parse_entry(file: Path, data: int, name: str, entry: Mapping[str, Any]) -> tuple[tuple[int, int], str, HfTensor]:
+def _parse_entry(
+    file: Path, data: int, name: str, entry: Mapping[str, Any]
+) -> tuple[tuple[int, int], str, HfTensor]:
     """Returns where a tensor begins and ends in the file, its name, and the tensor."""
     begin, end = entry["data_offsets"]
     tensor = HfTensor(file, data + begin, tuple(entry["shape"]), entry["dtype"])
     if any(type(number) is not int or number < 0 for number in (begin, end, *tensor.shape)):
-        raise ValueError(f"{name} has shape {str(entry['shape'])[:80]} and data_offsets [{begin}, {end}]")
+        raise ValueError(
+            f"{name} has shape {str(entry['shape'])[:80]} and data_offsets [{begin}, {end}]"
+        )
     if tensor.dtype not in ITEM_BYTES:
         raise ValueError(f"{name} has dtype {tensor.dtype}")
     return (tensor.offset, data + end), name, tensor

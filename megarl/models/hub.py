@@ -14,10 +14,19 @@ from pathlib import Path
 
 from megarl.platform.hub import Repository
 
-SMALL = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")  # config, tokenizer, chat template, index
+SMALL = (
+    "*.json",
+    "*.jinja",
+    "*.model",
+    "*.tiktoken",
+    "*.txt",
+)  # config, tokenizer, chat template, index
 CODE = ("*.py",)  # of a tokenizer
 WEIGHTS = ("*.safetensors",)
-IGNORED = ("*/*", "consolidated*")  # subfolders and Mistral's own format have the weights a second time
+IGNORED = (
+    "*/*",
+    "consolidated*",
+)  # subfolders and Mistral's own format have the weights a second time
 # as huggingface_hub validates it
 HUB_ID = re.compile(r"(?!.*(--|\.\.))(\w([\w.-]*\w)?/)?\w([\w.-]{0,94}\w)?(?<!\.git)", re.ASCII)
 
@@ -30,7 +39,11 @@ def is_hub_id(path: str) -> bool:
 def split_revision(path: str) -> tuple[str, str | None]:
     """Splits `id@revision`; the path of a folder is returned as it is."""
     name, _, revision = path.partition("@")
-    return (name, revision or None) if is_hub_id(name) and not _expanded(path).is_dir() else (path, None)
+    return (
+        (name, revision or None)
+        if is_hub_id(name) and not _expanded(path).is_dir()
+        else (path, None)
+    )
 
 
 def model_folder(path: str, revision: str | None = None) -> Path:
@@ -47,7 +60,9 @@ def model_folder(path: str, revision: str | None = None) -> Path:
 
 
 def _expanded(path: str) -> Path:
-    return Path(os.path.expanduser(path))  # unlike Path.expanduser, leaves the name of an unknown user as it is
+    return Path(
+        os.path.expanduser(path)
+    )  # unlike Path.expanduser, leaves the name of an unknown user as it is
 
 
 def download(path: str, revision: str | None, patterns: Sequence[str], where: str) -> Path:
@@ -57,7 +72,9 @@ def download(path: str, revision: str | None, patterns: Sequence[str], where: st
     repository = Repository("model", path, revision, where, revision_key)
     folder = repository.download(patterns, ignored=IGNORED, progress=patterns == WEIGHTS)
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{where} has no config.json on the hub; choose a model in Hugging Face format")
+        raise ValueError(
+            f"{where} has no config.json on the hub; choose a model in Hugging Face format"
+        )
     if patterns == WEIGHTS and not any(folder.glob(WEIGHTS[0])):
         raise ValueError(
             f"{where} has no *.safetensors on the hub, and .bin and .gguf are not read; choose one that has"

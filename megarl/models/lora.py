@@ -12,7 +12,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.models.shards import Qkv, Replicated, Rule, ShardDim0, ShardDim1, ShardSlice, Stack, Table
+from megarl.models.shards import (
+    Qkv,
+    Replicated,
+    Rule,
+    ShardDim0,
+    ShardDim1,
+    ShardSlice,
+    Stack,
+    Table,
+)
 
 PREFIX = "base_model.model."  # of PEFT's names
 ALL_LINEAR = "all-linear"
@@ -35,13 +44,23 @@ class AdapterFormat:
 def adapter_table(table: Table, targets: Sequence[str], rank: int) -> Table:
     """Returns the adapters' table. Raises ValueError naming targets that no linear layer of the model has."""
     groups = {name: getattr(table, name) for name in ("dense", "layer", "expert")}
-    known = sorted({module_name(name) for rules in groups.values() for rule in rules for name in _linears(rule)})
+    known = sorted(
+        {
+            module_name(name)
+            for rules in groups.values()
+            for rule in rules
+            for name in _linears(rule)
+        }
+    )
     if unbound := [name for name in targets if name not in known and name != ALL_LINEAR]:
         names, choice = ", ".join(unbound), ", ".join(known)
-        raise ValueError(f"lora.targets: {names} is no linear layer that can be adapted; choose from {choice}")
+        raise ValueError(
+            f"lora.targets: {names} is no linear layer that can be adapted; choose from {choice}"
+        )
     chosen = known if ALL_LINEAR in targets else targets
     adapters: dict[str, Any] = {
-        name: tuple(part for rule in rules for part in _adapters(rule, chosen, rank)) for name, rules in groups.items()
+        name: tuple(part for rule in rules for part in _adapters(rule, chosen, rank))
+        for name, rules in groups.items()
     }
     return Table(embedding=(), head=(), **adapters)
 
@@ -64,8 +83,15 @@ def is_adapter(param: str) -> bool:
 
 def _linears(rule: Rule) -> list[str]:
     """The HF tensors of a rule that are weights of linear layers other than a router."""
-    is_known = isinstance(rule, Qkv | Stack | ShardDim0 | ShardDim1 | Replicated) and ".router." not in rule.param
-    return [name for name, size in rule.shapes().items() if is_known and name.endswith(".weight") and len(size) == 2]
+    is_known = (
+        isinstance(rule, Qkv | Stack | ShardDim0 | ShardDim1 | Replicated)
+        and ".router." not in rule.param
+    )
+    return [
+        name
+        for name, size in rule.shapes().items()
+        if is_known and name.endswith(".weight") and len(size) == 2
+    ]
 
 
 def _adapters(rule: Rule, targets: Sequence[str], rank: int) -> Iterator[Rule]:
@@ -80,9 +106,17 @@ def _adapters(rule: Rule, targets: Sequence[str], rank: int) -> Iterator[Rule]:
         yield Replicated(hf[0][1], b, (rows, rank))
         return
     is_split = not isinstance(rule, Replicated)
-    yield Stack(tuple(name for name, _ in hf), a, (rank,) * count, (inputs,), max_shards=(1,) * count)
+    yield Stack(
+        tuple(name for name, _ in hf), a, (rank,) * count, (inputs,), max_shards=(1,) * count
+    )
     outputs = tuple(sizes[name][0] for name in names)
-    yield Stack(tuple(name for _, name in hf), b, outputs, (rank,), max_shards=(0 if is_split else 1,) * count)
+    yield Stack(
+        tuple(name for _, name in hf),
+        b,
+        outputs,
+        (rank,),
+        max_shards=(0 if is_split else 1,) * count,
+    )
 
 
 def rows_of_outputs(
@@ -100,10 +134,14 @@ def rows_of_outputs(
 
 def targets_of(rules: Iterable[Rule]) -> list[str]:
     """The names of the adapted modules."""
-    return sorted({module_name(name.removesuffix(".weight")) for rule in rules for name in rule.shapes()})
+    return sorted(
+        {module_name(name.removesuffix(".weight")) for rule in rules for name in rule.shapes()}
+    )
 
 
-def peft_config(base: str, table: Table, *, rank: int, alpha: float, dropout: float) -> dict[str, Any]:
+def peft_config(
+    base: str, table: Table, *, rank: int, alpha: float, dropout: float
+) -> dict[str, Any]:
     """Returns the adapter_config.json of the adapters in `table`."""
     return {
         "peft_type": "LORA",

@@ -34,4 +34,6 @@ def random_config(values: Mapping[str, Any], experts: int, width: int) -> dict[s
     return {"num_local_experts": experts, "intermediate_size": width, "sliding_window": None}
 
 
-FAMILIES = {"mixtral": Family("MixtralForCausalLM", read, table, is_moe=True, random_config=random_config)}
+FAMILIES = {
+    "mixtral": Family("MixtralForCausalLM", read, table, is_moe=True, random_config=random_config)
+}

@@ -11,7 +11,9 @@ from megarl.models.shape import Family, ModelShape, Router
 
 
 def read(config: ConfigReader) -> ModelShape:
-    config.only(attention_bias=False, use_sliding_window=False, decoder_sparse_step=1, mlp_only_layers=[])
+    config.only(
+        attention_bias=False, use_sliding_window=False, decoder_sparse_step=1, mlp_only_layers=[]
+    )
     return read_decoder(
         config,
         head_dim=128,
@@ -34,5 +36,7 @@ def random_config(values: Mapping[str, Any], experts: int, width: int) -> dict[s
 
 
 FAMILIES = {
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", read, blocks.moe_table, is_moe=True, random_config=random_config)
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM", read, blocks.moe_table, is_moe=True, random_config=random_config
+    )
 }

@@ -33,7 +33,9 @@ REFUSED = (  # without a table: keys of multimodal or quantised models, or that 
     "text_config", "vision_config", "audio_config", "is_encoder_decoder", "quantization_config",
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {
-    name: family for module in MODULES for name, family in import_module(f"megarl.models.{module}").FAMILIES.items()
+    name: family
+    for module in MODULES
+    for name, family in import_module(f"megarl.models.{module}").FAMILIES.items()
 }
 
 
@@ -51,7 +53,11 @@ def read_model(path: str | Path) -> ModelShape:
 def parse_model(raw: Mapping[str, Any], where: str, folder: Path | None = None) -> ModelShape:
     """Returns the shape of a parsed config.json, `where` in errors. A family without a table needs the `folder`."""
     config = ConfigReader(raw, where)
-    shape = FAMILIES[config.family].read(config) if config.family in FAMILIES else _read_bridged(config, folder)
+    shape = (
+        FAMILIES[config.family].read(config)
+        if config.family in FAMILIES
+        else _read_bridged(config, folder)
+    )
     if (shape.layers + shape.mtp_layers) * max(1, shape.experts) > MAX_EXPERTS:
         sizes = f"{shape.layers} layers, {shape.mtp_layers} of multi-token prediction, and {shape.experts} experts"
         raise config.error(f"{sizes} in each are too many: at most {MAX_EXPERTS} are supported")
@@ -63,13 +69,18 @@ def _read_bridged(config: ConfigReader, folder: Path | None) -> ModelShape:
     raw, family = config.raw, config.raw.get("model_type")
     packages = ("megatron.bridge", "transformer_engine")
     if missing := [name for name in packages if folder is None or not is_installed(name)]:
-        lacking = f" (missing: {', '.join(missing)})" if folder else ", and use a folder with weights"
+        lacking = (
+            f" (missing: {', '.join(missing)})" if folder else ", and use a folder with weights"
+        )
         raise config.error(
             f"model_type={family!r} is not supported; supported: {', '.join(FAMILIES)}. Add a table "
-            "(CONTRIBUTING.md, 'Adding a model family'), or install Megatron-Bridge and Transformer Engine" + lacking
+            "(CONTRIBUTING.md, 'Adding a model family'), or install Megatron-Bridge and Transformer Engine"
+            + lacking
         )
     for key in REFUSED:
-        if (value := raw.get(key)) and (value is True or value != 1):  # a scale of 1 changes nothing
+        if (value := raw.get(key)) and (
+            value is True or value != 1
+        ):  # a scale of 1 changes nothing
             raise config.error(
                 f"{key}={json.dumps(value)[:80]} is not supported for {family}; a family without a table must be a "
                 "text model, not quantised, whose logits are the last hidden state times the output layer"
@@ -91,11 +102,15 @@ def _read_bridged(config: ConfigReader, folder: Path | None) -> ModelShape:
     )
 
 
-def megatron_table(shape: ModelShape, *, spec: LayerSpec = "local", padded_vocab: int | None = None) -> Table:
+def megatron_table(
+    shape: ModelShape, *, spec: LayerSpec = "local", padded_vocab: int | None = None
+) -> Table:
     """Raises ValueError for a family without a table. `padded_vocab`: None: without padding."""
     if shape.bridge is not None:
         commands = "`megarl plan` and `megarl convert`"
-        raise ValueError(f"{shape.family} has no table: it can be trained and synced, but {commands} do not support it")
+        raise ValueError(
+            f"{shape.family} has no table: it can be trained and synced, but {commands} do not support it"
+        )
     return FAMILIES[shape.family].table(shape, spec, padded_vocab or shape.vocab)
 
 

@@ -54,7 +54,9 @@ class ModelShape:
     max_position: int
     qkv_bias: bool = False
     qk_norm: bool = False
-    rope_scaling: Mapping[str, Any] = field(default_factory=dict)  # {}, or the keys of llama3's or yarn's scaling
+    rope_scaling: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # {}, or the keys of llama3's or yarn's scaling
     rotary_fraction: float = 1.0  # of head_dim that is rotated
     out_bias: bool = False  # of o_proj
     sinks: bool = False  # a learned logit per head in the attention softmax
@@ -69,7 +71,9 @@ class ModelShape:
     swiglu_limit: float = 0.0  # of gpt-oss's clamped SwiGLU; 0: not clamped
     mtp_layers: int = 0  # of multi-token prediction, stored after the last layer
     eos: tuple[int, ...] = ()
-    bridge: Path | None = None  # folder of a model without a table, which Megatron-Bridge builds and converts
+    bridge: Path | None = (
+        None  # folder of a model without a table, which Megatron-Bridge builds and converts
+    )
 
     @property
     def is_moe(self) -> bool:
@@ -83,10 +87,16 @@ class Family:
     architecture: str  # the class in transformers; if empty, there is none, and random models are not available
     # reads config.json; raises ValueError for settings that transformers or vLLM implement and megarl does not
     read: Callable[[ConfigReader], ModelShape]
-    table: Callable[[ModelShape, LayerSpec, int], Table]  # of Megatron's parameters, for a padded vocabulary
+    table: Callable[
+        [ModelShape, LayerSpec, int], Table
+    ]  # of Megatron's parameters, for a padded vocabulary
     # TransformerConfig's settings that do not follow from the shape; `activation_func` by its name
     megatron: Callable[[ModelShape], dict[str, Any]] = lambda shape: {}
-    engine: Callable[[ModelShape, Table], Table] = lambda shape, table: table  # changes the derived vLLM table
+    engine: Callable[[ModelShape, Table], Table] = lambda shape, table: (
+        table
+    )  # changes the derived vLLM table
     is_moe: bool = False
     # the family's keys of a random model's config.json, from the common keys and the number and width of experts
-    random_config: Callable[[Mapping[str, Any], int, int], dict[str, Any]] = lambda values, experts, width: {}
+    random_config: Callable[[Mapping[str, Any], int, int], dict[str, Any]] = (
+        lambda values, experts, width: {}
+    )

@@ -20,7 +20,9 @@ from megarl.models.shape import ModelShape
 
 HF, MC = "model.layers.{layer}.", "decoder.layers.{layer}."
 MTP = "mtp.layers.{layer}.transformer_layer."  # Megatron-Core 0.16's name; mtp_model_layer in 0.19
-LayerSpec = Literal["local", "te"]  # the layer spec: Megatron's local one (CPU), or Transformer Engine's
+LayerSpec = Literal[
+    "local", "te"
+]  # the layer spec: Megatron's local one (CPU), or Transformer Engine's
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,9 @@ class InterleavedGateUp(_OneTensor):
         count, row = rows // 2 // tp.size, prod(rest)
         pair = (2 * row, row) if self.alternating else (row, count * row)
         start = (*(0 for _ in rest), count * tp.rank, 0)
-        yield ShardSlice(self.hf, start, (*rest, count, 2), self.param, 0, (*(1 for _ in rest), *pair))
+        yield ShardSlice(
+            self.hf, start, (*rest, count, 2), self.param, 0, (*(1 for _ in rest), *pair)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,16 +146,22 @@ class Stack:
     param: str
     rows: tuple[int, ...]
     rest: tuple[int, ...]  # dims after the rows
-    max_shards: tuple[int, ...] = ()  # of each tensor; 0: no limit. Neighbours share one if the axis has more ranks
+    max_shards: tuple[
+        int, ...
+    ] = ()  # of each tensor; 0: no limit. Neighbours share one if the axis has more ranks
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: (rows, *self.rest) for name, rows in zip(self.hf, self.rows, strict=True)}
 
     def slices(self, tp: Axis) -> Iterator[ShardSlice]:
         offset = 0
-        for (name, shape), limit in zip(self.shapes().items(), self.max_shards or [0] * len(self.hf), strict=True):
+        for (name, shape), limit in zip(
+            self.shapes().items(), self.max_shards or [0] * len(self.hf), strict=True
+        ):
             shards = min(tp.size, limit or tp.size)
-            for part in ShardDim0(name, self.param, shape).slices(Axis(shards, tp.rank * shards // tp.size)):
+            for part in ShardDim0(name, self.param, shape).slices(
+                Axis(shards, tp.rank * shards // tp.size)
+            ):
                 yield replace(part, offset=offset)
                 offset += part.numel
 
@@ -169,7 +179,10 @@ class Qkv:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         sizes = (self.heads, self.kv_heads, self.kv_heads)
-        return {name: (size * self.head_dim, *self.rest) for name, size in zip(self.hf, sizes, strict=True)}
+        return {
+            name: (size * self.head_dim, *self.rest)
+            for name, size in zip(self.hf, sizes, strict=True)
+        }
 
     def slices(self, tp: Axis) -> Iterator[ShardSlice]:
         queries, groups, offset = self.heads // self.kv_heads, self.kv_heads // tp.size, 0
@@ -189,9 +202,13 @@ class Table:
     layer: tuple[Rule, ...]
     head: tuple[Rule, ...]  # last stage
     expert: tuple[Rule, ...] = ()
-    dense: tuple[Rule, ...] = ()  # instead of `layer` and `expert`, in leading layers without experts
+    dense: tuple[
+        Rule, ...
+    ] = ()  # instead of `layer` and `expert`, in leading layers without experts
     tied: tuple[Rule, ...] = ()  # the embedding's copy on a last stage that is not also the first
-    mtp: tuple[Rule, ...] = ()  # in addition to `layer` and `expert`, in each layer of multi-token prediction
+    mtp: tuple[
+        Rule, ...
+    ] = ()  # in addition to `layer` and `expert`, in each layer of multi-token prediction
     fp32: frozenset[str] = frozenset()  # HF names that are fp32 in any training dtype
     fp8: frozenset[str] = frozenset()  # HF names that move in FP8 blocks (megarl.models.fp8)
 
@@ -205,7 +222,9 @@ class _Group:
     layer: int = 0  # global
     local_layer: int = 0
     block: str = MC
-    experts: range | None = None  # global indices of this rank's experts, if the rules repeat per expert
+    experts: range | None = (
+        None  # global indices of this rank's experts, if the rules repeat per expert
+    )
 
 
 def _groups(table: Table, shape: ModelShape, layout: Layout, *, mtp: bool) -> Iterator[_Group]:
@@ -247,7 +266,9 @@ def shapes_of(table: Table, shape: ModelShape, *, mtp: bool = False) -> dict[str
     return shapes
 
 
-def slices_of(table: Table, shape: ModelShape, layout: Layout, *, mtp: bool = False) -> list[ShardSlice]:
+def slices_of(
+    table: Table, shape: ModelShape, layout: Layout, *, mtp: bool = False
+) -> list[ShardSlice]:
     """Returns one rank's slices of all HF tensors. With virtual stages, parameter names begin with `chunk<n>.`."""
     slices: list[ShardSlice] = []
     for group in _groups(table, shape, layout, mtp=mtp):
@@ -259,7 +280,9 @@ def slices_of(table: Table, shape: ModelShape, layout: Layout, *, mtp: bool = Fa
                     if group.experts:
                         part = of_expert(part, local, expert, numel)
                     name = part.name.format(layer=group.layer, expert=expert)
-                    param = part.param.replace(MC, group.block).format(layer=group.local_layer, expert=local)
+                    param = part.param.replace(MC, group.block).format(
+                        layer=group.local_layer, expert=local
+                    )
                     slices.append(replace(part, name=name, param=group.chunk + param))
     return slices
 
@@ -274,7 +297,9 @@ def of_expert(part: ShardSlice, local: int, expert: int, numel: int) -> ShardSli
     """Returns a rule's slice for one expert: at index `expert` of the first dim if the tensor stacks all experts, at
     offset `local` x `numel` (elements of one expert) if the parameter does."""
     if "{expert}" not in part.name:
-        part = replace(part, start=(expert, *part.start), shape=(1, *part.shape), strides=(0, *part.strides))
+        part = replace(
+            part, start=(expert, *part.start), shape=(1, *part.shape), strides=(0, *part.strides)
+        )
     return part if "{expert}" in part.param else replace(part, offset=local * numel + part.offset)
 
 
@@ -310,7 +335,9 @@ class ElementSizes:
 
 def in_units(slices: Iterable[ShardSlice], sizes: ElementSizes) -> list[ShardSlice]:
     """Returns all slices, those of larger elements widened; these must be contiguous in their last dim."""
-    return [part if (count := sizes.units(part.name)) == 1 else _widen(part, count) for part in slices]
+    return [
+        part if (count := sizes.units(part.name)) == 1 else _widen(part, count) for part in slices
+    ]
 
 
 def _widen(part: ShardSlice, count: int) -> ShardSlice:
@@ -324,7 +351,9 @@ def _widen(part: ShardSlice, count: int) -> ShardSlice:
     )
 
 
-def shapes_in_units(shapes: Mapping[str, tuple[int, ...]], sizes: ElementSizes) -> dict[str, tuple[int, ...]]:
+def shapes_in_units(
+    shapes: Mapping[str, tuple[int, ...]], sizes: ElementSizes
+) -> dict[str, tuple[int, ...]]:
     return {name: (*size[:-1], size[-1] * sizes.units(name)) for name, size in shapes.items()}
 
 
@@ -339,7 +368,11 @@ def first_mismatch(table: Iterable[ShardSlice], recorded: Iterable[ShardSlice]) 
         for part in _split_like(whole, by_name.get(whole.name, whole))
     }
     for part in sorted(loaded ^ expected, key=str):
-        actor, other = ("loaders put", "table does not") if part in loaded else ("table puts", "loaders do not")
+        actor, other = (
+            ("loaders put", "table does not")
+            if part in loaded
+            else ("table puts", "loaders do not")
+        )
         end = tuple(start + size for start, size in zip(part.start, part.shape, strict=True))
         place = f"{part.name} {part.start} to {end} at element {part.offset} of {part.param}"
         return f"the engine's {actor} {place}, but the {other}"
@@ -354,10 +387,16 @@ def _split_like(whole: ShardSlice, part: ShardSlice) -> Iterator[ShardSlice]:
         yield whole
         return
     for row in range(whole.shape[0]):
-        start, offset = (whole.start[0] + row, *whole.start[1:]), whole.offset + row * whole.strides[0]
+        start, offset = (
+            (whole.start[0] + row, *whole.start[1:]),
+            whole.offset + row * whole.strides[0],
+        )
         yield replace(whole, start=start, shape=(1, *whole.shape[1:]), offset=offset)
 
 
 def _without_idle_strides(part: ShardSlice) -> ShardSlice:
     """Returns the slice with stride 0 in dims of size 1, where all strides are equivalent."""
-    return replace(part, strides=tuple(0 if n == 1 else s for n, s in zip(part.shape, part.strides, strict=True)))
+    return replace(
+        part,
+        strides=tuple(0 if n == 1 else s for n, s in zip(part.shape, part.strides, strict=True)),
+    )

@@ -64,7 +64,9 @@ def estimate_cost(plan: Plan, fleet: Fleet, links: Links) -> Cost:
     far = [per_rank(rank, np.where(is_near, 0, size)) for rank in ends]
     near = [per_rank(rank, np.where(is_near, size, 0)) for rank in ends]
     messages = sum(per_rank(rank, None) for rank in ends)
-    transfer = np.maximum(np.maximum(*far) / links.network, np.maximum(*near) / links.nvlink).max(1).sum()
+    transfer = (
+        np.maximum(np.maximum(*far) / links.network, np.maximum(*near) / links.nvlink).max(1).sum()
+    )
     sent, received = far[0] + near[0], far[1] + near[1]
     in_flight = sent + received
     in_flight[:-1] += sent[1:]  # the next round's are packed meanwhile
@@ -89,7 +91,13 @@ def _floor(far: Ints, received: Ints, fleet: Fleet, links: Links) -> float:
     nodes = np.arange(fleet.world) // fleet.ranks_per_node
     lacking = np.bincount(nodes, weights=far)
     into_nodes = lacking / np.bincount(nodes) / links.network
-    return float(max(into_nodes.max(), lacking.sum() / fleet.trainers / links.network, received.max() / links.nvlink))
+    return float(
+        max(
+            into_nodes.max(),
+            lacking.sum() / fleet.trainers / links.network,
+            received.max() / links.nvlink,
+        )
+    )
 
 
 def _over_mean(values: np.ndarray) -> float:

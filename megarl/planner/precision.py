@@ -20,9 +20,17 @@ HEADER = ("module", "layers", "trainer", "engine")
 
 def describe_precision(config: Config, shape: ModelShape) -> str:
     """Returns a table with a line for each kind of module and run of layers that are alike; Hugging Face's names."""
-    fp8, fmt, dtype, fp32 = config.precision.fp8, rollout_format(config, shape), config.train.dtype, fp32_tensors(shape)
+    fp8, fmt, dtype, fp32 = (
+        config.precision.fp8,
+        rollout_format(config, shape),
+        config.train.dtype,
+        fp32_tensors(shape),
+    )
     linear = {name.removesuffix(SCALE) for name in scale_shapes(shape, FORMATS["fp8_block"])}
-    recipe = fp8 and f"FP8 {fp8.recipe}{', emulated' if fp8.emulate else ''}, weights {'FP8' if fp8.params else dtype}"
+    recipe = (
+        fp8
+        and f"FP8 {fp8.recipe}{', emulated' if fp8.emulate else ''}, weights {'FP8' if fp8.params else dtype}"
+    )
     block = fmt and f"FP8, a scale per {fmt.block[0]} x {fmt.block[1]}"
     layers: dict[tuple[str, str, str], dict[int, None]] = {}  # in order, once each
     for name in hf_shapes(shape):
@@ -31,7 +39,11 @@ def describe_precision(config: Config, shape: ModelShape) -> str:
         module = re.sub(r"\.\d+\.", ".*.", name).removeprefix("model.")
         is_router = name.removesuffix(".weight").rpartition(".")[2] in ("gate", "router")
         usual = "fp32" if name in fp32 else dtype
-        trained = recipe if fp8 and recipe and name in linear and is_in_fp8(layer, shape.layers, fp8) else usual
+        trained = (
+            recipe
+            if fp8 and recipe and name in linear and is_in_fp8(layer, shape.layers, fp8)
+            else usual
+        )
         trained = "fp32 products" if is_router else trained
         row = (module, trained, block if block and name in linear else usual)
         layers.setdefault(row, {})[layer] = None
@@ -39,7 +51,10 @@ def describe_precision(config: Config, shape: ModelShape) -> str:
     rows = [HEADER, *((row[0], _ranges([*numbers]), *row[1:]) for row, numbers in layers.items())]
     rows = [row if has_engine else row[:-1] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(text.ljust(n) for text, n in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(text.ljust(n) for text, n in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
 
 
 def _ranges(numbers: Sequence[int]) -> str:

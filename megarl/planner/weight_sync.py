@@ -41,7 +41,10 @@ def plan_weights(config: Config, *, gpu: str = "h100") -> tuple[Plan, dict[str, 
     plan = plan_of(config, shape, fleet)
     seconds = time.perf_counter() - start
     cost, fp32 = estimate_cost(plan, fleet, LINKS[gpu]), fp32_tensors(shape)
-    sizes = (prod(size) * (4 if name in fp32 else _itemsize(config)) for name, size in hf_shapes(shape).items())
+    sizes = (
+        prod(size) * (4 if name in fp32 else _itemsize(config))
+        for name, size in hf_shapes(shape).items()
+    )
     return plan, {
         "model": shape.family,
         "model_bytes": sum(sizes),
@@ -52,10 +55,19 @@ def plan_weights(config: Config, *, gpu: str = "h100") -> tuple[Plan, dict[str, 
         "ranks_per_node": fleet.ranks_per_node,
         "round_bytes": config.sync.round_bytes,
         "plan_seconds": round(seconds, 3),
-        **{name: getattr(plan, name) for name in ("num_rounds", "bytes_kept", "bytes_received", "bytes_relayed")},
-        **{name: getattr(cost, name) for name in Cost.__dataclass_fields__ if name not in ("bytes_out", "bytes_in")},
+        **{
+            name: getattr(plan, name)
+            for name in ("num_rounds", "bytes_kept", "bytes_received", "bytes_relayed")
+        },
+        **{
+            name: getattr(cost, name)
+            for name in Cost.__dataclass_fields__
+            if name not in ("bytes_out", "bytes_in")
+        },
         **({} if config.sync.atomic else {"staged_bytes": 0}),
-        "predicted_over_floor": cost.predicted_seconds / cost.floor_seconds if cost.floor_seconds else 1.0,
+        "predicted_over_floor": cost.predicted_seconds / cost.floor_seconds
+        if cost.floor_seconds
+        else 1.0,
         **_by_rank(plan, fleet, cost),
     }
 
@@ -80,7 +92,9 @@ def _itemsize(config: Config) -> int:
 def rollout_format(config: Config, shape: ModelShape) -> BlockFormat | None:
     """The blocks in which the engine keeps its linear layers; None: it does not quantise."""
     rollout = config.rollout
-    return fp8_format(shape, rollout.tensor, rollout.expert) if rollout.quantization == "fp8" else None
+    return (
+        fp8_format(shape, rollout.tensor, rollout.expert) if rollout.quantization == "fp8" else None
+    )
 
 
 def fleet_of(config: Config, *, ranks_per_node: int = RANKS_PER_NODE) -> Fleet:
@@ -111,7 +125,9 @@ def write_messages(plan: Plan, file: Path) -> None:
     """Writes every message between two ranks as a JSON array per line: [round, sender, receiver, bytes]."""
     columns = (plan.message_round, plan.message_sender, plan.message_receiver, plan.message_bytes)
     with file.open("w", encoding="utf-8") as lines:
-        for message in np.stack(columns, axis=1)[plan.message_sender != plan.message_receiver].tolist():
+        for message in np.stack(columns, axis=1)[
+            plan.message_sender != plan.message_receiver
+        ].tolist():
             lines.write(json.dumps(message) + "\n")
 
 
@@ -121,13 +137,18 @@ def _by_rank(plan: Plan, fleet: Fleet, cost: Cost) -> dict[str, Any]:
     rows, direct = plan.rows, plan.rows.via < 0
     origin = stages[np.where(direct, rows.sender, rows.via)]
     replica = (rows.receiver - fleet.first_receiver) // fleet.ranks_per_replica
-    flows = np.bincount(origin * fleet.replicas + replica, rows.numel, fleet.parallel.pipeline * fleet.replicas)
+    flows = np.bincount(
+        origin * fleet.replicas + replica, rows.numel, fleet.parallel.pipeline * fleet.replicas
+    )
     engines = slice(fleet.first_receiver, fleet.first_receiver + fleet.receivers)
     return {
         "stage_of_rank": stages.tolist(),
         "bytes_out_of_trainer_rank": cost.bytes_out[: fleet.trainers].tolist(),
         "bytes_in_of_engine_rank": cost.bytes_in[engines].tolist(),
-        "bytes_between": (plan.itemsize * flows).astype(np.int64).reshape(-1, fleet.replicas).tolist(),
+        "bytes_between": (plan.itemsize * flows)
+        .astype(np.int64)
+        .reshape(-1, fleet.replicas)
+        .tolist(),
     }
 
 
@@ -150,10 +171,17 @@ def describe_weights(figures: Mapping[str, Any]) -> str:
         "peak extra memory": memory,
         "planned in": f"{figures['plan_seconds']:.1f} s",
     }
-    stages, sent = np.array(figures["stage_of_rank"]), np.array(figures["bytes_out_of_trainer_rank"])
+    stages, sent = (
+        np.array(figures["stage_of_rank"]),
+        np.array(figures["bytes_out_of_trainer_rank"]),
+    )
     by_rank = {f"sent by stage {stage}": sent[stages == stage] for stage in np.unique(stages)}
-    for name, sizes in (by_rank | {"received by engines": np.array(figures["bytes_in_of_engine_rank"])}).items():
-        low, mean, high = (f"{size / 1e9:,.3f}" for size in (sizes.min(), sizes.mean(), sizes.max()))
+    for name, sizes in (
+        by_rank | {"received by engines": np.array(figures["bytes_in_of_engine_rank"])}
+    ).items():
+        low, mean, high = (
+            f"{size / 1e9:,.3f}" for size in (sizes.min(), sizes.mean(), sizes.max())
+        )
         lines[name] = f"{low} to {high} GB per rank ({len(sizes)} ranks), mean {mean}"
     head = (
         f"{figures['model']}, {gb['model_bytes']:,.0f} GB: Megatron {trainer['layout']} on {trainer['gpus']} GPUs -> "

@@ -15,7 +15,12 @@ from megarl.platform.env import get_env
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # config.train.dtype
 # options of glibc's mallopt: one arena, nothing mapped, the heap grows by 64 MiB and is given back above 2 GiB
-MALLOC = {"ARENA_MAX": (-8, 1), "MMAP_MAX": (-4, 0), "TOP_PAD": (-2, 1 << 26), "TRIM_THRESHOLD": (-1, 2**31 - 1)}
+MALLOC = {
+    "ARENA_MAX": (-8, 1),
+    "MMAP_MAX": (-4, 0),
+    "TOP_PAD": (-2, 1 << 26),
+    "TRIM_THRESHOLD": (-1, 2**31 - 1),
+}
 PINNED = "pinned_max_round_threshold_mb:64"  # larger ones are not rounded up: torch would take 64 GiB for 43 GB
 
 
@@ -31,7 +36,9 @@ def pick_device(local_rank: int = 0) -> torch.device:
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
-    torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (get_env("PYTORCH_ALLOC_CONF"), PINNED))))
+    torch._C._accelerator_setAllocatorSettings(
+        ",".join(filter(None, (get_env("PYTORCH_ALLOC_CONF"), PINNED)))
+    )
     return device
 
 
@@ -73,7 +80,9 @@ def reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
-    with suppress(OSError):  # not Linux, or not permitted: peak_gb returns the peak since the start of the process
+    with suppress(
+        OSError
+    ):  # not Linux, or not permitted: peak_gb returns the peak since the start of the process
         Path("/proc/self/clear_refs").write_text("5")
 
 

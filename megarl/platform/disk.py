@@ -26,7 +26,9 @@ def full_disk(error: BaseException, folder: Path, missing_bytes: int = 0) -> str
     usage = shutil.disk_usage(folder)
     if codes.isdisjoint(FULL) and (not missing_bytes or usage.free >= missing_bytes + SLACK_BYTES):
         return ""
-    mount = next(path for path in (folder.resolve(), *folder.resolve().parents) if os.path.ismount(path))
+    mount = next(
+        path for path in (folder.resolve(), *folder.resolve().parents) if os.path.ismount(path)
+    )
     return (
         f"the disk of {folder} (mounted at {mount}) is full: {usage.free:,} of {usage.total:,} bytes are "
         "free; make room and start the run again, which resumes from its newest checkpoint, or set another run.dir"

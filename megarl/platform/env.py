@@ -60,11 +60,15 @@ class Env:
             try:
                 return int(text)
             except ValueError:
-                raise ValueError(f"environment variable {name}={text!r} is not an integer; use torchrun") from None
+                raise ValueError(
+                    f"environment variable {name}={text!r} is not an integer; use torchrun"
+                ) from None
 
         world_size, port = number("WORLD_SIZE", 1), number("MASTER_PORT", 0)
         # torchrun's run id, or otherwise the port, distinguishes jobs on one host
-        job_id = job_id or source.get("TORCHELASTIC_RUN_ID", "none").replace("none", "") or f"p{port}"
+        job_id = (
+            job_id or source.get("TORCHELASTIC_RUN_ID", "none").replace("none", "") or f"p{port}"
+        )
         return cls(
             rank=number("RANK", 0),
             world_size=world_size,
@@ -102,7 +106,11 @@ def child_env(**variables: str | int) -> dict[str, str]:
 
 def redact(text: str) -> str:
     """Replaces what must not be logged: values of variables with the name of a secret, and passwords in URLs."""
-    secrets = {value: name for name, value in os.environ.items() if SECRET.search(name) and len(value) >= SECRET_CHARS}
+    secrets = {
+        value: name
+        for name, value in os.environ.items()
+        if SECRET.search(name) and len(value) >= SECRET_CHARS
+    }
     for value in sorted(secrets, key=len, reverse=True):
         text = text.replace(value, f"${secrets[value]}")
     return re.sub(r"(?<=://)[^/\s'\"]*@", "***@", text)
@@ -110,7 +118,11 @@ def redact(text: str) -> str:
 
 def is_interactive() -> bool:
     """Whether stdout is a terminal that can redraw a line, not a pipe or a CI log."""
-    return sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb") and "CI" not in os.environ
+    return (
+        sys.stdout.isatty()
+        and os.environ.get("TERM", "") not in ("", "dumb")
+        and "CI" not in os.environ
+    )
 
 
 def count_gpus() -> int:
@@ -123,13 +135,17 @@ def count_gpus() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return sum(name.strip() not in ("", "-1") for name in visible.split(","))
-    return next(filter(None, (len(list(Path(folder).glob(pattern))) for folder, pattern in GPU_FILES)), 0)
+    return next(
+        filter(None, (len(list(Path(folder).glob(pattern))) for folder, pattern in GPU_FILES)), 0
+    )
 
 
 def has_bf16_products(cpuinfo: str = "/proc/cpuinfo") -> bool:
     """Whether the CPU has instructions for products of bf16 numbers; True if the system does not tell."""
     with suppress(OSError):
-        if flags := re.search(r"^(?:flags|Features)\s*:(.*)$", Path(cpuinfo).read_text(), re.MULTILINE):
+        if flags := re.search(
+            r"^(?:flags|Features)\s*:(.*)$", Path(cpuinfo).read_text(), re.MULTILINE
+        ):
             return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags[1].split())
     return True
 

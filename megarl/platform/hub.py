@@ -20,7 +20,11 @@ class Repository:
     revision_key: str
 
     def download(
-        self, patterns: Sequence[str] | None = None, *, ignored: Sequence[str] = (), progress: bool = False
+        self,
+        patterns: Sequence[str] | None = None,
+        *,
+        ignored: Sequence[str] = (),
+        progress: bool = False,
     ) -> Path:
         """Downloads the files that match, or all; returns their folder, named by the commit. Raises ValueError."""
         from huggingface_hub import constants, snapshot_download

@@ -18,7 +18,9 @@ def parse_json(text: str | bytes, *, unique_keys: bool = False) -> Any:
         raise ValueError(TOO_DEEP) from None
     level = [value]
     for _ in range(MAX_DEPTH):
-        parents = (x.values() if isinstance(x, dict) else x for x in level if isinstance(x, dict | list))
+        parents = (
+            x.values() if isinstance(x, dict) else x for x in level if isinstance(x, dict | list)
+        )
         level = list(chain.from_iterable(parents))
     if level:
         raise ValueError(TOO_DEEP)

@@ -93,11 +93,17 @@ def _all_to_all_single(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    output_sizes, input_sizes = (x if x is None else list(map(int, x)) for x in (output_split_sizes, input_split_sizes))
-    return dist.all_to_all_single(output, input.contiguous(), output_sizes, input_sizes, group, async_op)
+    output_sizes, input_sizes = (
+        x if x is None else list(map(int, x)) for x in (output_split_sizes, input_split_sizes)
+    )
+    return dist.all_to_all_single(
+        output, input.contiguous(), output_sizes, input_sizes, group, async_op
+    )
 
 
-def _all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+def _all_gather(
+    tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+) -> Any:
     """Pads parts of different lengths to the longest."""
     if len({part.shape for part in tensor_list}) == 1:
         return dist.all_gather(tensor_list, tensor.contiguous(), group, async_op)
@@ -111,11 +117,17 @@ def _all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, as
 
 
 def _reduce_scatter(
-    output: Tensor, input_list: list[Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    output: Tensor,
+    input_list: list[Tensor],
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
 ) -> Any:
     """Reduces parts of different lengths as one tensor, of which each rank keeps its part."""
     if len({part.shape for part in input_list}) == 1:
-        return dist.reduce_scatter(output, [part.contiguous() for part in input_list], op, group, async_op)
+        return dist.reduce_scatter(
+            output, [part.contiguous() for part in input_list], op, group, async_op
+        )
     assert not async_op, "an uneven reduce_scatter is emulated and cannot be asynchronous"
     whole = torch.cat(input_list)
     dist.all_reduce(whole, op, group)
@@ -140,16 +152,40 @@ PATCHES: tuple[Patch, ...] = (
     Patch("torch.cuda.set_device", _nothing, "selects the GPU"),
     Patch("torch.cuda.device", contextlib.nullcontext, "enters a GPU to set its random state"),
     Patch("torch.cuda._lazy_init", _nothing, "starts CUDA before reading a generator"),
-    Patch("torch.cuda._lazy_call", lambda function, **_kwargs: function(), "queues calls until CUDA starts"),
-    Patch(".cuda()", lambda tensor, *_, **_kwargs: tensor, "moves rotary embeddings (context parallelism)"),
-    Patch(".type()", _type_name, "the optimizers sort parameters by 'torch.cuda.FloatTensor' names"),
-    *(Patch(f"torch.{name}", _on_host(getattr(torch, name)), 'device="cuda"') for name in _FACTORIES),
-    # Randomness
-    Patch("torch.cuda.manual_seed", _GENERATOR.manual_seed, "the model-parallel random state is the GPU's"),
-    Patch("torch.cuda.default_generators", defaultdict(lambda: _GENERATOR), "as above"),
-    *(Patch(f"{cuda}.get_rng_state", lambda device=None: _GENERATOR.get_state(), "as above") for cuda in _RANDOM),
+    Patch(
+        "torch.cuda._lazy_call",
+        lambda function, **_kwargs: function(),
+        "queues calls until CUDA starts",
+    ),
+    Patch(
+        ".cuda()",
+        lambda tensor, *_, **_kwargs: tensor,
+        "moves rotary embeddings (context parallelism)",
+    ),
+    Patch(
+        ".type()", _type_name, "the optimizers sort parameters by 'torch.cuda.FloatTensor' names"
+    ),
     *(
-        Patch(f"{cuda}.set_rng_state", lambda state, device=None: _GENERATOR.set_state(state), "as above")
+        Patch(f"torch.{name}", _on_host(getattr(torch, name)), 'device="cuda"')
+        for name in _FACTORIES
+    ),
+    # Randomness
+    Patch(
+        "torch.cuda.manual_seed",
+        _GENERATOR.manual_seed,
+        "the model-parallel random state is the GPU's",
+    ),
+    Patch("torch.cuda.default_generators", defaultdict(lambda: _GENERATOR), "as above"),
+    *(
+        Patch(f"{cuda}.get_rng_state", lambda device=None: _GENERATOR.get_state(), "as above")
+        for cuda in _RANDOM
+    ),
+    *(
+        Patch(
+            f"{cuda}.set_rng_state",
+            lambda state, device=None: _GENERATOR.set_state(state),
+            "as above",
+        )
         for cuda in _RANDOM
     ),
     # Order of execution
@@ -159,18 +195,37 @@ PATCHES: tuple[Patch, ...] = (
     Patch("torch.cuda.current_stream", _Stream, "waits for side streams"),
     Patch("torch.cuda.default_stream", _Stream, "as above"),
     Patch("torch.cuda.synchronize", _nothing, "waits for the GPU"),
-    Patch("torch.cuda.is_current_stream_capturing", lambda: False, "checks for CUDA graph capture", "0.19.2"),
+    Patch(
+        "torch.cuda.is_current_stream_capturing",
+        lambda: False,
+        "checks for CUDA graph capture",
+        "0.19.2",
+    ),
     Patch("torch.cuda.nvtx.range_push", _nothing, "marks profiler ranges"),
     Patch("torch.cuda.nvtx.range_pop", _nothing, "as above"),
     # Compilation: takes longer than small functions take to run, and inductor needs a C++ compiler
     Patch("torch.compile", _no_compile, "compiles its fused pointwise functions"),
     # gloo
-    Patch("torch.distributed.all_to_all_single", _all_to_all_single, "split sizes as tensors or arrays"),
+    Patch(
+        "torch.distributed.all_to_all_single",
+        _all_to_all_single,
+        "split sizes as tensors or arrays",
+    ),
     Patch("torch.distributed.all_gather", _all_gather, "uneven sizes (TP x EP); gloo refuses them"),
     Patch("torch.distributed.reduce_scatter", _reduce_scatter, "as above"),
     # Names that need Transformer Engine
-    Patch(f"{_PACKAGE}.transformer.moe.moe_utils.te_general_gemm", None, "undefined without it", "0.16.1"),
-    Patch(f"{_PACKAGE}.transformer.multi_latent_attention.HAVE_TE", False, "true without its classes", "0.16.1"),
+    Patch(
+        f"{_PACKAGE}.transformer.moe.moe_utils.te_general_gemm",
+        None,
+        "undefined without it",
+        "0.16.1",
+    ),
+    Patch(
+        f"{_PACKAGE}.transformer.multi_latent_attention.HAVE_TE",
+        False,
+        "true without its classes",
+        "0.16.1",
+    ),
 )
 
 
@@ -210,7 +265,9 @@ class _Rewrite(ast.NodeTransformer):
         self.generic_visit(node)
         if isinstance(node.func, ast.Attribute) and node.func.attr in self.methods:
             name = ast.copy_location(ast.Name(self.methods[node.func.attr], ast.Load()), node.func)
-            return ast.copy_location(ast.Call(name, [node.func.value, *node.args], node.keywords), node)
+            return ast.copy_location(
+                ast.Call(name, [node.func.value, *node.args], node.keywords), node
+            )
         return node
 
 
@@ -256,7 +313,9 @@ class _Host:
         module = builtins.__import__(*args, **kwargs)
         return self.views.get(getattr(module, "__name__", ""), module)
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if not f"{fullname}.".startswith(_SEEN_BY):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
@@ -277,6 +336,8 @@ def install() -> bool:
     if is_installed():
         return True
     if _PACKAGE in sys.modules:
-        raise RuntimeError(f"{_PACKAGE} was imported before {__name__}.install(); call install() first")
+        raise RuntimeError(
+            f"{_PACKAGE} was imported before {__name__}.install(); call install() first"
+        )
     sys.meta_path.insert(0, _Host(PATCHES))
     return True

@@ -41,11 +41,15 @@ def lock_shm(prefix: str) -> None:
 
 def unlink_shm(prefix: str, *, lock: bool = False) -> list[str]:
     """Remove the segments whose names start with `prefix`, and its lock if `lock`; returns their names."""
-    assert prefix.startswith(MARK), f"{prefix!r} is not a megarl prefix: segments of other programs could match"
+    assert prefix.startswith(MARK), (
+        f"{prefix!r} is not a megarl prefix: segments of other programs could match"
+    )
     removed = []
     for path in SHM.glob("*"):
         if path.name.startswith(prefix) and (lock or path.name != f"{prefix}{LOCK}"):
-            with suppress(OSError):  # another process removed it, or it is another user's, or a folder
+            with suppress(
+                OSError
+            ):  # another process removed it, or it is another user's, or a folder
                 path.unlink()
                 removed.append(path.name)
     return removed
@@ -54,7 +58,12 @@ def unlink_shm(prefix: str, *, lock: bool = False) -> list[str]:
 def unlink_dead() -> list[str]:
     """Remove the segments of jobs whose launcher has died; returns their names."""
     prefixes = {match[0] for path in SHM.glob(f"{MARK}*") if (match := PREFIX.match(path.name))}
-    return [name for prefix in prefixes if not _is_locked(prefix) for name in unlink_shm(prefix, lock=True)]
+    return [
+        name
+        for prefix in prefixes
+        if not _is_locked(prefix)
+        for name in unlink_shm(prefix, lock=True)
+    ]
 
 
 def _is_locked(prefix: str) -> bool:

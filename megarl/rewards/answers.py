@@ -11,7 +11,9 @@ from collections import deque
 from megarl.config.schema import AnswerPlace
 
 BOXED = "\\boxed"
-NUMBER = re.compile(r"(?:(?<![\w)\]])-)?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")  # a minus between terms is not a sign
+NUMBER = re.compile(
+    r"(?:(?<![\w)\]])-)?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?"
+)  # a minus between terms is not a sign
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # \{ and \} are text
 
 
@@ -34,7 +36,11 @@ def extract_answer(response: str, place: AnswerPlace) -> str | None:
         place = "tag" if "<answer>" in text else "boxed" if BOXED in text else "whole"
     if place == "tag":
         start = text.rfind("<answer>", 0, max(text.rfind("</answer>"), 0))
-        return None if start < 0 else text[start + len("<answer>") : text.index("</answer>", start)].strip()
+        return (
+            None
+            if start < 0
+            else text[start + len("<answer>") : text.index("</answer>", start)].strip()
+        )
     if place == "boxed":
         return _boxed(text)
     if place == "last_number":
@@ -50,6 +56,11 @@ def _boxed(text: str) -> str | None:
     for match in BRACE.finditer(text):
         if match[0] == "{":
             opened.append(match.start())
-        elif match[0] == "}" and opened and (brace := opened.pop()) > start and text.endswith(BOXED, 0, brace):
+        elif (
+            match[0] == "}"
+            and opened
+            and (brace := opened.pop()) > start
+            and text.endswith(BOXED, 0, brace)
+        ):
             start, end = brace, match.start()
     return None if start < 0 else text[start + 1 : end].strip()

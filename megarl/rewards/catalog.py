@@ -29,18 +29,24 @@ NAMES = ("accuracy", *BUILT_IN, *MAKERS, "process", "model")
 
 
 class ModelOptions(Section):
-    path: str | None = None  # None: the policy's weights and a head of zeros, to be trained (stage iterative_grpo)
+    path: str | None = (
+        None  # None: the policy's weights and a head of zeros, to be trained (stage iterative_grpo)
+    )
     splitter: Splitter = "paragraph"  # of a process reward model
 
 
-def make_rewards(rewards: Sequence[Reward], decode: Decode | None = None, timeout_s: float = 10.0) -> list[BatchReward]:
+def make_rewards(
+    rewards: Sequence[Reward], decode: Decode | None = None, timeout_s: float = 10.0
+) -> list[BatchReward]:
     """Makes the scorer's rewards; `timeout_s` limits one call of a function, process rewards need `decode`.
 
     `model` is only checked. Raises ValueError if a reward is unknown, does not take its options or is named twice.
     """
     names = [reward.name for reward in rewards]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"rewards: name={twice!r} is listed twice; combine the weights, or wrap one in a function")
+        raise ValueError(
+            f"rewards: name={twice!r} is listed twice; combine the weights, or wrap one in a function"
+        )
     for reward in rewards:
         if reward.name == "model":
             parse_options(ModelOptions, reward)
@@ -62,11 +68,15 @@ def _make_reward(reward: Reward, decode: Decode | None, timeout_s: float) -> Bat
         function = BUILT_IN.get(name) or import_function(name, setting="rewards: name")
         score = FunctionReward.of(function, reward.options, name=name, timeout_s=timeout_s)
         return BatchReward(name, reward.weight, score)
-    remedy = did_you_mean(name, NAMES, f"choose from {', '.join(NAMES)}, or write package.module:function")
+    remedy = did_you_mean(
+        name, NAMES, f"choose from {', '.join(NAMES)}, or write package.module:function"
+    )
     raise ValueError(f"rewards: name={name!r} is unknown; {remedy}")
 
 
-def check_problems(rewards: Sequence[BatchReward], load: Callable[[], Sequence[Source]]) -> Iterator[str]:
+def check_problems(
+    rewards: Sequence[BatchReward], load: Callable[[], Sequence[Source]]
+) -> Iterator[str]:
     """Yields which of a source's first 1,000 problems a reward cannot score. Raises ValueError if it can score none."""
     checks = [(reward.name, reward.check) for reward in rewards if reward.check]
     for source in load() if checks else ():

@@ -27,7 +27,14 @@ from megarl.jail.sandbox import START_S, Limits, missing_limits, run_program
 from megarl.jail.sessions import Ended, Solution, Tests
 from megarl.jail.values import encode
 from megarl.rewards.code_tests import CallTest, ProblemTests, read_tests
-from megarl.rewards.interface import BatchReward, Score, ScoreError, ScoreRequest, parse_options, try_score
+from megarl.rewards.interface import (
+    BatchReward,
+    Score,
+    ScoreError,
+    ScoreRequest,
+    parse_options,
+    try_score,
+)
 from megarl.rewards.python_tests import Script, Unjudgeable
 
 log = logging.getLogger(__name__)
@@ -65,7 +72,9 @@ def make_code(reward: Reward) -> BatchReward:
         output_bytes=options.output_kb << 10,
         strict=options.sandbox == "strict",
     )
-    total_s = options.total_s + START_S + options.time_s + 10.0  # for samples still running when the time is up
+    total_s = (
+        options.total_s + START_S + options.time_s + 10.0
+    )  # for samples still running when the time is up
     code = _Code(options, limits)
     return BatchReward(reward.name, reward.weight, code, total_s, code.read_tests)
 
@@ -76,9 +85,15 @@ def extract_code(response: str) -> str:
     pieces = text.split("```")
     if len(pieces) < 2:
         return text.strip("\n ")
-    last = len(pieces) - 2 if len(pieces) % 2 else len(pieces) - 1  # a fence that is never closed counts
+    last = (
+        len(pieces) - 2 if len(pieces) % 2 else len(pieces) - 1
+    )  # a fence that is never closed counts
     language, newline, code = pieces[last].partition("\n")
-    return code if newline and language.strip().lower() in ("", "python", "python3", "py") else pieces[last]
+    return (
+        code
+        if newline and language.strip().lower() in ("", "python", "python3", "py")
+        else pieces[last]
+    )
 
 
 Result = tuple[str, str]  # of a test: kind of failure, empty if it passed; detail
@@ -92,7 +107,9 @@ class _Code:
     def __call__(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         deadline = time.monotonic() + self.options.total_s
         with ThreadPoolExecutor(self.options.concurrency, thread_name_prefix="code") as pool:
-            return list(pool.map(lambda request: try_score(self._score, request, deadline), requests))
+            return list(
+                pool.map(lambda request: try_score(self._score, request, deadline), requests)
+            )
 
     def read_tests(self, answer: str | None, extra: Mapping[str, Any]) -> ProblemTests:
         """Raises ScoreError if the tests cannot be read, or their verdict would be the solution's."""
@@ -100,9 +117,13 @@ class _Code:
         try:
             return read_tests(extra.get(field, answer), function)
         except Unjudgeable as error:
-            raise ScoreError("unjudgeable", f"the solution would judge itself ({field}): {error}") from None
+            raise ScoreError(
+                "unjudgeable", f"the solution would judge itself ({field}): {error}"
+            ) from None
         except ValueError as error:
-            raise ScoreError("bad_tests", f"cannot read the problem's tests ({field}): {error}") from None
+            raise ScoreError(
+                "bad_tests", f"cannot read the problem's tests ({field}): {error}"
+            ) from None
 
     def _score(self, request: ScoreRequest, deadline: float) -> Score:
         tests = self.read_tests(request.answer, request.extra)
@@ -110,9 +131,13 @@ class _Code:
         if not source.strip():
             return Score(0.0, "no_code", "found no code in the response")
         if time.monotonic() >= deadline:
-            raise ScoreError("not_run", f"ran out of total_s={self.options.total_s} before this sample")
+            raise ScoreError(
+                "not_run", f"ran out of total_s={self.options.total_s} before this sample"
+            )
         # a sample that was started has its time, so that none can be left out by using all of it
-        run = _SampleRun(source, self.limits, max(deadline, time.monotonic() + START_S + self.limits.time_s))
+        run = _SampleRun(
+            source, self.limits, max(deadline, time.monotonic() + START_S + self.limits.time_s)
+        )
         results: list[Result] = []
         for result in run.results(tests):
             results.append(result)
@@ -122,9 +147,17 @@ class _Code:
         if failure in NOT_ITS_FAULT:
             raise ScoreError(failure, detail)
         passed = sum(not kind for kind, _ in results)
-        value = passed / len(tests) if self.options.credit == "fraction" else float(passed == len(tests))
+        value = (
+            passed / len(tests)
+            if self.options.credit == "fraction"
+            else float(passed == len(tests))
+        )
         reason = f" ({detail})" if detail else ""
-        return Score(value, failure, f"passed {passed} of {len(tests)} tests; the first failure was {failure}{reason}")
+        return Score(
+            value,
+            failure,
+            f"passed {passed} of {len(tests)} tests; the first failure was {failure}{reason}",
+        )
 
 
 @dataclass(frozen=True)
@@ -137,7 +170,9 @@ class _SampleRun:
         """One result per test, in their order; the processes end with the iterator."""
         for test in tests.programs:
             # plus twice the expected output, so that a correct answer is never too long
-            limits = replace(self.limits, output_bytes=self.limits.output_bytes + 2 * len(test.stdout))
+            limits = replace(
+                self.limits, output_bytes=self.limits.output_bytes + 2 * len(test.stdout)
+            )
             run = run_program(self.source, test.stdin, limits, deadline=self.deadline)
             yield run.kind or ("" if test.is_passed(run.output) else "wrong_answer"), run.detail
         if tests.calls:
@@ -150,7 +185,9 @@ class _SampleRun:
             solution.load(self._turn)
             for test in tests:
                 arguments = [encode(argument) for argument in test.arguments]
-                reply = solution.call({"do": "call", "target": test.name, "arguments": arguments}, self._turn())
+                reply = solution.call(
+                    {"do": "call", "target": test.name, "arguments": arguments}, self._turn()
+                )
                 passed = "value" in reply and test.is_passed(reply["value"])
                 yield reply.get("kind") or ("" if passed else "wrong_answer"), reply.get("text", "")
 
@@ -164,7 +201,10 @@ class _SampleRun:
             except Ended as ended:
                 kind, detail = ended.kind, ended.detail
             if kind:
-                raise ScoreError("sandbox" if kind == "sandbox" else "bad_tests", f"before any test: {kind} {detail}")
+                raise ScoreError(
+                    "sandbox" if kind == "sandbox" else "bad_tests",
+                    f"before any test: {kind} {detail}",
+                )
             solution.load(self._turn)
             for text in script.tests:
                 yield tests.run(text, solution, self._turn())

@@ -69,10 +69,18 @@ def read_tests(raw: Any, name: str | None = None) -> ProblemTests:
     if isinstance(raw, Mapping) and "inputs" in raw and "outputs" in raw:
         name = raw.get("fn_name") or name if "fn_name" in raw else None
         inputs, outputs = raw["inputs"], raw["outputs"]
-        if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+        if (
+            not isinstance(inputs, list)
+            or not isinstance(outputs, list)
+            or len(inputs) != len(outputs)
+        ):
             raise ValueError("inputs and outputs are not lists of equal length")
-        is_wrapped = all(isinstance(output, list) and len(output) == 1 for output in outputs)  # as APPS does
-        pairs = [_pair(*pair, name, is_wrapped=is_wrapped) for pair in zip(inputs, outputs, strict=True)]
+        is_wrapped = all(
+            isinstance(output, list) and len(output) == 1 for output in outputs
+        )  # as APPS does
+        pairs = [
+            _pair(*pair, name, is_wrapped=is_wrapped) for pair in zip(inputs, outputs, strict=True)
+        ]
         texts = []
     elif isinstance(raw, Sequence) and not isinstance(raw, str | bytes):
         texts = [item for item in raw if isinstance(item, str)]
@@ -97,7 +105,9 @@ def _parse_pair(item: Any, name: str | None) -> ProgramTest | CallTest:
     raise ValueError(f"unknown format: {type(item).__name__} {str(item)[:60]!r}")
 
 
-def _pair(inputs: Any, expected: Any, name: str | None, *, is_wrapped: bool = False) -> ProgramTest | CallTest:
+def _pair(
+    inputs: Any, expected: Any, name: str | None, *, is_wrapped: bool = False
+) -> ProgramTest | CallTest:
     if name is None:
         return ProgramTest(_text(inputs), _text(expected))
     if isinstance(inputs, str):
@@ -128,7 +138,11 @@ def same(actual: Any, expected: Any) -> bool:
             return False
         actual = content if kind == "tuple" else _big(content)
     if isinstance(expected, list):
-        return isinstance(actual, list) and len(actual) == len(expected) and all(map(same, actual, expected))
+        return (
+            isinstance(actual, list)
+            and len(actual) == len(expected)
+            and all(map(same, actual, expected))
+        )
     if isinstance(expected, float):
         return isinstance(actual, int | float) and _close(actual, expected)
     if isinstance(expected, int):
@@ -144,8 +158,12 @@ def _big(digits: str) -> int | None:
 
 def same_output(actual: str, expected: str) -> bool:
     """Compares texts word by word on each line, floats by value, ignoring trailing white space."""
-    lines, known = ([line.split() for line in text.rstrip().split("\n")] for text in (actual, expected))
-    return [*map(len, lines)] == [*map(len, known)] and all(map(_same_word, chain(*lines), chain(*known)))
+    lines, known = (
+        [line.split() for line in text.rstrip().split("\n")] for text in (actual, expected)
+    )
+    return [*map(len, lines)] == [*map(len, known)] and all(
+        map(_same_word, chain(*lines), chain(*known))
+    )
 
 
 def _same_word(actual: str, expected: str) -> bool:

@@ -17,7 +17,9 @@ from megarl.rewards.interface import Score, ScoreRequest, check_options, try_sco
 from megarl.rewards.time_limit import call_with_time_limit
 
 # supplied for each sample, hence not accepted as options
-ARGUMENTS = frozenset(("prompt", "response", "answer", "final_answer", "tokens", "finish", "score", "steps"))
+ARGUMENTS = frozenset(
+    ("prompt", "response", "answer", "final_answer", "tokens", "finish", "score", "steps")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,14 @@ class FunctionReward:
     timeout_s: float  # of one call
 
     @classmethod
-    def of(cls, function: Callable[..., Any], options: Mapping[str, Any], *, name: str, timeout_s: float) -> Self:
+    def of(
+        cls,
+        function: Callable[..., Any],
+        options: Mapping[str, Any],
+        *,
+        name: str,
+        timeout_s: float,
+    ) -> Self:
         """Raises ValueError, naming the reward `name`, for an option that the function does not take."""
         try:
             parameters = inspect.signature(function).parameters.values()

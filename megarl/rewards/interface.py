@@ -21,7 +21,10 @@ log = logging.getLogger(__name__)
 Options = TypeVar("Options", bound=BaseModel)
 Decode = Callable[[Sequence[int]], str]  # token ids -> text
 
-UNREACHABLE = ("no_connection", "broken")  # causes: the server gave no answer, or stopped in the middle of one
+UNREACHABLE = (
+    "no_connection",
+    "broken",
+)  # causes: the server gave no answer, or stopped in the middle of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +39,16 @@ class ScoreRequest:
     finish: str = "stop"
     extra: Mapping[str, Any] = field(default_factory=dict)  # the problem's other fields
     prompt_tokens: tuple[int, ...] = ()
-    final_answer: str | None = None  # what judges compare with `answer` (answers.py); None: the response has none
+    final_answer: str | None = (
+        None  # what judges compare with `answer` (answers.py); None: the response has none
+    )
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of a reward function; the sample's fields take precedence over the problem's."""
-        fields = {name: getattr(self, name) for name in ("prompt", "response", "answer", "final_answer", "finish")}
+        fields = {
+            name: getattr(self, name)
+            for name in ("prompt", "response", "answer", "final_answer", "finish")
+        }
         return {**self.extra, **fields, "tokens": list(self.tokens)}
 
 
@@ -106,8 +114,12 @@ def parse_options(section: type[Options], reward: Reward) -> Options:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         if first["type"] == "missing":
-            raise ValueError(f"rewards: name={reward.name!r} needs the option {key}; set it") from None
-        allowed = first["msg"].removeprefix("Value error, ").replace("Input should be", "it should be")
+            raise ValueError(
+                f"rewards: name={reward.name!r} needs the option {key}; set it"
+            ) from None
+        allowed = (
+            first["msg"].removeprefix("Value error, ").replace("Input should be", "it should be")
+        )
         where = f"option {key}={first['input']!r} is invalid" if key else "invalid options"
         raise ValueError(f"rewards: name={reward.name!r}, {where}: {allowed}") from None
 

@@ -18,8 +18,12 @@ MAX_CHARS = 2000  # longer answers are only compared as text
 NUMBER = re.compile(r"([-+]?)([0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.([0-9]*))?\.?")
 COMMAND = re.compile(r"\\(?:[A-Za-z]+|.)", re.DOTALL)
 UNITS = "cm|mm|km|kg|mg|ml|ft|lb|oz|hr"
-WORD = re.compile(rf"[A-Za-z]{{3,}}|(?<=[\s{{])[A-Za-z]{{2}}(?![A-Za-z])|(?<![A-Za-z])(?:{UNITS})(?![A-Za-z])")
-LABEL = re.compile(r"[A-Za-z][0-9]|[0-9][-/.][0-9]+[-/.][0-9]|[0-9]:[0-9][0-9]")  # H2O, e4, 2024-01-05, 12:30
+WORD = re.compile(
+    rf"[A-Za-z]{{3,}}|(?<=[\s{{])[A-Za-z]{{2}}(?![A-Za-z])|(?<![A-Za-z])(?:{UNITS})(?![A-Za-z])"
+)
+LABEL = re.compile(
+    r"[A-Za-z][0-9]|[0-9][-/.][0-9]+[-/.][0-9]|[0-9]:[0-9][0-9]"
+)  # H2O, e4, 2024-01-05, 12:30
 SPACED = re.compile(r"[0-9](?:\s|\\[,;:! ])+[0-9]")  # read as a sum: 8 9 as 17
 SUBSCRIPTED = re.compile(r"[0-9}]\s*_")  # not read: 17_2 as 17
 IN_BASE = re.compile(r"[0-9A-Za-z]+_[0-9]+")
@@ -29,10 +33,14 @@ HIDDEN = re.compile(  # not read either: 17 million as 17
     re.IGNORECASE,
 )
 OPERATOR = re.compile(r"[0-9+*/^=<>|()\[\]{}\\\u2212-]")
-NAME = re.compile(r"\s*(?:[A-Za-z][A-Za-z ]*|\\[A-Za-z]+|\\(?:text|mathrm)\{[A-Za-z ]*\})(?:_\{?\w+\}?)?(?:\(\w\))?\s*")
+NAME = re.compile(
+    r"\s*(?:[A-Za-z][A-Za-z ]*|\\[A-Za-z]+|\\(?:text|mathrm)\{[A-Za-z ]*\})(?:_\{?\w+\}?)?(?:\(\w\))?\s*"
+)
 ARITHMETIC = re.compile(r"(?:[0-9\s.,()+*/\u2212-]|\\(?:times|cdot|div|left|right)(?![A-Za-z]))*")
 UNDONE = re.compile(r"[0-9)]\s*(?:[-+*\u2212]|\\times|\\cdot|\\div)")
-PLAIN = re.compile(r"[0-9A-Za-z\s+*/^(){}\[\].,=<>|_\\$!\u2212-]*")  # any other sign must be in the reference as well
+PLAIN = re.compile(
+    r"[0-9A-Za-z\s+*/^(){}\[\].,=<>|_\\$!\u2212-]*"
+)  # any other sign must be in the reference as well
 KNOWN = r"""
 sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan log ln exp sqrt frac dfrac tfrac cfrac binom choose max min
 gcd lcm deg pi cdot cdots ldots dots times div pm mp circ degree infty sum prod int lim le leq ge geq lt gt in cup cap
@@ -172,7 +180,9 @@ def make_judge(context: None) -> Callable[[tuple[str, ...], str], float]:
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
     def judge(texts: tuple[str, ...], answer: str) -> float:
-        gold, *parsed = (math_verify.parse(f"\\boxed{{{text}}}", parsing_timeout=0) for text in (answer, *texts))
+        gold, *parsed = (
+            math_verify.parse(f"\\boxed{{{text}}}", parsing_timeout=0) for text in (answer, *texts)
+        )
         return float(all(math_verify.verify(gold, text, timeout_seconds=None) for text in parsed))
 
     return judge

@@ -46,14 +46,20 @@ class ModelReward:
                 ends[number] = row
             elif sample.reward is not None:
                 result[number] = sample.without_reward("reward/model/no_tokens")
-        values = self._values([samples[number] for number in ends], [*ends.values()]) if ends else []
+        values = (
+            self._values([samples[number] for number in ends], [*ends.values()]) if ends else []
+        )
         for (number, row), scores in zip(ends.items(), values, strict=True):
             result[number] = self._added(samples[number], scores, row)
         return result
 
-    def _values(self, samples: Sequence[Sample], ends: Sequence[Sequence[int]]) -> list[list[float]]:
+    def _values(
+        self, samples: Sequence[Sample], ends: Sequence[Sequence[int]]
+    ) -> list[list[float]]:
         """The score of each sample, or those of its steps."""
-        batch = token_batch([(sample.tokens, sample.trainable) for sample in samples], temperature=1.0)
+        batch = token_batch(
+            [(sample.tokens, sample.trainable) for sample in samples], temperature=1.0
+        )
         if not self.is_process:
             return [[score] for score in self.score(batch).tolist()]
         starts = batch.cu_seqlens.tolist()

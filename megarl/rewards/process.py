@@ -25,7 +25,15 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from megarl.config.section import Pattern, Reward
 from megarl.data.user_code import import_function
 from megarl.rewards.functions import FunctionReward
-from megarl.rewards.interface import BatchReward, Decode, Score, ScoreError, ScoreRequest, parse_options, try_score
+from megarl.rewards.interface import (
+    BatchReward,
+    Decode,
+    Score,
+    ScoreError,
+    ScoreRequest,
+    parse_options,
+    try_score,
+)
 from megarl.rewards.remote import HttpClient, HttpOptions, finite_number, request_row, score_batches
 from megarl.rewards.time_limit import call_with_time_limit
 
@@ -50,7 +58,9 @@ class ProcessOptions(HttpOptions):
     @model_validator(mode="after")
     def _consistent(self) -> ProcessOptions:
         if (self.splitter == "regex") != bool(self.pattern):
-            raise ValueError(f"splitter={self.splitter!r}, pattern={self.pattern!r}; pattern and regex go together")
+            raise ValueError(
+                f"splitter={self.splitter!r}, pattern={self.pattern!r}; pattern and regex go together"
+            )
         return self
 
 
@@ -59,7 +69,9 @@ def make_process(reward: Reward, decode: Decode) -> BatchReward:
     options = parse_options(ProcessOptions, reward)
     if "://" in options.scorer:
         client = HttpClient.of(options.scorer, options, reward=reward.name)
-        return BatchReward(reward.name, reward.weight, _Process(options, decode, client), client.total_s)
+        return BatchReward(
+            reward.name, reward.weight, _Process(options, decode, client), client.total_s
+        )
     function = import_function(options.scorer, setting="rewards: name='process', scorer")
     name = f"process, scorer {options.scorer}"
     scorer = FunctionReward.of(function, options.options, name=name, timeout_s=options.function_s)
@@ -98,12 +110,21 @@ class _Process:
             scores = self.scorer.call(request, steps=steps)
         scores = scores.tolist() if hasattr(scores, "tolist") else scores
         if not isinstance(scores, list | tuple) or len(scores) != len(steps):
-            result = f"{len(scores)} scores" if isinstance(scores, list | tuple) else f"a {type(scores).__name__}"
-            raise ScoreError("bad_answer", f"{self.options.scorer} returned {result} for {len(steps)} steps")
+            result = (
+                f"{len(scores)} scores"
+                if isinstance(scores, list | tuple)
+                else f"a {type(scores).__name__}"
+            )
+            raise ScoreError(
+                "bad_answer", f"{self.options.scorer} returned {result} for {len(steps)} steps"
+            )
         values = [finite_number(score, self.options.scorer) for score in scores]
         ends = token_ends(self.decode, request.tokens, steps)
         if ends is None:
-            raise ScoreError("no_tokens", "tokens do not decode to the response's text, so its steps cannot be located")
+            raise ScoreError(
+                "no_tokens",
+                "tokens do not decode to the response's text, so its steps cannot be located",
+            )
         return Score(fmean(values) if values else 0.0, steps=tuple(zip(ends, values, strict=True)))
 
 

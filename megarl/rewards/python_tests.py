@@ -31,7 +31,9 @@ IMPORTS = {
     if name[0].isupper() or module is collections
 }  # names that tests use without an import
 DEFINITIONS = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
-ONE_PARSER = threading.Lock()  # ast.parse in two threads at once raises SystemError (CPython issue 106905)
+ONE_PARSER = (
+    threading.Lock()
+)  # ast.parse in two threads at once raises SystemError (CPython issue 106905)
 RAISES = ("raises", "assertRaises", "assertRaisesRegex")
 
 
@@ -54,7 +56,9 @@ def read_script(texts: tuple[str, ...], entry: str | None = None) -> Script:
     """Raises ValueError if the tests cannot be read, and Unjudgeable; `entry` is the function under test."""
     try:
         with ONE_PARSER:
-            body = [statement for text in texts for statement in _flatten(ast.parse(text).body, entry)]
+            body = [
+                statement for text in texts for statement in _flatten(ast.parse(text).body, entry)
+            ]
             module = ast.Module(body, [])
             names, errors, imports = _solution_names(module, entry)
             _check_judgeable(module, names, errors, entry)
@@ -68,20 +72,33 @@ def read_script(texts: tuple[str, ...], entry: str | None = None) -> Script:
 def _flatten(body: Sequence[ast.stmt], entry: str | None) -> Iterator[ast.stmt]:
     """Replaces check(candidate) and test_...() with their bodies, or a call if they cannot be."""
     definitions = [item for item in body if isinstance(item, ast.FunctionDef)]
-    functions = {item.name: item for item in definitions if item.name == "check" or item.name.startswith("test_")}
+    functions = {
+        item.name: item
+        for item in definitions
+        if item.name == "check" or item.name.startswith("test_")
+    }
     inlined = {
         name
         for name, item in functions.items()
         if not item.decorator_list
         and len(item.args.args) == (name == "check")
-        and not any(isinstance(node, ast.Return | ast.Global | ast.Nonlocal | ast.Yield) for node in ast.walk(item))
+        and not any(
+            isinstance(node, ast.Return | ast.Global | ast.Nonlocal | ast.Yield)
+            for node in ast.walk(item)
+        )
     }
     for item in body:
-        called = item.value if isinstance(item, ast.Expr) and isinstance(item.value, ast.Call) else None
+        called = (
+            item.value if isinstance(item, ast.Expr) and isinstance(item.value, ast.Call) else None
+        )
         name = ast.unparse(called.func) if called else ""
         if isinstance(item, ast.ImportFrom) and item.module == "solution":
-            yield from ast.parse("\n".join(f"{n.asname} = {n.name}" for n in item.names if n.asname)).body
-        elif name in ("unittest.main", "pytest.main", *functions) or ast.unparse(item).startswith("if __name__ =="):
+            yield from ast.parse(
+                "\n".join(f"{n.asname} = {n.name}" for n in item.names if n.asname)
+            ).body
+        elif name in ("unittest.main", "pytest.main", *functions) or ast.unparse(item).startswith(
+            "if __name__ =="
+        ):
             continue
         elif isinstance(item, ast.FunctionDef) and item.name in inlined:
             for argument in item.args.args:
@@ -91,8 +108,12 @@ def _flatten(body: Sequence[ast.stmt], entry: str | None) -> Iterator[ast.stmt]:
             yield item
             if isinstance(item, ast.FunctionDef) and item.name in functions:
                 argument = _function(body, item, entry) if item.name == "check" else item.name
-                yield from ast.parse(f"{'check' if item.name == 'check' else '_call_test'}({argument})").body
-            if isinstance(item, ast.ClassDef) and any("TestCase" in ast.unparse(base) for base in item.bases):
+                yield from ast.parse(
+                    f"{'check' if item.name == 'check' else '_call_test'}({argument})"
+                ).body
+            if isinstance(item, ast.ClassDef) and any(
+                "TestCase" in ast.unparse(base) for base in item.bases
+            ):
                 methods = [node.name for node in item.body if isinstance(node, ast.FunctionDef)]
                 for method in (name for name in methods if name.startswith("test")):
                     suite = f"__import__('unittest').TestSuite([{item.name}({method!r})])"
@@ -106,7 +127,9 @@ def _function(body: Sequence[ast.stmt], check: ast.FunctionDef, entry: str | Non
         if isinstance(call, ast.Call) and call.args and ast.unparse(call.func) == check.name:
             return ast.unparse(call.args[0])
     if entry is None:
-        raise ValueError(f"{check.name}({ast.unparse(check.args)}) needs fn_name, the function to check")
+        raise ValueError(
+            f"{check.name}({ast.unparse(check.args)}) needs fn_name, the function to check"
+        )
     return entry
 
 
@@ -131,7 +154,11 @@ def _solution_names(module: ast.Module, entry: str | None) -> tuple[set[str], se
 
 def _free_names(module: ast.Module) -> set[str]:
     table = symtable.symtable(ast.unparse(module), "tests", "exec")
-    defined = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    defined = {
+        symbol.get_name()
+        for symbol in table.get_symbols()
+        if symbol.is_assigned() or symbol.is_imported()
+    }
     used, scopes = set(), [table]
     while scopes:
         scope = scopes.pop()
@@ -147,7 +174,11 @@ def _free_names(module: ast.Module) -> set[str]:
 def _shadowed(module: ast.Module, free: set[str]) -> set[str]:
     """A function under test that has the name of a builtin one: the only one that all assertions call."""
     called = [
-        {node.func.id for node in ast.walk(item) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+        {
+            node.func.id
+            for node in ast.walk(item)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        }
         for item in module.body
         if isinstance(item, ast.Assert)
     ]
@@ -166,10 +197,16 @@ def _names(node: ast.AST) -> set[str]:
     return {item.id for item in ast.walk(node) if isinstance(item, ast.Name)}
 
 
-def _check_judgeable(module: ast.Module, names: set[str], errors: set[str], entry: str | None) -> None:
+def _check_judgeable(
+    module: ast.Module, names: set[str], errors: set[str], entry: str | None
+) -> None:
     if entry and (others := names - _names(ast.parse(entry)) - {"Solution"}):
-        raise Unjudgeable(f"they use {', '.join(sorted(others))}, which neither they nor {entry} define; add it")
-    names = names | {"candidate"} if any("candidate" in _names(item) for item in module.body) else names
+        raise Unjudgeable(
+            f"they use {', '.join(sorted(others))}, which neither they nor {entry} define; add it"
+        )
+    names = (
+        names | {"candidate"} if any("candidate" in _names(item) for item in module.body) else names
+    )
     for node in ast.walk(module):
         sides: list[ast.expr] = []
         if isinstance(node, ast.Compare):
@@ -178,9 +215,15 @@ def _check_judgeable(module: ast.Module, names: set[str], errors: set[str], entr
             called = _called(node)
             if called.startswith("assert") and called not in RAISES:
                 sides = node.args[:2] if len(node.args) > 1 else []
-            if called in ("isinstance", "issubclass") and len(node.args) == 2 and _names(node.args[1]) & names:
+            if (
+                called in ("isinstance", "issubclass")
+                and len(node.args) == 2
+                and _names(node.args[1]) & names
+            ):
                 raise Unjudgeable(f"{ast.unparse(node)[:80]} needs a class of the solution")
-            if _names(node.func) & names and any(isinstance(argument, ast.Lambda) for argument in node.args):
+            if _names(node.func) & names and any(
+                isinstance(argument, ast.Lambda) for argument in node.args
+            ):
                 raise Unjudgeable(f"{ast.unparse(node)[:80]} passes a function to the solution")
         if sides and all(_names(side) & names for side in sides):
             raise Unjudgeable(f"{ast.unparse(node)[:80]}: both sides are the solution's")
@@ -205,7 +248,9 @@ def _asserts(statement: ast.stmt) -> bool:
     return is_raises or any(isinstance(node, ast.Assert) for node in nodes)
 
 
-def _split(body: Sequence[ast.stmt], imports: Sequence[str], names: set[str], errors: set[str]) -> Script:
+def _split(
+    body: Sequence[ast.stmt], imports: Sequence[str], names: set[str], errors: set[str]
+) -> Script:
     """A test asserts, or calls a test function, with the statements before it; those left are the last."""
     prologue, tests, setup = list(imports), [], []
     for statement in body:

@@ -51,7 +51,15 @@ from pydantic import BaseModel, Field, NonNegativeInt, PositiveFloat, PositiveIn
 
 from megarl.config.schema import Reward, Section
 from megarl.platform.env import SECRET, get_env
-from megarl.rewards.interface import UNREACHABLE, BatchReward, Score, ScoreError, ScoreRequest, parse_options, try_score
+from megarl.rewards.interface import (
+    UNREACHABLE,
+    BatchReward,
+    Score,
+    ScoreError,
+    ScoreRequest,
+    parse_options,
+    try_score,
+)
 
 if TYPE_CHECKING:
     import httpx
@@ -81,7 +89,9 @@ class HttpOptions(BaseModel):
     retries: NonNegativeInt = 3
     backoff_s: PositiveFloat = 0.5  # mean of the first pause; each is twice the one before
     concurrency: PositiveInt = 16  # requests in flight
-    headers_env: dict[str, str] = Field(default_factory=dict)  # {header: environment variable with the secret}
+    headers_env: dict[str, str] = Field(
+        default_factory=dict
+    )  # {header: environment variable with the secret}
 
 
 @dataclass(frozen=True)
@@ -100,23 +110,33 @@ class HttpClient:
         _check_url(url, reward)
         headers = {}
         for header, variable in options.headers_env.items():
-            if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", variable):  # it may be the secret itself, so it is not shown
+            if not re.fullmatch(
+                r"[A-Z_][A-Z0-9_]*", variable
+            ):  # it may be the secret itself, so it is not shown
                 raise ValueError(
                     f"rewards: headers_env[{header!r}] is not the name of an environment variable in capitals, such as "
                     "SCORER_AUTH; export the value, and write the variable's name"
                 )
             value = get_env(variable)
             if not value:
-                raise ValueError(f"rewards: name={reward!r}: headers_env names {variable}, which is not set; export it")
+                raise ValueError(
+                    f"rewards: name={reward!r}: headers_env names {variable}, which is not set; export it"
+                )
             if not re.fullmatch(r"[!-~]([ -~]*[!-~])?", value):
-                raise ValueError(f"rewards: {variable} has characters that no HTTP header may hold; export it again")
+                raise ValueError(
+                    f"rewards: {variable} has characters that no HTTP header may hold; export it again"
+                )
             headers[header] = value
-        return cls(url, options, headers, _certificates(get_env("SSL_CERT_FILE") or certifi.where()))
+        return cls(
+            url, options, headers, _certificates(get_env("SSL_CERT_FILE") or certifi.where())
+        )
 
     def quote(self, value: Any, most: int = 200) -> str:
         """A server's text on one line, cut, and without the values of headers that it may repeat."""
         text = str(value)
-        for secret in {word for header in self.headers.values() for word in (header, header.split()[-1])}:
+        for secret in {
+            word for header in self.headers.values() for word in (header, header.split()[-1])
+        }:
             text = text.replace(secret, "***")
         return repr(text[:most])
 
@@ -126,7 +146,11 @@ class HttpClient:
 
     def ask(self, payloads: Sequence[Any], reads: Sequence[Read] = ()) -> list[Any]:
         """Returns the JSON answers in order, or what `reads` make of them; a ScoreError for each failed request."""
-        return asyncio.run(self._all(payloads, reads or [lambda answer: answer] * len(payloads))) if payloads else []
+        return (
+            asyncio.run(self._all(payloads, reads or [lambda answer: answer] * len(payloads)))
+            if payloads
+            else []
+        )
 
     async def _all(self, payloads: Sequence[Any], reads: Sequence[Read]) -> list[Any]:
         import httpx  # deferred: configs are checked without it
@@ -136,18 +160,28 @@ class HttpClient:
         limits = httpx.Limits(max_connections=options.concurrency)
         timeout = httpx.Timeout(None, connect=min(CONNECT_S, options.timeout_s))
         client = httpx.AsyncClient(
-            timeout=timeout, limits=limits, headers=dict(self.headers), verify=self.certificates, trust_env=False
+            timeout=timeout,
+            limits=limits,
+            headers=dict(self.headers),
+            verify=self.certificates,
+            trust_env=False,
         )
-        failed: list[_Retryable] = []  # the failure of the last attempt; empty after one that succeeded
+        failed: list[
+            _Retryable
+        ] = []  # the failure of the last attempt; empty after one that succeeded
 
         async def one(payload: Any, read: Read) -> Any:
             async with slots:
                 try:
-                    return read(await self._with_retries(client, failed, json.dumps(payload).encode()))
+                    return read(
+                        await self._with_retries(client, failed, json.dumps(payload).encode())
+                    )
                 except ScoreError as error:
                     return error
                 except Exception as error:  # noqa: BLE001 (of the client library; the run goes on)
-                    return ScoreError("error", f"{self.url}: {type(error).__name__}: {self.quote(error)}")
+                    return ScoreError(
+                        "error", f"{self.url}: {type(error).__name__}: {self.quote(error)}"
+                    )
 
         async with client:
             tasks = [asyncio.create_task(one(*job)) for job in zip(payloads, reads, strict=True)]
@@ -155,14 +189,26 @@ class HttpClient:
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
-        cause, detail = "timeout", f"{self.url} did not answer all requests within total_s={options.total_s}"
+        cause, detail = (
+            "timeout",
+            f"{self.url} did not answer all requests within total_s={options.total_s}",
+        )
         if failed and failed[0].cause in UNREACHABLE:
-            cause, detail = failed[0].cause, f"{failed[0]} after retries for total_s={options.total_s}"
+            cause, detail = (
+                failed[0].cause,
+                f"{failed[0]} after retries for total_s={options.total_s}",
+            )
         out_of_time = ScoreError(cause, detail)
         return [out_of_time if task in late else task.result() for task in tasks]
 
-    async def _with_retries(self, client: httpx.AsyncClient, failed: list[_Retryable], body: bytes) -> Any:
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", "Idempotency-Key": uuid4().hex}
+    async def _with_retries(
+        self, client: httpx.AsyncClient, failed: list[_Retryable], body: bytes
+    ) -> Any:
+        headers = {
+            "Content-Type": "application/json",
+            "Accept-Encoding": "identity",
+            "Idempotency-Key": uuid4().hex,
+        }
         options = self.options
         for attempt in range(options.retries + 1):
             try:
@@ -171,7 +217,9 @@ class HttpClient:
                 failed.clear()
                 return answer
             except TimeoutError:
-                raise ScoreError("timeout", f"{self.url} took longer than timeout_s={options.timeout_s}") from None
+                raise ScoreError(
+                    "timeout", f"{self.url} took longer than timeout_s={options.timeout_s}"
+                ) from None
             except _Retryable as error:
                 failed[:] = [error]
                 if attempt == options.retries:
@@ -180,7 +228,9 @@ class HttpClient:
                 await asyncio.sleep(min(max(pause_s, error.pause_s), MAX_PAUSE_S))
         raise AssertionError
 
-    async def _attempt(self, client: httpx.AsyncClient, body: bytes, headers: Mapping[str, str]) -> Any:
+    async def _attempt(
+        self, client: httpx.AsyncClient, body: bytes, headers: Mapping[str, str]
+    ) -> Any:
         import httpx
 
         try:
@@ -188,24 +238,35 @@ class HttpClient:
                 status = response.status_code
                 if status == 429 or status >= 500:
                     pause_s = _retry_after(response.headers.get("Retry-After", ""))
-                    raise _Retryable(f"http_{status}", f"{self.url} returned HTTP {status}", pause_s)
+                    raise _Retryable(
+                        f"http_{status}", f"{self.url} returned HTTP {status}", pause_s
+                    )
                 if status != 200:
                     raise ScoreError(f"http_{status}", f"{self.url} returned HTTP {status}")
                 return await self._read_json(response)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise _Retryable("no_connection", f"{self.url} cannot be reached ({self.quote(error)})") from None
+            raise _Retryable(
+                "no_connection", f"{self.url} cannot be reached ({self.quote(error)})"
+            ) from None
         except httpx.TransportError as error:
-            raise _Retryable("broken", f"the connection to {self.url} failed ({type(error).__name__})") from None
+            raise _Retryable(
+                "broken", f"the connection to {self.url} failed ({type(error).__name__})"
+            ) from None
 
     async def _read_json(self, response: httpx.Response) -> Any:
         data = bytearray()
         async for chunk in response.aiter_raw():
             data += chunk
             if len(data) > self.max_bytes:
-                raise ScoreError("too_large", f"{self.url} returned more than {self.max_bytes} bytes")
+                raise ScoreError(
+                    "too_large", f"{self.url} returned more than {self.max_bytes} bytes"
+                )
         try:
             return json.loads(data)
-        except (ValueError, RecursionError):  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        except (
+            ValueError,
+            RecursionError,
+        ):  # UnicodeDecodeError and JSONDecodeError are ValueErrors
             text = self.quote(bytes(data).decode(errors="replace"), 60)
             raise ScoreError("not_json", f"{self.url} returned {text}, which is not JSON") from None
 
@@ -219,7 +280,9 @@ def _retry_after(header: str) -> float:
     return 0.0
 
 
-def score_batches(client: HttpClient, rows: Sequence[Mapping[str, Any]], batch_size: int, *, key: str) -> list[Any]:
+def score_batches(
+    client: HttpClient, rows: Sequence[Mapping[str, Any]], batch_size: int, *, key: str
+) -> list[Any]:
     """Returns the server's value of `key` for each row, or a ScoreError."""
     batches = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
     answers = client.ask([{"samples": batch} for batch in batches])
@@ -231,10 +294,15 @@ def score_batches(client: HttpClient, rows: Sequence[Mapping[str, Any]], batch_s
 
 def request_row(request: ScoreRequest, *, tokens: bool = False) -> dict[str, Any]:
     """Returns a request as a JSON object, without the problem's fields that JSON cannot represent."""
-    row = {name: getattr(request, name) for name in ("id", "prompt", "response", "answer", "finish")}
+    row = {
+        name: getattr(request, name) for name in ("id", "prompt", "response", "answer", "finish")
+    }
     row["extra"] = {str(key): value for key, value in request.extra.items() if _is_json(value)}
     if tokens:
-        row |= {"tokens": [*request.prompt_tokens, *request.tokens], "prompt_length": len(request.prompt_tokens)}
+        row |= {
+            "tokens": [*request.prompt_tokens, *request.tokens],
+            "prompt_length": len(request.prompt_tokens),
+        }
     return row
 
 
@@ -250,8 +318,12 @@ def _values_by_id(answer: Any, ids: Sequence[str], client: HttpClient, key: str)
     entries = answer.get("scores") if isinstance(answer, dict) else None
     if isinstance(answer, ScoreError):
         return dict.fromkeys(ids, answer)
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) and "id" in entry for entry in entries):
-        detail = f'{url} returned {client.quote(answer, 60)}, not {{"scores": [{{"id": ...}}, ...]}}'
+    if not isinstance(entries, list) or not all(
+        isinstance(entry, dict) and "id" in entry for entry in entries
+    ):
+        detail = (
+            f'{url} returned {client.quote(answer, 60)}, not {{"scores": [{{"id": ...}}, ...]}}'
+        )
         return dict.fromkeys(ids, ScoreError("bad_answer", detail))
     if unknown := [entry["id"] for entry in entries if entry["id"] not in ids]:
         detail = f"{url} scored the id {client.quote(unknown[0], 60)}, which was not in the request"
@@ -262,16 +334,23 @@ def _values_by_id(answer: Any, ids: Sequence[str], client: HttpClient, key: str)
         if name in values:
             values[name] = ScoreError("duplicate_id", f"{url} scored id {name} more than once")
         elif "error" in entry:
-            values[name] = ScoreError("error", f"{url} reported an error: {client.quote(entry['error'])}")
+            values[name] = ScoreError(
+                "error", f"{url} reported an error: {client.quote(entry['error'])}"
+            )
         else:
             values[name] = entry.get(key)
-    return {name: values.get(name, ScoreError("missing_id", f"{url} returned no score for id {name}")) for name in ids}
+    return {
+        name: values.get(name, ScoreError("missing_id", f"{url} returned no score for id {name}"))
+        for name in ids
+    }
 
 
 def finite_number(value: Any, source: str) -> float:
     """Returns `value` as a float. Raises ScoreError unless it is a finite number, not a boolean or text."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ScoreError("not_a_number", f"{source} returned a {type(value).__name__} as a score, not a number")
+        raise ScoreError(
+            "not_a_number", f"{source} returned a {type(value).__name__} as a score, not a number"
+        )
     with suppress(OverflowError):  # an integer too large for a float
         if math.isfinite(value):
             return float(value)
@@ -280,7 +359,9 @@ def finite_number(value: Any, source: str) -> float:
 
 class RemoteOptions(HttpOptions):
     batch_size: PositiveInt = 32  # samples in a request
-    tokens: bool = False  # send prompt and response as token ids too, for a server with the policy's tokenizer
+    tokens: bool = (
+        False  # send prompt and response as token ids too, for a server with the policy's tokenizer
+    )
 
 
 def make_remote(reward: Reward) -> BatchReward:
@@ -291,7 +372,10 @@ def make_remote(reward: Reward) -> BatchReward:
     def score(requests: Sequence[ScoreRequest]) -> list[Score]:
         rows = [request_row(request, tokens=options.tokens) for request in requests]
         values = score_batches(client, rows, options.batch_size, key="score")
-        return [try_score(lambda value: Score(finite_number(value, client.url)), value) for value in values]
+        return [
+            try_score(lambda value: Score(finite_number(value, client.url)), value)
+            for value in values
+        ]
 
     return BatchReward(reward.name, reward.weight, score, client.total_s)
 
@@ -302,15 +386,25 @@ def _check_url(url: str, reward: str) -> None:
     name = repr(shown if reward == url else reward)
     try:
         parts = urlsplit(url)
-        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        valid = (
+            parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and (parts.port is None or parts.port > 0)
+        )
     except ValueError:
         valid, parts = False, urlsplit("")
     if not valid or not url.isprintable() or " " in url:
-        raise ValueError(f"rewards: name={name}: {shown!r} is not the URL of a server; write http://host:port/path")
-    fields = [field for field, _ in parse_qsl(parts.query, keep_blank_values=True) if SECRET.search(field)]
+        raise ValueError(
+            f"rewards: name={name}: {shown!r} is not the URL of a server; write http://host:port/path"
+        )
+    fields = [
+        field for field, _ in parse_qsl(parts.query, keep_blank_values=True) if SECRET.search(field)
+    ]
     if parts.username is not None or fields:
         what = f"the field {fields[0]!r}" if fields else "a password"
-        raise ValueError(f"rewards: name={name}: the URL has {what}, which logs would show; use headers_env")
+        raise ValueError(
+            f"rewards: name={name}: the URL has {what}, which logs would show; use headers_env"
+        )
 
 
 @cache

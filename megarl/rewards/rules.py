@@ -34,7 +34,9 @@ class Accuracy:
         for row, request in enumerate(requests):
             text, answer, judge = request.final_answer, request.answer, request.extra.get("score")
             if text is None:
-                scores[row] = Score(0.0, "no_answer", "there is nothing at the place that task.answer names")
+                scores[row] = Score(
+                    0.0, "no_answer", "there is nothing at the place that task.answer names"
+                )
             elif isinstance(judge, TaskJudge):
                 own.append((row, judge, text))
             elif callable(judge):  # the user's own
@@ -45,14 +47,20 @@ class Accuracy:
                 scores[row] = Score(float(equal))
             else:
                 maths.append((row, equal, answer))
-        verdicts = judge_answers([judge for _, judge, _ in own], [text for *_, text in own], timeout_s=self.timeout_s)
-        verdicts += MATHS.judge(None, [question[1:] for question in maths], timeout_s=self.timeout_s)
+        verdicts = judge_answers(
+            [judge for _, judge, _ in own], [text for *_, text in own], timeout_s=self.timeout_s
+        )
+        verdicts += MATHS.judge(
+            None, [question[1:] for question in maths], timeout_s=self.timeout_s
+        )
         for (row, *_), verdict in zip([*own, *maths], verdicts, strict=True):
             scores[row] = Score(verdict.value, verdict.cause, verdict.detail)
         return scores
 
     def _call(self, judge: Callable[[str], float], text: str) -> Score:
-        return Score(float(call_with_time_limit(partial(judge, text), {}, timeout_s=self.timeout_s)))
+        return Score(
+            float(call_with_time_limit(partial(judge, text), {}, timeout_s=self.timeout_s))
+        )
 
 
 def format_think(*, response: str) -> float:

@@ -29,7 +29,11 @@ log = logging.getLogger(__name__)
 
 
 def make_scorer(
-    rewards: Sequence[Reward], *, timeout_s: float = 10.0, decode: Decode | None = None, answer: AnswerPlace = "auto"
+    rewards: Sequence[Reward],
+    *,
+    timeout_s: float = 10.0,
+    decode: Decode | None = None,
+    answer: AnswerPlace = "auto",
 ) -> Scorer:
     """Makes the scorer of a config's rewards, or raises ValueError; `timeout_s` limits one call of a function."""
     return Scorer(tuple(make_rewards(rewards, decode, timeout_s)), decode, answer)
@@ -91,7 +95,9 @@ class Scorer:
         if cause not in self.logged:
             self.logged.add(cause)
             where = f"prompt {sample.prompt_id}, sample {sample.index}"
-            log.warning("%s: %s %s: %s (later cases are only counted)", cause, where, effect, redact(detail))
+            log.warning(
+                "%s: %s %s: %s (later cases are only counted)", cause, where, effect, redact(detail)
+            )
 
 
 class Scoring:
@@ -103,7 +109,9 @@ class Scoring:
         self._rows: dict[int, int] = {}  # of each sample, by its id()
         self._added: list[Sample] = []
         self._decoded: list[tuple[Sample, ScoreRequest]] = []
-        self._workers = {reward.name: _Worker(reward) for reward in scorer.rewards if reward.total_s is not None}
+        self._workers = {
+            reward.name: _Worker(reward) for reward in scorer.rewards if reward.total_s is not None
+        }
 
     def add(self, samples: Sequence[Sample]) -> None:
         new = [self._decode(sample) for sample in samples]
@@ -130,13 +138,18 @@ class Scoring:
                     "the same command resumes"
                 )
         return [
-            self._scorer.scored(self._decoded[row][0], {reward.name: scores[reward.name][place] for reward in rewards})
+            self._scorer.scored(
+                self._decoded[row][0],
+                {reward.name: scores[reward.name][place] for reward in rewards},
+            )
             for place, row in enumerate(order)
         ]
 
     def _decode(self, sample: Sample) -> tuple[Sample, ScoreRequest]:
         if self._scorer.decode is not None:
-            sample = replace(sample, text=self._scorer.decode(sample.tokens[sample.trainable].tolist()))
+            sample = replace(
+                sample, text=self._scorer.decode(sample.tokens[sample.trainable].tolist())
+            )
         prompt = self._prompts[sample.prompt_id]
         return sample, ScoreRequest(
             id=f"{sample.prompt_id}/{sample.index}",

@@ -37,7 +37,9 @@ class TimeLimitExceeded(ScoreError):
         super().__init__("timeout", f"took longer than {timeout_s} s")
 
 
-def call_with_time_limit(function: Callable[..., Any], arguments: Mapping[str, Any], *, timeout_s: float) -> Any:
+def call_with_time_limit(
+    function: Callable[..., Any], arguments: Mapping[str, Any], *, timeout_s: float
+) -> Any:
     """Returns ``function(**arguments)``. Raises TimeLimitExceeded, or its error (in a worker, as a ScoreError)."""
     if threading.current_thread() is threading.main_thread():
         try:
@@ -87,12 +89,16 @@ def _call_in_worker(task: bytes, timeout_s: float) -> Any:
             connection.send_bytes(task)
             if not connection.poll(timeout_s + START_S):
                 raise TimeLimitExceeded(timeout_s)
-            status, value = connection.recv()  # a pickle from our own process, which runs the user's function
+            status, value = (
+                connection.recv()
+            )  # a pickle from our own process, which runs the user's function
         except (EOFError, OSError):
             returncode = process.wait(START_S)
             if returncode == -signal.SIGALRM:
                 raise TimeLimitExceeded(timeout_s) from None
-            raise ScoreError("error", f"its worker process exited with status {returncode}") from None
+            raise ScoreError(
+                "error", f"its worker process exited with status {returncode}"
+            ) from None
     except BaseException:
         process.kill()
         process.wait()
@@ -109,7 +115,11 @@ def _start_worker() -> Worker:
     with worker_end:
         descriptor = worker_end.fileno()
         process = subprocess.Popen(
-            [sys.executable, "-c", f"from megarl.rewards.time_limit import serve; serve({descriptor})"],
+            [
+                sys.executable,
+                "-c",
+                f"from megarl.rewards.time_limit import serve; serve({descriptor})",
+            ],
             stdin=subprocess.DEVNULL,
             stdout=2,  # keep the function's prints out of the trainer's output
             pass_fds=(descriptor,),
@@ -121,7 +131,9 @@ def _start_worker() -> Worker:
 def serve(descriptor: int) -> None:
     """Makes calls until the connection closes. SIGALRM's default action ends the process if one exceeds its limit."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and then closes the connection
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # the parent handles Ctrl-C and then closes the connection
     with Connection(descriptor) as connection:
         while True:
             try:
@@ -129,7 +141,9 @@ def serve(descriptor: int) -> None:
             except EOFError:
                 return
             try:
-                function, arguments, timeout_s = pickle.loads(task)  # may import: within START_S, not the limit
+                function, arguments, timeout_s = pickle.loads(
+                    task
+                )  # may import: within START_S, not the limit
                 signal.setitimer(signal.ITIMER_REAL, timeout_s)
                 reply = pickle.dumps(("value", function(**arguments)))
             except (Exception, SystemExit) as error:  # noqa: BLE001 (user code may fail in any way)

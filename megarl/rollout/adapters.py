@@ -34,14 +34,22 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
 def engine_options(adapters: AdapterFormat) -> dict[str, Any]:
     """Arguments of vLLM's LLM."""
     room = next(size for size in RANKS if size >= adapters.rank)
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": room, "lora_target_modules": adapters.targets}
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": room,
+        "lora_target_modules": adapters.targets,
+    }
 
 
 @contextmanager
 def unwrapped(model: nn.Module) -> Iterator[None]:
     """Within the context, the model has its own layers instead of vLLM's wrappers."""
     wrappers = [(name, x) for name, x in model.named_modules() if isinstance(x, BaseLayerWithLoRA)]
-    places = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], x) for name, x in wrappers]
+    places = [
+        (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], x)
+        for name, x in wrappers
+    ]
     for parent, leaf, wrapper in places:
         setattr(parent, leaf, wrapper.base_layer)
     try:
@@ -57,22 +65,34 @@ class AdapterReceiver:
     request = LoRARequest("policy", NUMBER, "none")
 
     def __init__(
-        self, model: nn.Module, base: LayerReceiver, adapters: AdapterFormat, reset_cache: Callable[[], object]
+        self,
+        model: nn.Module,
+        base: LayerReceiver,
+        adapters: AdapterFormat,
+        reset_cache: Callable[[], object],
     ) -> None:
         self.base, self.device, self._state = base, base.device, "empty"
         self.tensors = {
-            name: torch.empty(shape, dtype=base.dtype, device="cpu") for name, shape in adapters.shapes.items()
+            name: torch.empty(shape, dtype=base.dtype, device="cpu")
+            for name, shape in adapters.shapes.items()
         }
-        self.slices: Sequence[ShardSlice] = [whole_tensor(name, shape) for name, shape in adapters.shapes.items()]
+        self.slices: Sequence[ShardSlice] = [
+            whole_tensor(name, shape) for name, shape in adapters.shapes.items()
+        ]
         self._memory = MemoryReceiver(self.slices, self.tensors, base.dtype, base.device)
-        self.write, self.positional_checksums = self._memory.write, self._memory.positional_checksums
+        self.write, self.positional_checksums = (
+            self._memory.write,
+            self._memory.positional_checksums,
+        )
         self._format, self._reset_cache = adapters, reset_cache
         self._model: Any = model
         self._parts: dict[str, list[ShardSlice]] = defaultdict(list)  # of base weights, by module
         for part in base.slices:
             if part.name.endswith(".weight") and module_name(part.name) in adapters.targets:
                 self._parts[module_of(part.param)].append(part)
-        bound = {name for parts in self._parts.values() for part in parts for name in _names(part.name)}
+        bound = {
+            name for parts in self._parts.values() for part in parts for name in _names(part.name)
+        }
         unbound = sorted(adapters.shapes.keys() - bound) or sorted(
             module for module in self._parts if module not in self._model.lora_manager.modules
         )
@@ -97,10 +117,16 @@ class AdapterReceiver:
     def seal(self) -> Mapping[str, int]:
         """Puts the adapters into vLLM's slot. Raises CheckFailed if it then holds others."""
         manager, dtype = self._model.lora_manager, self.base.dtype
-        helper = PEFTHelper(r=self._format.rank, lora_alpha=self._format.alpha, target_modules=self._format.targets)  # type: ignore[arg-type]
-        tensors = {name: tensor.clone() for name, tensor in self.tensors.items()}  # vLLM scales B in place
+        helper = PEFTHelper(
+            r=self._format.rank, lora_alpha=self._format.alpha, target_modules=self._format.targets
+        )  # type: ignore[arg-type]
+        tensors = {
+            name: tensor.clone() for name, tensor in self.tensors.items()
+        }  # vLLM scales B in place
         manager.remove_adapter(NUMBER)
-        manager.add_adapter(LoRAModel.from_lora_tensors(NUMBER, tensors, helper, device="cpu", dtype=dtype))
+        manager.add_adapter(
+            LoRAModel.from_lora_tensors(NUMBER, tensors, helper, device="cpu", dtype=dtype)
+        )
         manager.activate_adapter(NUMBER)
         for module, parts in self._parts.items():
             self._compare(module, parts)
@@ -130,7 +156,9 @@ class AdapterReceiver:
                 b = b[row : row + rows] * (self._format.alpha / rank)
                 is_equal = held_a.equal(a[:, column : column + columns]) and held_b.equal(b)
             if not is_equal:
-                raise CheckFailed(f"the engine's adapter of {part.name} differs from the one that was sent")
+                raise CheckFailed(
+                    f"the engine's adapter of {part.name} differs from the one that was sent"
+                )
 
 
 def _names(weight: str) -> tuple[str, str]:

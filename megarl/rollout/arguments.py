@@ -29,7 +29,12 @@ def is_eager(rollout: Rollout) -> bool:
 
 
 def engine_settings(
-    folder: Path, rollout: Rollout, dtype: torch.dtype, fp8: BlockFormat | None = None, *, trust_remote_code: bool
+    folder: Path,
+    rollout: Rollout,
+    dtype: torch.dtype,
+    fp8: BlockFormat | None = None,
+    *,
+    trust_remote_code: bool,
 ) -> dict[str, Any]:
     on_cpu = not torch.cuda.is_available()
     # by default none: the trainer's weights are not quantised, whatever format the model came in
@@ -48,13 +53,17 @@ def engine_settings(
         "kv_cache_memory_bytes": int(rollout.cpu_kv_cache_gb * 2**30) if on_cpu else None,
         "block_size": 32 if on_cpu else None,  # not 128: the prefix cache has no incomplete blocks
         "moe_backend": _moe_backend(),
-        "enable_chunked_prefill": False if on_cpu else None,  # seeded: "CPU Generator does not use offset"
+        "enable_chunked_prefill": False
+        if on_cpu
+        else None,  # seeded: "CPU Generator does not use offset"
         "enable_sleep_mode": bool(rollout.sleep_level) and not on_cpu,
         "enable_return_routed_experts": rollout.router_replay == "engine" and not on_cpu,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # sample as requested, not as its generation_config.json suggests
     }
-    return settings | {name: value for name, value in rollout.engine_options.items() if name != "unsafe"}
+    return settings | {
+        name: value for name, value in rollout.engine_options.items() if name != "unsafe"
+    }
 
 
 def sampling_params(
@@ -81,13 +90,17 @@ def sampling_params(
     )
 
 
-def completion_params(prompts: Sequence[Sequence[int]], max_tokens: int, max_model_len: int) -> list[SamplingParams]:
+def completion_params(
+    prompts: Sequence[Sequence[int]], max_tokens: int, max_model_len: int
+) -> list[SamplingParams]:
     """Of `complete`: at temperature 1 past any end token; the engine scores one token less than it has room for."""
     from vllm import SamplingParams
 
     rooms = [min(max_tokens, max_model_len - 1 - len(prompt)) for prompt in prompts]
     return [
-        SamplingParams(temperature=1.0, seed=seed, max_tokens=room, ignore_eos=True, detokenize=False)
+        SamplingParams(
+            temperature=1.0, seed=seed, max_tokens=room, ignore_eos=True, detokenize=False
+        )
         for seed, room in enumerate(rooms)
     ]
 
@@ -96,11 +109,16 @@ def scoring_params() -> SamplingParams:
     """Of `score`."""
     from vllm import SamplingParams
 
-    return SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
+    return SamplingParams(
+        temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False
+    )
 
 
 def sample_of(
-    request: Request, output: RequestOutput, version: int | None, capture: RouteCapture | None = None
+    request: Request,
+    output: RequestOutput,
+    version: int | None,
+    capture: RouteCapture | None = None,
 ) -> Sample:
     """`version` None: the engine has stamped its tokens."""
     answer: Any = output.outputs[0]

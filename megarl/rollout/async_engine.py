@@ -48,7 +48,9 @@ class SyncGroup:
     config: str  # the run's, as JSON
     ranks_per_node: int
 
-    def join(self, rank: int, replica: int | None = None, *, is_cuda: bool) -> tuple[Config, Any, Collective]:
+    def join(
+        self, rank: int, replica: int | None = None, *, is_cuda: bool
+    ) -> tuple[Config, Any, Collective]:
         """A collective; returns config, fleet and transport. `rank`: within an engine's `replica`, or the trainer's."""
         config = Config.model_validate_json(self.config)
         fleet = fleet_of(config, ranks_per_node=self.ranks_per_node)
@@ -56,7 +58,9 @@ class SyncGroup:
         if replica is not None:
             rank += fleet.first_receiver + replica * fleet.ranks_per_replica
         store = open_store(self.store, self.name, timeout)
-        group = Group.join(store, rank, fleet.world, name=self.name, is_cuda=is_cuda, timeout=timeout)
+        group = Group.join(
+            store, rank, fleet.world, name=self.name, is_cuda=is_cuda, timeout=timeout
+        )
         return config, fleet, Collective(timeout_s=config.launch.timeout_s, group=group)
 
 
@@ -78,11 +82,15 @@ class WorkerExtension:
         is_cuda, shape = next(model.parameters()).is_cuda, read_model(folder)
         config, fleet, transport = group.join(self.rank, replica, is_cuda=is_cuda)
         if self.sync_publisher is None:
-            weights = WeightFormat(hf_shapes(shape), DTYPES[config.train.dtype], fp32_tensors(shape))
+            weights = WeightFormat(
+                hf_shapes(shape), DTYPES[config.train.dtype], fp32_tensors(shape)
+            )
             receiver = LayerReceiver(model, weights, lambda: None)  # the core drops its cache
         else:
             receiver = self.sync_publisher.receiver
-        self.sync_publisher = make_publisher(config, shape, fleet, transport, None, receiver, is_cuda=is_cuda)
+        self.sync_publisher = make_publisher(
+            config, shape, fleet, transport, None, receiver, is_cuda=is_cuda
+        )
         return {}
 
     def sync_transfer(self, version: int) -> dict[str, Any]:
@@ -100,7 +108,11 @@ def _reported(call: Any, *values: Any) -> dict[str, Any]:
     try:
         return call(*values)
     except Exception as error:  # noqa: BLE001 (raised by the controller)
-        return {"error": str(error) if isinstance(error, CheckFailed) else f"{type(error).__name__}: {error}"}
+        return {
+            "error": str(error)
+            if isinstance(error, CheckFailed)
+            else f"{type(error).__name__}: {error}"
+        }
 
 
 @dataclass
@@ -123,7 +135,9 @@ class AsyncEngine:
     _checks: Any = None  # the task of _check_core
 
     @classmethod
-    async def start(cls, config: Config, folder: Path, stop_token_ids: Sequence[int], replica: int) -> AsyncEngine:
+    async def start(
+        cls, config: Config, folder: Path, stop_token_ids: Sequence[int], replica: int
+    ) -> AsyncEngine:
         """Starts vLLM with dummy weights."""
         rollout, dtype = config.rollout, DTYPES[config.train.dtype]
         prepare_environment(rollout.tensor)
@@ -131,13 +145,17 @@ class AsyncEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         if arguments.is_eager(rollout):
-            set_env(TORCHDYNAMO_DISABLE=1)  # for child processes, which a compiler stance does not reach
+            set_env(
+                TORCHDYNAMO_DISABLE=1
+            )  # for child processes, which a compiler stance does not reach
         engine_args = AsyncEngineArgs(
             model=str(folder),
             distributed_executor_backend="uni" if rollout.tensor == 1 else "mp",
             worker_extension_cls=EXTENSION,
             disable_log_stats=True,
-            **engine_settings(folder, rollout, dtype, trust_remote_code=config.model.trust_remote_code),
+            **engine_settings(
+                folder, rollout, dtype, trust_remote_code=config.model.trust_remote_code
+            ),
         )
         llm = AsyncLLM.from_engine_args(engine_args)
         engine = cls(llm, config, folder, Children.of_this_process(), stop_token_ids, replica)
@@ -173,7 +191,9 @@ class AsyncEngine:
         for request in requests:
             self._serial += 1
             name = f"{self._serial}-{request.prompt.prompt_id}-{request.index}"
-            params = arguments.sampling_params(request, self.config.rollout, self.stop_token_ids, self.max_model_len)
+            params = arguments.sampling_params(
+                request, self.config.rollout, self.stop_token_ids, self.max_model_len
+            )
             self._requests.add(name)
             task = asyncio.ensure_future(self._sample(name, request, params))
             self._tasks.add(task)
@@ -202,7 +222,9 @@ class AsyncEngine:
     # the sync
 
     async def join(self, group: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return await self.llm.collective_rpc("sync_join", args=(group, self.replica, str(self.folder)))
+        return await self.llm.collective_rpc(
+            "sync_join", args=(group, self.replica, str(self.folder))
+        )
 
     async def transfer(self, version: int) -> list[dict[str, Any]]:
         """Pauses, and receives `version`; requests that were running wait for `end`."""
@@ -229,7 +251,10 @@ class AsyncEngine:
         """As Engine.complete."""
         params = arguments.completion_params(prompts, max_tokens, self.max_model_len)
         outputs = await self._all([list(prompt) for prompt in prompts], params)
-        return [torch.tensor([*p, *output.outputs[0].token_ids]) for p, output in zip(prompts, outputs, strict=True)]
+        return [
+            torch.tensor([*p, *output.outputs[0].token_ids])
+            for p, output in zip(prompts, outputs, strict=True)
+        ]
 
     async def score(self, rows: Iterable[Sequence[int]]) -> list[Tensor]:
         """As Engine.score."""
@@ -246,7 +271,12 @@ class AsyncEngine:
         from vllm.sampling_params import RequestOutputKind
 
         params.output_kind = RequestOutputKind.FINAL_ONLY
-        outputs = [output async for output in self.llm.generate({"prompt_token_ids": tokens}, params, request_id=name)]
+        outputs = [
+            output
+            async for output in self.llm.generate(
+                {"prompt_token_ids": tokens}, params, request_id=name
+            )
+        ]
         return outputs[-1]
 
     # its end
@@ -281,7 +311,8 @@ def prepare_environment(tensor: int) -> None:
         VLLM_NO_USAGE_STATS=1,
         VLLM_LOGGING_STREAM="ext://sys.stderr",
         VLLM_WORKER_MULTIPROC_METHOD="spawn",
-        VLLM_CPU_OMP_THREADS_BIND=get_env("VLLM_CPU_OMP_THREADS_BIND") or "nobind",  # tensor 2 on one NUMA node
+        VLLM_CPU_OMP_THREADS_BIND=get_env("VLLM_CPU_OMP_THREADS_BIND")
+        or "nobind",  # tensor 2 on one NUMA node
         # at tensor 1 the core and its worker are one process; without it, two
         VLLM_ENABLE_V1_MULTIPROCESSING=0 if tensor == 1 else None,
         TOKENIZERS_PARALLELISM="false",

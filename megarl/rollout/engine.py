@@ -52,11 +52,20 @@ class Engine:
     ) -> None:  # fmt: skip
         """`capture` None: no experts, or vLLM cannot show their choice."""
         self.receiver = receiver
-        self.max_model_len = llm.model_config.max_model_len  # tokens of a prompt and its response together
-        self._llm, self._rollout, self._stop_token_ids, self._eager = llm, rollout, list(stop_token_ids), eager
+        self.max_model_len = (
+            llm.model_config.max_model_len
+        )  # tokens of a prompt and its response together
+        self._llm, self._rollout, self._stop_token_ids, self._eager = (
+            llm,
+            rollout,
+            list(stop_token_ids),
+            eager,
+        )
         self._capture = capture
         self._asleep: list[str] = []  # the parts that are off the device
-        self.bytes_asleep = 0  # of the device; vLLM unmaps them, but torch still counts them as allocated
+        self.bytes_asleep = (
+            0  # of the device; vLLM unmaps them, but torch still counts them as allocated
+        )
 
     @classmethod
     def start(
@@ -82,10 +91,18 @@ class Engine:
         from megarl.rollout.weight_loader import LayerReceiver
 
         eager = arguments.is_eager(rollout)
-        settings = engine_settings(folder, rollout, weights.dtype, fp8, trust_remote_code=trust_remote_code)
+        settings = engine_settings(
+            folder, rollout, weights.dtype, fp8, trust_remote_code=trust_remote_code
+        )
         settings |= engine_options(adapters) if adapters else {}
         quiet = warnings.catch_warnings(action="ignore", category=FutureWarning)
-        with patches.segment_names(prefix), patches.fp8_kernels(), patches.moe_without_lora(), _compiler(eager), quiet:
+        with (
+            patches.segment_names(prefix),
+            patches.fp8_kernels(),
+            patches.moe_without_lora(),
+            _compiler(eager),
+            quiet,
+        ):
             llm = LLM(str(folder), distributed_executor_backend="external_launcher", **settings)
         dist.barrier()
         # all ranks have mapped the segments: unlinked, they are freed when the last rank ends, however it ends
@@ -136,28 +153,37 @@ class Engine:
             self._asleep.remove(part)
 
     def sample(
-        self, requests: Sequence[Request], *, version: int, finished: Finished = lambda samples: None
+        self,
+        requests: Sequence[Request],
+        *,
+        version: int,
+        finished: Finished = lambda samples: None,
     ) -> list[Sample]:
         """Returns one sample per request, in the same order; each is passed to `finished` as soon as it is finished.
 
         Raises CheckFailed if the engine is asleep or lacks weights of `version`, ValueError if a prompt is too long.
         """
         if self._asleep and self.receiver.version == version:
-            raise CheckFailed(f"the engine is asleep ({' and '.join(self._asleep)} off the device); wake it first")
+            raise CheckFailed(
+                f"the engine is asleep ({' and '.join(self._asleep)} off the device); wake it first"
+            )
         if self.receiver.state != "ready" or self.receiver.version != version:
             raise CheckFailed(
                 f"the engine has no verified weights of version {version} "
                 f"(state {self.receiver.state}, version {self.receiver.version}); publish them first"
             )
         params = [
-            arguments.sampling_params(request, self._rollout, self._stop_token_ids, self.max_model_len)
+            arguments.sampling_params(
+                request, self._rollout, self._stop_token_ids, self.max_model_len
+            )
             for request in requests
         ]
         samples: dict[int, Sample] = {}
         capture = self._capture if self._rollout.router_replay == "engine" else None
         for outputs in self._steps([list(request.prompt.tokens) for request in requests], params):
             new = {
-                number: arguments.sample_of(requests[number], output, version, capture) for number, output in outputs
+                number: arguments.sample_of(requests[number], output, version, capture)
+                for number, output in outputs
             }
             samples |= new
             finished(list(new.values()))
@@ -168,7 +194,10 @@ class Engine:
         latest weights, committed or not."""
         params = arguments.completion_params(prompts, max_tokens, self.max_model_len)
         outputs = self._uncommitted([list(prompt) for prompt in prompts], params)
-        return [torch.tensor([*p, *output.outputs[0].token_ids]) for p, output in zip(prompts, outputs, strict=True)]
+        return [
+            torch.tensor([*p, *output.outputs[0].token_ids])
+            for p, output in zip(prompts, outputs, strict=True)
+        ]
 
     def score(self, rows: Iterable[Tensor]) -> list[Tensor]:
         """Returns, for each row [L] of tokens, [L - 1] fp32: log-probs of row[1:] at temperature 1, under the latest
@@ -180,9 +209,13 @@ class Engine:
         with nullcontext() if self._capture is None else self._capture.capturing():
             return self._score(rows, self._capture)
 
-    def _score(self, rows: Iterable[Tensor], capture: RouteCapture | None) -> tuple[list[Tensor], tuple[Routes, ...]]:
+    def _score(
+        self, rows: Iterable[Tensor], capture: RouteCapture | None
+    ) -> tuple[list[Tensor], tuple[Routes, ...]]:
         def read(output: Any, length: int) -> tuple[Tensor, Routes | None]:
-            return torch.tensor(output.prompt_logprobs.logprobs), capture and capture.of(output, length)
+            return torch.tensor(output.prompt_logprobs.logprobs), capture and capture.of(
+                output, length
+            )
 
         prompts = [row.tolist() for row in rows]
         # prompts with log-probs are computed anew, not found in the prefix cache
@@ -199,12 +232,18 @@ class Engine:
         outputs = self._uncommitted(prompts, [params] * len(prompts))
         entries: list[Any] = [(output.prompt_logprobs or [])[1:] for output in outputs]
         best = [
-            [next((token, x.logprob) for token, x in entry.items() if x.rank == 1) for entry in row] for row in entries
+            [next((token, x.logprob) for token, x in entry.items() if x.rank == 1) for entry in row]
+            for row in entries
         ]
-        return [(torch.tensor([t for t, _ in row]), torch.tensor([x for _, x in row])) for row in best]
+        return [
+            (torch.tensor([t for t, _ in row]), torch.tensor([x for _, x in row])) for row in best
+        ]
 
     def states(
-        self, rows: Sequence[Tensor], projection_HP: Tensor | None = None, names: Sequence[str] | None = None
+        self,
+        rows: Sequence[Tensor],
+        projection_HP: Tensor | None = None,
+        names: Sequence[str] | None = None,
     ) -> dict[str, Tensor]:
         """Returns the outputs of each sublayer at the T tokens of `rows`: [T, P], or [T, H] without a projection; {} if
         the engine is compiled, as nothing can be seen inside."""
@@ -213,7 +252,9 @@ class Engine:
         from megarl.rollout.sublayers import engine_sublayers, record_states
 
         modules = engine_sublayers(self._llm.apply_model(lambda model: model)[0])
-        modules = {name: module for name, module in modules.items() if names is None or name in names}
+        modules = {
+            name: module for name, module in modules.items() if names is None or name in names
+        }
         found: dict[str, list[Tensor]] = {name: [] for name in modules}
         for row in rows:  # one at a time: each output has its tokens, in order
             with record_states(modules, projection_HP) as kept:
@@ -227,24 +268,41 @@ class Engine:
         return bool(self._asleep)
 
     def _uncommitted(
-        self, prompts: list[list[int]], params: list[SamplingParams], read: Read = lambda output, _length: output
+        self,
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+        read: Read = lambda output, _length: output,
     ) -> list[Any]:
         """Returns `read(output, prompt length)` of each."""
-        assert self.receiver.state in ("sealed", "ready"), f"no weights to run: state {self.receiver.state}"
-        self.wake("kv_cache")  # a sync wakes the weights only, and vLLM schedules nothing before both are awake
+        assert self.receiver.state in ("sealed", "ready"), (
+            f"no weights to run: state {self.receiver.state}"
+        )
+        self.wake(
+            "kv_cache"
+        )  # a sync wakes the weights only, and vLLM schedules nothing before both are awake
         steps = self._steps(prompts, params)
-        found = {number: read(output, len(prompts[number])) for outputs in steps for number, output in outputs}
+        found = {
+            number: read(output, len(prompts[number]))
+            for outputs in steps
+            for number, output in outputs
+        }
         return [found[number] for number in range(len(prompts))]
 
-    def _steps(self, prompts: list[list[int]], params: list[SamplingParams]) -> Iterator[list[tuple[int, Any]]]:
+    def _steps(
+        self, prompts: list[list[int]], params: list[SamplingParams]
+    ) -> Iterator[list[tuple[int, Any]]]:
         """Yields the numbers of the prompts that a step has finished, and RequestOutputs under the engine's own ids."""
         if not prompts:
             return
         with _compiler(self._eager):
             inputs: Any = [{"prompt_token_ids": tokens} for tokens in prompts]
-            ids = self._llm.enqueue(inputs, params, lora_request=self.receiver.request, use_tqdm=False)
+            ids = self._llm.enqueue(
+                inputs, params, lora_request=self.receiver.request, use_tqdm=False
+            )
             # an output has its id up to the "-"
-            numbers = {request_id.partition("-")[0]: number for number, request_id in enumerate(ids)}
+            numbers = {
+                request_id.partition("-")[0]: number for number, request_id in enumerate(ids)
+            }
             while self._llm.llm_engine.has_unfinished_requests():
                 done = [output for output in self._llm.llm_engine.step() if output.finished]
                 finished = [(numbers[output.request_id], output) for output in done]
@@ -263,7 +321,8 @@ def _prepare(env: Env) -> str:
     if "vllm" not in sys.modules:
         set_env(
             VLLM_ENABLE_V1_MULTIPROCESSING=0,  # the engine core runs in this process
-            VLLM_LOGGING_LEVEL=get_env("VLLM_LOGGING_LEVEL") or "ERROR",  # it warns about intended settings
+            VLLM_LOGGING_LEVEL=get_env("VLLM_LOGGING_LEVEL")
+            or "ERROR",  # it warns about intended settings
             VLLM_NO_USAGE_STATS=1,
         )
     # the external launcher reads the rank from the environment

@@ -34,7 +34,10 @@ from megarl.types import SAMPLE_TENSORS, CheckFailed, Request, Routes, Sample, T
 from megarl.weights.transports.values import gather_values
 
 LENGTH_BYTES = 8  # of the header's length
-BATCHES = {kind.__name__: kind for kind in (types.TokenBatch, types.TrainBatch, types.ScoredBatch, types.TokenScores)}
+BATCHES = {
+    kind.__name__: kind
+    for kind in (types.TokenBatch, types.TrainBatch, types.ScoredBatch, types.TokenScores)
+}
 ERRORS = (RuntimeError, CheckFailed, Terminated)
 
 
@@ -46,9 +49,13 @@ class Exchange:
     rewards: Rewards
     replica: Axis  # this rank's replica among all replicas
     member: Axis  # this rank among those of its replica; the first one scores
-    span: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()  # of "reward" and "exchange"
+    span: Callable[[str], AbstractContextManager[None]] = lambda name: (
+        nullcontext()
+    )  # of "reward" and "exchange"
     is_stopping: Callable[[], bool] = lambda: False
-    meet: Callable[[], None] = lambda: None  # all ranks wait here, on the host, for the slowest replica
+    meet: Callable[[], None] = lambda: (
+        None
+    )  # all ranks wait here, on the host, for the slowest replica
     score: Callable[[list[Sample]], list[Sample]] = lambda samples: samples  # with a reward model
 
     def __call__(self, requests: Sequence[Request], version: int) -> list[Sample]:
@@ -57,10 +64,15 @@ class Exchange:
         If a rank fails, every rank raises: Terminated or CheckFailed if the rank raised that, else RuntimeError.
         Raises CheckFailed if the ranks of a replica sample different tokens.
         """
-        rank, world = self.replica.rank * self.member.size + self.member.rank, self.replica.size * self.member.size
+        rank, world = (
+            self.replica.rank * self.member.size + self.member.rank,
+            self.replica.size * self.member.size,
+        )
         part, digest, error, own = torch.empty(0, dtype=torch.uint8), "0", None, list[Sample]()
         try:
-            own, digest = self._sample(deal(requests, self.replica.size)[self.replica.rank], version)
+            own, digest = self._sample(
+                deal(requests, self.replica.size)[self.replica.rank], version
+            )
             part = pack(own) if self.member.first else part
         except CheckFailed as refusal:
             error = (ERRORS.index(type(refusal)), rank, str(refusal))
@@ -74,12 +86,16 @@ class Exchange:
         entries = entries.view(world, len(entry))
         if entries[:, 2].any():
             errors = gather_values(error) if world > 1 else [error]
-            kind, rank, text = min(filter(None, errors))  # report a bug before a refusal that it may have caused
+            kind, rank, text = min(
+                filter(None, errors)
+            )  # report a bug before a refusal that it may have caused
             raise ERRORS[kind](f"rank {rank} could not sample: {text}")
         for replica, digests in enumerate(entries[:, 1].view(-1, self.member.size).tolist()):
             if len(set(digests)) > 1:
                 ranks = f"{replica * self.member.size}..{(replica + 1) * self.member.size - 1}"
-                raise CheckFailed(f"ranks {ranks} of an engine replica sampled different tokens for the same requests")
+                raise CheckFailed(
+                    f"ranks {ranks} of an engine replica sampled different tokens for the same requests"
+                )
         with self.span("exchange"):
             parts = self._gather(part, entries[:: self.member.size, 0].tolist())
         routes = {(sample.prompt_id, sample.index): sample.routes for sample in own}
@@ -123,7 +139,9 @@ class Exchange:
 def deal(requests: Sequence[Request], replicas: int) -> list[list[Request]]:
     """The requests of each replica: those of a prompt together, whose first sample fills the cache for the others, and
     equally many prompts (within one) and tokens. With fewer prompts than replicas, a prompt's requests are split."""
-    groups = [list(group) for _, group in groupby(requests, lambda request: request.prompt.prompt_id)]
+    groups = [
+        list(group) for _, group in groupby(requests, lambda request: request.prompt.prompt_id)
+    ]
     pieces = max(replicas // max(len(groups), 1), 1)
     groups = [group[piece::pieces] for group in groups for piece in range(min(pieces, len(group)))]
     shares: list[list[Request]] = [[] for _ in range(replicas)]
@@ -137,10 +155,16 @@ def deal(requests: Sequence[Request], replicas: int) -> list[list[Request]]:
 
 def _frame(header: Any, tensors: Mapping[str, Tensor]) -> Tensor:
     """[bytes] uint8: [header length | JSON header, dtypes and shapes | tensors]."""
-    kinds = {name: (str(x.dtype).removeprefix("torch."), tuple(x.shape)) for name, x in tensors.items()}
+    kinds = {
+        name: (str(x.dtype).removeprefix("torch."), tuple(x.shape)) for name, x in tensors.items()
+    }
     text = json.dumps((header, kinds)).encode()
-    head = torch.frombuffer(bytearray(len(text).to_bytes(LENGTH_BYTES, "little") + text), dtype=torch.uint8)
-    return torch.cat([head, *(x.contiguous().flatten().view(torch.uint8) for x in tensors.values())])
+    head = torch.frombuffer(
+        bytearray(len(text).to_bytes(LENGTH_BYTES, "little") + text), dtype=torch.uint8
+    )
+    return torch.cat(
+        [head, *(x.contiguous().flatten().view(torch.uint8) for x in tensors.values())]
+    )
 
 
 def _unframe(data: np.ndarray) -> tuple[Any, dict[str, Tensor]]:
@@ -156,14 +180,18 @@ def _unframe(data: np.ndarray) -> tuple[Any, dict[str, Tensor]]:
 
 def pack(samples: Sequence[Sample]) -> Tensor:
     """[bytes] uint8. Raises TypeError if `extra` has values that JSON cannot represent."""
-    names = [field.name for field in fields(Sample) if field.name not in (*SAMPLE_TENSORS, "routes")]
+    names = [
+        field.name for field in fields(Sample) if field.name not in (*SAMPLE_TENSORS, "routes")
+    ]
     rows = [
         {"length": s.tokens.numel(), **{name: getattr(s, name) for name in names}}
         | {"routes": s.routes and (s.routes.owners, s.routes.checksums)}
         for s in samples
     ]
     columns = {
-        name: torch.cat([torch.empty(0, dtype=dtype), *(getattr(sample, name).to(dtype) for sample in samples)])
+        name: torch.cat(
+            [torch.empty(0, dtype=dtype), *(getattr(sample, name).to(dtype) for sample in samples)]
+        )
         for name, dtype in SAMPLE_TENSORS.items()
     }
     return _frame(rows, columns)
@@ -177,7 +205,10 @@ def unpack(part: Tensor) -> list[Sample]:
         row["step_rewards"] = tuple(map(tuple, row["step_rewards"]))
         row["routes"] = row["routes"] and Routes(tuple(row["routes"][0]), tuple(row["routes"][1]))
     split: dict[str, Any] = {name: column.split(lengths) for name, column in columns.items()}
-    return [Sample(**row, **{name: parts[i] for name, parts in split.items()}) for i, row in enumerate(rows)]
+    return [
+        Sample(**row, **{name: parts[i] for name, parts in split.items()})
+        for i, row in enumerate(rows)
+    ]
 
 
 def pack_batch(value: Any) -> Any:

@@ -29,12 +29,18 @@ from megarl.types import CheckFailed
 @dataclass(frozen=True, slots=True)
 class LoaderTrace:
     slices: tuple[ShardSlice, ...]  # in the order of the model's parameters
-    fills: tuple[tuple[ShardSlice, float], ...]  # elements of no HF tensor (vocabulary padding), set to this value
-    aliases: Mapping[str, tuple[str, ...]]  # module -> modules that share its parameter but are not loaded: tied heads
+    fills: tuple[
+        tuple[ShardSlice, float], ...
+    ]  # elements of no HF tensor (vocabulary padding), set to this value
+    aliases: Mapping[
+        str, tuple[str, ...]
+    ]  # module -> modules that share its parameter but are not loaded: tied heads
 
 
 @torch.no_grad()
-def trace_loader(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> LoaderTrace:
+def trace_loader(
+    model: nn.Module, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+) -> LoaderTrace:
     """Runs the loaders of `model` with every tensor of the checkpoint in `shapes`; restores the model. Raises
     CheckFailed if a parameter is not covered by exact rectangles of HF tensors."""
     modules_by_parameter: dict[int, list[str]] = defaultdict(list)
@@ -42,11 +48,15 @@ def trace_loader(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], dtype:
         for parameter in module.parameters(recurse=False):
             modules_by_parameter[id(parameter)].append(name)
     layers = list(model.modules())
-    assert not any(layerwise.get_layerwise_info(layer).can_load() for layer in layers), "a reload is under way"
+    assert not any(layerwise.get_layerwise_info(layer).can_load() for layer in layers), (
+        "a reload is under way"
+    )
     for layer in layers:
         put_on_meta(layer)
     try:
-        sources = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+        sources = {
+            name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()
+        }
         tracer = _Tracer(sources, dict(model.named_parameters()))
         with tracer:
             model.load_weights(iter(sources.items()))  # type: ignore[operator]
@@ -66,12 +76,16 @@ def trace_loader(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], dtype:
     for part in (*slices, *(part for part, _ in tracer.fills)):
         covered[part.param] += part.numel
     # with FP8 weights vLLM also looks for scales of the KV cache; without any it uses 1
-    methods = {name: getattr(module, "quant_method", None) for name, module in model.named_modules()}
+    methods = {
+        name: getattr(module, "quant_method", None) for name, module in model.named_modules()
+    }
     exempt = {name for name, method in methods.items() if isinstance(method, BaseKVCacheMethod)}
     exempt.update(*aliases.values())
     for param, numel in numels.items():
         if covered[param] != numel and module_of(param) not in exempt:
-            raise CheckFailed(f"the engine's loader fills only {covered[param]} of {numel} elements of {param}")
+            raise CheckFailed(
+                f"the engine's loader fills only {covered[param]} of {numel} elements of {param}"
+            )
     return LoaderTrace(slices, tuple(tracer.fills), aliases)
 
 
@@ -103,10 +117,14 @@ class _Tracer(TorchDispatchMode):
         self.fills: list[tuple[ShardSlice, float]] = []
         self._sources = {_storage(tensor): (name, tensor) for name, tensor in sources.items()}
         self._clones: dict[int, tuple[Tensor, Tensor]] = {}  # storage -> clone, part of the source
-        self._zeroed: set[int] = set()  # storages of sources that the loader sets to zero before it copies them
+        self._zeroed: set[int] = (
+            set()
+        )  # storages of sources that the loader sets to zero before it copies them
         self._parameters = {_storage(tensor): (name, tensor) for name, tensor in parameters.items()}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         name = func.overloadpacket.__name__
         target = args[0] if args and isinstance(args[0], Tensor) else None
         if target is not None and _storage(target) in self._parameters:
@@ -151,10 +169,14 @@ class _Tracer(TorchDispatchMode):
             return
         name, source = self._sources.get(_storage(value), ("", None))
         if source is None or value.shape != target.shape:
-            raise CheckFailed(f"the engine's loader fills {param} with data that is not part of one HF tensor")
+            raise CheckFailed(
+                f"the engine's loader fills {param} with data that is not part of one HF tensor"
+            )
         rectangle = _rectangle(source, value, target)
         if rectangle is None:
-            raise CheckFailed(f"the engine's loader fills {param} with elements of {name} that form no rectangle")
+            raise CheckFailed(
+                f"the engine's loader fills {param} with elements of {name} that form no rectangle"
+            )
         start, shape, strides = rectangle
         self.slices.append(ShardSlice(name, start, shape, param, _offset(target, whole), strides))
 
@@ -162,7 +184,14 @@ class _Tracer(TorchDispatchMode):
         if target.numel():
             param, whole = self._parameters[_storage(target)]
             shape, strides = tuple(target.shape), tuple(target.stride())
-            self.fills.append((ShardSlice("", (0,) * len(shape), shape, param, _offset(target, whole), strides), value))
+            self.fills.append(
+                (
+                    ShardSlice(
+                        "", (0,) * len(shape), shape, param, _offset(target, whole), strides
+                    ),
+                    value,
+                )
+            )
 
 
 def _offset(view: Tensor, whole: Tensor) -> int:
@@ -185,7 +214,11 @@ def _rectangle(
     for size, step, target_step in zip(value.shape, value.stride(), target.stride(), strict=True):
         if size == 1:
             continue
-        fits = (d for d in range(source.dim()) if source.stride(d) == step and source.shape[d] > 1 and shape[d] == 1)
+        fits = (
+            d
+            for d in range(source.dim())
+            if source.stride(d) == step and source.shape[d] > 1 and shape[d] == 1
+        )
         dim = next(fits, None)
         if dim is None or start[dim] + size > source.shape[dim]:
             return None

@@ -34,7 +34,9 @@ class OpenRound:
         while self.missing:
             self.overlap.fetch(None)
         with self.overlap.span("reward"):  # what generation has not hidden
-            samples = self.scoring.results(sorted(self.samples, key=lambda sample: (sample.prompt_id, sample.index)))
+            samples = self.scoring.results(
+                sorted(self.samples, key=lambda sample: (sample.prompt_id, sample.index))
+            )
         if self.overlap.is_stopping():  # SIGTERM may have ended a reward's processes, too
             raise Terminated("stopped by SIGTERM")
         return samples
@@ -62,8 +64,14 @@ class Overlap:
 
     def __call__(self, requests: Sequence[Request], version: int) -> list[Sample]:
         """For an evaluation, whose prompts have the ids of others that may be on their way: here they are negative."""
-        own = [replace(r, prompt=replace(r.prompt, prompt_id=-1 - r.prompt.prompt_id)) for r in requests]
-        samples = [replace(s, prompt_id=-1 - s.prompt_id) for s in self.begin(own, version=version).result()]
+        own = [
+            replace(r, prompt=replace(r.prompt, prompt_id=-1 - r.prompt.prompt_id))
+            for r in requests
+        ]
+        samples = [
+            replace(s, prompt_id=-1 - s.prompt_id)
+            for s in self.begin(own, version=version).result()
+        ]
         return sorted(samples, key=lambda sample: (sample.prompt_id, sample.index))
 
     def drain(self) -> None:
@@ -87,7 +95,9 @@ class BetweenRequests:
 
     weights: Weights
     drain: Callable[[], None]
-    announce: Callable[[int], None] = lambda version: None  # before draining, in which a lost engine may get weights
+    announce: Callable[[int], None] = lambda version: (
+        None
+    )  # before draining, in which a lost engine may get weights
 
     def publish(self, *, version: int) -> PublishReport:
         self.announce(version)

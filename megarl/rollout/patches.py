@@ -33,7 +33,9 @@ def segment_names(prefix: str) -> AbstractContextManager[Any]:
     original = getattr(_CPUSHMDistributed, name)
 
     def named(communicator: Any) -> str:
-        return prefix + original(communicator).replace("/", "").lstrip("-")  # segment names cannot contain slashes
+        return prefix + original(communicator).replace("/", "").lstrip(
+            "-"
+        )  # segment names cannot contain slashes
 
     return patch.object(_CPUSHMDistributed, name, staticmethod(named))
 
@@ -49,7 +51,9 @@ def fp8_kernels() -> Iterator[None]:
     if not (current_platform.is_cpu() and _custom_ops._supports_cpu_fp8_w8a16):
         yield
         return
-    linear = patch.object(CPUFp8BlockScaledMMKernel, "is_supported", staticmethod(lambda *_: (True, None)))
+    linear = patch.object(
+        CPUFp8BlockScaledMMKernel, "is_supported", staticmethod(lambda *_: (True, None))
+    )
     experts = patch.object(CPUExpertsFp8, "_supports_current_device", staticmethod(lambda: True))
     with linear, experts:
         yield

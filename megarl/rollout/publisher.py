@@ -13,7 +13,14 @@ from megarl.models.shards import slices_of
 from megarl.planner.weight_sync import plan_of, rollout_format
 from megarl.platform.device import DTYPES
 from megarl.weights.fleet import Fleet
-from megarl.weights.publish import Probe, Publisher, WeightFormat, WeightReceiver, WeightSender, plan_slices
+from megarl.weights.publish import (
+    Probe,
+    Publisher,
+    WeightFormat,
+    WeightReceiver,
+    WeightSender,
+    plan_slices,
+)
 from megarl.weights.transports import Transport
 
 
@@ -30,8 +37,13 @@ def make_publisher(
     probe: Probe | None = None,
 ) -> Publisher:
     """A collective of the ranks of `transport`, numbered as in `fleet`; `weights`: of a model without a table."""
-    sizes: dict[str, Any] = {"ranks_per_replica": fleet.ranks_per_replica, "ranks_per_node": fleet.ranks_per_node}
-    weights = weights or WeightFormat(hf_shapes(shape), DTYPES[config.train.dtype], fp32_tensors(shape))
+    sizes: dict[str, Any] = {
+        "ranks_per_replica": fleet.ranks_per_replica,
+        "ranks_per_node": fleet.ranks_per_node,
+    }
+    weights = weights or WeightFormat(
+        hf_shapes(shape), DTYPES[config.train.dtype], fp32_tensors(shape)
+    )
     if fmt := rollout_format(config, shape):
         weights = weights.in_fp8(scale_shapes(shape, fmt))
     if shape.bridge:
@@ -44,5 +56,13 @@ def make_publisher(
         table = slices_of(table, shape, fleet.engine_layout(transport.rank)) if receiver else None
         plan = plan_of(config, shape, fleet, spec="te" if is_cuda else "local")
     return Publisher(
-        plan, sender, receiver, transport, weights, table=table, probe=probe, is_atomic=config.sync.atomic, **sizes
+        plan,
+        sender,
+        receiver,
+        transport,
+        weights,
+        table=table,
+        probe=probe,
+        is_atomic=config.sync.atomic,
+        **sizes,
     )

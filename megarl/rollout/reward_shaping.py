@@ -42,10 +42,14 @@ class Shaping:
         if sample.reward is None:
             return sample
         if sample.finish == "length" and self.algorithm.truncated == "penalise":
-            sample = replace(sample, reward=self.algorithm.truncated_reward, step_rewards=(), has_outcome=True)
+            sample = replace(
+                sample, reward=self.algorithm.truncated_reward, step_rewards=(), has_outcome=True
+            )
         if self.buffer:
             length, factor = int(sample.trainable.sum()), self.algorithm.overlong.factor
-            penalty = overlong_penalty(length, max_tokens=self.max_tokens, buffer=self.buffer, factor=factor)
+            penalty = overlong_penalty(
+                length, max_tokens=self.max_tokens, buffer=self.buffer, factor=factor
+            )
             rewards = {**sample.rewards, "overlong": penalty}
             sample = replace(sample, reward=(sample.reward or 0.0) + penalty, rewards=rewards)
         values = [sample.reward or 0.0, *(reward for _, reward in sample.step_rewards)]

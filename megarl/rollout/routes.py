@@ -41,12 +41,18 @@ class RouteCapture:
         self._runner: Any = llm.collective_rpc(lambda worker: worker.model_runner)[0]
         cache = self._runner.kv_cache_config
         groups = enumerate(cache.kv_cache_groups)
-        full = [(n, group) for n, group in groups if isinstance(group.kv_cache_spec, FullAttentionSpec)]
-        assert full, "no layer attends to all tokens: blocks of a sliding window are freed before the request ends"
+        full = [
+            (n, group) for n, group in groups if isinstance(group.kv_cache_spec, FullAttentionSpec)
+        ]
+        assert full, (
+            "no layer attends to all tokens: blocks of a sliding window are freed before the request ends"
+        )
         self._group, group = full[0]
         self._layer, self._block = group.layer_names[0], group.kv_cache_spec.block_size
         # pages that no token reached use no memory; slot -1 is that of padding
-        self._table = torch.zeros(cache.num_blocks * self._block + 1, len(routers), routers[0].top_k, dtype=self._dtype)
+        self._table = torch.zeros(
+            cache.num_blocks * self._block + 1, len(routers), routers[0].top_k, dtype=self._dtype
+        )
 
     def start(self) -> None:
         if self._table is not None:
@@ -77,7 +83,9 @@ class RouteCapture:
             slots = (blocks[:, None] * self._block + torch.arange(self._block)).flatten()[:computed]
             chosen = self._table[slots]
         elif answer.routed_experts is not None:
-            chosen = torch.from_numpy(answer.routed_experts).to(self._dtype)[:, -layers:]  # dense layers come first
+            chosen = torch.from_numpy(answer.routed_experts).to(self._dtype)[
+                :, -layers:
+            ]  # dense layers come first
         else:
             chosen = torch.zeros(0, layers, self._routers[0].top_k)
         experts = torch.zeros(layers, length, chosen.shape[2], dtype=self._dtype)
@@ -93,7 +101,9 @@ class RouteCapture:
         self._table[slot_mapping[self._layer], layer] = ids.to(self._dtype)
 
 
-def capture_of(llm: LLM, model: torch.nn.Module, rollout: Rollout, *, eager: bool) -> RouteCapture | None:
+def capture_of(
+    llm: LLM, model: torch.nn.Module, rollout: Rollout, *, eager: bool
+) -> RouteCapture | None:
     """None if vLLM's `model` is dense, or its routes cannot be seen; started if they are to be replayed."""
     is_replayed, on_gpu = rollout.router_replay == "engine", torch.cuda.is_available()
     if not (is_replayed if on_gpu else eager):

@@ -34,8 +34,13 @@ from megarl.telemetry.ledger import Ledger
 from megarl.types import CheckFailed, Group, Prompt, Request, Rollout, Sample, StepReport
 
 MAX_EMPTY_STEPS = 3  # in a row
-KEPT, ASKED = "groups/kept", "groups/asked"  # of the last steps, in Prompts.kept; each step halves the earlier ones
-Generate = Callable[..., list[Sample]]  # generate(requests, version=) -> scored samples, the same on every rank
+KEPT, ASKED = (
+    "groups/kept",
+    "groups/asked",
+)  # of the last steps, in Prompts.kept; each step halves the earlier ones
+Generate = Callable[
+    ..., list[Sample]
+]  # generate(requests, version=) -> scored samples, the same on every rank
 
 
 def request_seed(run_seed: int, step: int, prompt_id: int, index: int) -> int:
@@ -106,16 +111,22 @@ class Batch:
 
     def outcomes(self, trained: str) -> dict[str, list[int]]:
         """The ids of those prompts that are not carried over, as the ledger names what became of them."""
-        kept, flat = ([group.prompt.prompt_id for group in groups] for groups in (self.kept, self.flat))
+        kept, flat = (
+            [group.prompt.prompt_id for group in groups] for groups in (self.kept, self.flat)
+        )
         used = [prompt.prompt_id for prompt in self.taken if prompt not in self.carried]
         return {
             trained: kept,
             "filtered/no_spread": [number for number in used if number in flat],
-            "dropped/not_scored": [number for number in used if number not in kept and number not in flat],
+            "dropped/not_scored": [
+                number for number in used if number not in kept and number not in flat
+            ],
         }
 
 
-Sampling = Generator[Round, None, None]  # of a batch: it goes on when the round that it has yielded is done
+Sampling = Generator[
+    Round, None, None
+]  # of a batch: it goes on when the round that it has yielded is done
 
 
 @dataclass
@@ -126,16 +137,28 @@ class Rollouts:
     samples_per_prompt: int
     temperature: float
     run_seed: int
-    keep: Callable[[Group], bool] | None = None  # groups that are not kept are replaced by fresh prompts
-    max_refills: int = Algorithm().max_refills  # at most this many times `count` fresh prompts per step
+    keep: Callable[[Group], bool] | None = (
+        None  # groups that are not kept are replaced by fresh prompts
+    )
+    max_refills: int = (
+        Algorithm().max_refills
+    )  # at most this many times `count` fresh prompts per step
     shape: Callable[[Sample], Sample] | None = None  # changes rewards (reward_shaping.py)
-    greedy_baseline: bool = False  # add a greedy sample per prompt, whose reward is the group's baseline (ReMax)
-    empty_steps: int | None = None  # number of empty steps in a row; None: no step has had a group yet
+    greedy_baseline: bool = (
+        False  # add a greedy sample per prompt, whose reward is the group's baseline (ReMax)
+    )
+    empty_steps: int | None = (
+        None  # number of empty steps in a row; None: no step has had a group yet
+    )
     max_staleness: int = 0
-    begin: Callable[..., Round] | None = None  # begin(requests, version=): samples while others train; None: `generate`
+    begin: Callable[..., Round] | None = (
+        None  # begin(requests, version=): samples while others train; None: `generate`
+    )
     last_step: float = math.inf  # no batch is sampled for this one, or after it
     ledger: Ledger | None = None
-    _open: dict[int, tuple[Batch, Sampling, Round | None]] = field(default_factory=dict, init=False)  # by step
+    _open: dict[int, tuple[Batch, Sampling, Round | None]] = field(
+        default_factory=dict, init=False
+    )  # by step
     _collected: dict[int, Batch] = field(default_factory=dict, init=False)  # and not trained yet
     _version: int = field(default=-1, init=False)  # of the weights that sample
 
@@ -155,18 +178,30 @@ class Rollouts:
                 self._open[step] = batch, sampling, next(sampling)
         batch = self._collected[version] = self._advance(version, wait=True)
         del self._open[version]
-        for step in self._open:  # those that need more prompts ask for them before the trainer trains
+        for (
+            step
+        ) in self._open:  # those that need more prompts ask for them before the trainer trains
             self._advance(step)
-        self._count_empty(version, (1 + self.max_refills) * count, batch.counts, is_empty=not batch.kept)
-        if (oldest := oldest_version(batch.kept)) is not None and oldest < version - self.max_staleness:
-            raise CheckFailed(f"step {version} has tokens of version {oldest}, but max_staleness={self.max_staleness}")
+        self._count_empty(
+            version, (1 + self.max_refills) * count, batch.counts, is_empty=not batch.kept
+        )
+        if (
+            oldest := oldest_version(batch.kept)
+        ) is not None and oldest < version - self.max_staleness:
+            raise CheckFailed(
+                f"step {version} has tokens of version {oldest}, but max_staleness={self.max_staleness}"
+            )
         digest = digest_samples(sample for group in batch.kept for sample in group.samples)
         return Rollout(tuple(batch.kept), tuple(batch.generated), batch.counts, digest)
 
     def trained(self, step: int, update: StepReport | None = None, *, by: str = "policy") -> None:
         batch = self._collected.pop(step)
         if self.ledger is not None:
-            is_skipped = update is not None and bool(update.updates) and all(one.skipped for one in update.updates)
+            is_skipped = (
+                update is not None
+                and bool(update.updates)
+                and all(one.skipped for one in update.updates)
+            )
             outcomes = batch.outcomes("dropped/update_skipped" if is_skipped else "trained")
             self.ledger.settle(step, outcomes, by=by, oldest=oldest_version(batch.kept))
 
@@ -182,7 +217,10 @@ class Rollouts:
         counts, taken, kept = batch.counts, batch.taken, batch.kept
         limit = (1 + self.max_refills) * count
         while not taken or (len(kept) < (count if self.keep else 1) and len(taken) < limit):
-            so_far = (len(kept) + prompts.kept.get(KEPT, 0.0), len(taken) + prompts.kept.get(ASKED, 0.0))
+            so_far = (
+                len(kept) + prompts.kept.get(KEPT, 0.0),
+                len(taken) + prompts.kept.get(ASKED, 0.0),
+            )
             size = num_prompts(count - len(kept), *so_far) if self.keep else count
             if taken:  # at most as many again, and more each time
                 counts["rollout/refills"] += 1
@@ -203,7 +241,9 @@ class Rollouts:
                 batch.carried = taken[taken.index(kept[count - 1].prompt) + 1 :]
                 prompts.put_back(batch.carried)
         counts["groups/surplus"], kept[count:] = max(len(kept) - count, 0), []
-        if not kept:  # train on groups without spread: the KL and entropy terms still have gradients
+        if (
+            not kept
+        ):  # train on groups without spread: the KL and entropy terms still have gradients
             kept[:], batch.flat[:count] = batch.flat[:count], []
             counts["groups/kept_flat"] = len(kept)
         counts["groups/filtered"] = len(batch.flat)
@@ -214,7 +254,12 @@ class Rollouts:
         if self.greedy_baseline:
             indices.append((self.samples_per_prompt, 0.0))
         requests = [
-            Request(prompt, index, request_seed(self.run_seed, step, prompt.prompt_id, index), temperature)
+            Request(
+                prompt,
+                index,
+                request_seed(self.run_seed, step, prompt.prompt_id, index),
+                temperature,
+            )
             for prompt in prompts
             for index, temperature in indices
         ]
@@ -227,7 +272,9 @@ class Rollouts:
         if self.ledger is not None:
             self.ledger.note(event, step, [prompt.prompt_id for prompt in prompts], **values)
 
-    def _count_empty(self, version: int, num_groups: int, counts: Counter[str], *, is_empty: bool) -> None:
+    def _count_empty(
+        self, version: int, num_groups: int, counts: Counter[str], *, is_empty: bool
+    ) -> None:
         if not is_empty:
             self.empty_steps = 0
             return
@@ -239,7 +286,9 @@ class Rollouts:
         if self.empty_steps >= MAX_EMPTY_STEPS:
             raise CheckFailed(f"{message}; this is empty step {self.empty_steps} in a row")
 
-    def _groups(self, prompts: Sequence[Prompt], samples: Sequence[Sample], counts: Counter[str]) -> list[Group]:
+    def _groups(
+        self, prompts: Sequence[Prompt], samples: Sequence[Sample], counts: Counter[str]
+    ) -> list[Group]:
         """Drops samples without a reward, and groups without samples or baseline."""
         by_prompt: dict[int, list[Sample]] = {prompt.prompt_id: [] for prompt in prompts}
         for sample in samples:
@@ -249,7 +298,9 @@ class Rollouts:
         for prompt in prompts:
             group = self._group(prompt, by_prompt[prompt.prompt_id])
             counts.update({"samples/dropped": sum(group.dropped.values())} | dict(group.dropped))
-            counts.update(cause for sample in group.samples for cause in sample.extra.get("counted", ()))
+            counts.update(
+                cause for sample in group.samples for cause in sample.extra.get("counted", ())
+            )
             lacks_baseline = self.greedy_baseline and group.baseline is None
             counts["groups/no_baseline"] += lacks_baseline
             counts["groups/empty"] += not group.samples
@@ -259,8 +310,12 @@ class Rollouts:
 
     def _group(self, prompt: Prompt, samples: Sequence[Sample]) -> Group:
         """The scored samples by index, and the greedy sample's reward."""
-        dropped = Counter(str(s.extra.get("dropped", "reward/none")) for s in samples if s.reward is None)
-        scored = sorted((s for s in samples if s.reward is not None), key=lambda sample: sample.index)
+        dropped = Counter(
+            str(s.extra.get("dropped", "reward/none")) for s in samples if s.reward is None
+        )
+        scored = sorted(
+            (s for s in samples if s.reward is not None), key=lambda sample: sample.index
+        )
         drawn = tuple(sample for sample in scored if sample.index < self.samples_per_prompt)
         baseline = scored[-1].reward if len(scored) > len(drawn) else None
         return Group(prompt, drawn, baseline, dict(dropped))

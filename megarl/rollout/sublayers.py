@@ -31,14 +31,20 @@ def engine_sublayers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 @contextmanager
-def record_states(modules: Mapping[str, nn.Module], projection_HP: Tensor | None) -> Iterator[dict[str, list[Tensor]]]:
+def record_states(
+    modules: Mapping[str, nn.Module], projection_HP: Tensor | None
+) -> Iterator[dict[str, list[Tensor]]]:
     """Yields the outputs of each call, [tokens, P], or [tokens, H] without a projection, on the CPU."""
     kept: dict[str, list[Tensor]] = {name: [] for name in modules}
 
     def keep(outputs: list[Tensor], _module: nn.Module, _inputs: object, output: Any) -> None:
         x_QH: Tensor = (output[0] if isinstance(output, tuple) else output).flatten(0, -2)
         # copied at once: the next fused norm overwrites it
-        outputs.append(x_QH.to("cpu", copy=True) if projection_HP is None else x_QH.cpu().double() @ projection_HP)
+        outputs.append(
+            x_QH.to("cpu", copy=True)
+            if projection_HP is None
+            else x_QH.cpu().double() @ projection_HP
+        )
 
     with ExitStack() as hooks:
         for name, module in modules.items():

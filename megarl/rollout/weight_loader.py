@@ -40,16 +40,26 @@ class LayerReceiver:
 
     request = None  # vLLM's, of an adapter
 
-    def __init__(self, model: nn.Module, weights: WeightFormat, reset_cache: Callable[[], object]) -> None:
+    def __init__(
+        self, model: nn.Module, weights: WeightFormat, reset_cache: Callable[[], object]
+    ) -> None:
         trace = trace_loader(model, weights.shapes, weights.dtype)
         self.slices, self._aliases = weights.moved_slices(trace.slices), trace.aliases
         self.device, self.dtype = next(model.parameters()).device, weights.dtype
         self.state: State = "empty"
         self.version: int | None = None
-        self._modules, self._weights, self._reset_cache = dict(model.named_modules()), weights, reset_cache
+        self._modules, self._weights, self._reset_cache = (
+            dict(model.named_modules()),
+            weights,
+            reset_cache,
+        )
         self._sums: list[Tensor] = []  # positional checksum of every slice, if placement is checked
-        self._slices: dict[str, list[tuple[int, ShardSlice]]] = defaultdict(list)  # module -> numbered slices
-        self._fills: dict[str, list[tuple[ShardSlice, float]]] = defaultdict(list)  # module -> LoaderTrace.fills
+        self._slices: dict[str, list[tuple[int, ShardSlice]]] = defaultdict(
+            list
+        )  # module -> numbered slices
+        self._fills: dict[str, list[tuple[ShardSlice, float]]] = defaultdict(
+            list
+        )  # module -> LoaderTrace.fills
         self._numel: Counter[str] = Counter()  # module -> its number of elements
         self._left: Counter[str] = Counter()  # module -> elements that have not arrived
         self._loaded: Counter[str] = Counter()  # HF tensor -> elements received
@@ -79,7 +89,9 @@ class LayerReceiver:
                 self._open(module)
             # read back before the layer closes: packed bytes cannot be compared
             view = self._view(into)
-            wrong += copy_and_verify(part if view.dtype == part.dtype else part.view(self._weights.dtype), view)
+            wrong += copy_and_verify(
+                part if view.dtype == part.dtype else part.view(self._weights.dtype), view
+            )
             self._loaded[into.name] += into.numel
             self._left[module] -= into.numel
             if not self._left[module]:
@@ -90,7 +102,10 @@ class LayerReceiver:
     def seal(self) -> Mapping[str, int]:
         assert self.state == "writing", f"seal() in state {self.state}"
         if waiting := {module: left for module, left in self._left.items() if left}:
-            shown = (f"{module} ({left} of {self._numel[module]} elements)" for module, left in waiting.items())
+            shown = (
+                f"{module} ({left} of {self._numel[module]} elements)"
+                for module, left in waiting.items()
+            )
             raise CheckFailed(f"layers are still missing weights: {', '.join(shown)}")
         for layer in self._modules.values():
             if is_deferred_attention_layer(layer):
@@ -100,7 +115,9 @@ class LayerReceiver:
         return dict(self._loaded)
 
     def positional_checksums(self) -> Tensor:
-        assert self.state == "sealed" and self._sums, f"positional_checksums() in state {self.state}"
+        assert self.state == "sealed" and self._sums, (
+            f"positional_checksums() in state {self.state}"
+        )
         return torch.stack(self._sums)
 
     def finish(self, version: int) -> None:
@@ -122,11 +139,15 @@ class LayerReceiver:
         if parameter.dtype == expected:
             return strided_view(parameter, part, weights.unit)
         if name in weights.fp32 | weights.fp8:
-            raise CheckFailed(f"the engine keeps {name} in {parameter.dtype}, but it moves in {expected}")
+            raise CheckFailed(
+                f"the engine keeps {name} in {parameter.dtype}, but it moves in {expected}"
+            )
         count = weights.sizes.units(name)
         shape = (*part.shape[:-1], part.shape[-1] // count)
         strides = (*(stride // count for stride in part.strides[:-1]), part.strides[-1])
-        return strided_view(parameter, replace(part, shape=shape, offset=part.offset // count, strides=strides))
+        return strided_view(
+            parameter, replace(part, shape=shape, offset=part.offset // count, strides=strides)
+        )
 
     def _parameter(self, part: ShardSlice) -> Tensor:
         module, _, leaf = part.param.rpartition(".")
@@ -168,7 +189,11 @@ def _process(layer: nn.Module, device: torch.device) -> None:
     kernel = getattr(method, "moe_kernel", None)
     with device:
         method.process_weights_after_loading(layer)
-        if kernel is not None and method.moe_kernel is kernel and next(layer.parameters()).device.type == "cpu":
+        if (
+            kernel is not None
+            and method.moe_kernel is kernel
+            and next(layer.parameters()).device.type == "cpu"
+        ):
             # vLLM 0.32 re-packs experts only when it builds the kernel (its PR 40390), not on an update
             kernel.fused_experts.process_weights_after_loading(layer)
     if hasattr(layer, "update_param_tp_status"):

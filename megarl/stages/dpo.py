@@ -36,13 +36,18 @@ class DpoLearner:
         with self.span("logprobs"):
             reference_N = self.reference_logprobs(batch)
         with self.span("update"):
-            report = self.trainer.train_on(batch, partial(dpo_losses, batch, reference_N, self.options), pair_weights)
+            report = self.trainer.train_on(
+                batch, partial(dpo_losses, batch, reference_N, self.options), pair_weights
+            )
         return replace(report, metrics={**report.metrics, "pairs": len(batch.pairs)})
 
     def accuracy(self, batch: PreferenceBatch) -> dict[str, float]:
         """Returns, as the mean over prompts, the share of pairs with the higher reward for the better response."""
         rewards_N = self.options.beta * (self._logprobs(batch) - self.reference_logprobs(batch))
-        margin_P, group_P = rewards_N[batch.pairs] @ rewards_N.new_tensor([1, -1]), batch.group[batch.pairs[:, 0]]
+        margin_P, group_P = (
+            rewards_N[batch.pairs] @ rewards_N.new_tensor([1, -1]),
+            batch.group[batch.pairs[:, 0]],
+        )
         share_G = group_P.bincount((margin_P.sign() + 1) / 2) / group_P.bincount()
         metrics = with_interval("accuracy", share_G.tolist())
         return {"size": len(share_G), **metrics, "rewards/margin": float(margin_P.mean())}
@@ -60,4 +65,6 @@ class DpoLearner:
 
     def _logprobs(self, batch: PreferenceBatch) -> Tensor:
         logprobs_T = self.trainer.logprobs(batch)
-        return response_logprobs(logprobs_T, batch.mask, batch.cu_seqlens, average=self.options.averages)
+        return response_logprobs(
+            logprobs_T, batch.mask, batch.cu_seqlens, average=self.options.averages
+        )

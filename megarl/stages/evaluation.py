@@ -21,10 +21,14 @@ def correctness(sample: Sample) -> float:
     """1.0 if the accuracy reward is full, else 0.0; without an accuracy reward, the reward. Unscored samples: 0.0."""
     if sample.reward is None:
         return 0.0
-    return float(sample.rewards["accuracy"] >= 1.0) if "accuracy" in sample.rewards else sample.reward
+    return (
+        float(sample.rewards["accuracy"] >= 1.0) if "accuracy" in sample.rewards else sample.reward
+    )
 
 
-Measure = Callable[[int], Mapping[str, float]]  # of a step: the size of a set, metrics and their /low and /high
+Measure = Callable[
+    [int], Mapping[str, float]
+]  # of a step: the size of a set, metrics and their /low and /high
 
 
 @dataclass(frozen=True)
@@ -45,9 +49,13 @@ class Evaluation:
     every: int  # 0: never
     last_step: int
     file: Path | None = None  # eval.jsonl, on rank 0
-    evaluated: Callable[[int, Mapping[str, Any]], None] = lambda step, result: None  # Telemetry.evaluated
+    evaluated: Callable[[int, Mapping[str, Any]], None] = lambda step, result: (
+        None
+    )  # Telemetry.evaluated
     say: Callable[[str], None] = lambda table: None  # prints it, on rank 0
-    measured: set[int] = field(default_factory=set)  # steps; iterations of a run end and begin at the same one
+    measured: set[int] = field(
+        default_factory=set
+    )  # steps; iterations of a run end and begin at the same one
 
     def forget(self, start: int) -> None:
         """Drop the results of steps from `start` on: a resumed run measures them again."""
@@ -76,7 +84,9 @@ def sampled(generate: Generate, run_seed: int, part: ProblemSet, step: int) -> d
     """Samples the problems of a set with the engine: the mean score of a problem, and pass@k."""
     prompts = part.prompts()
     requests = [
-        Request(prompt, index, request_seed(run_seed, -1, prompt.prompt_id, index), part.temperature)
+        Request(
+            prompt, index, request_seed(run_seed, -1, prompt.prompt_id, index), part.temperature
+        )
         for prompt in prompts
         for index in range(part.samples)
     ]
@@ -85,10 +95,15 @@ def sampled(generate: Generate, run_seed: int, part: ProblemSet, step: int) -> d
         scores[sample.prompt_id].append(correctness(sample))
     is_binary = all(value in (0.0, 1.0) for values in scores.values() for value in values)
     means = [fmean(values) for values in scores.values()]
-    prefix, result = _prefix(part.metric), with_interval(part.metric, means, part.samples if is_binary else None)
+    prefix, result = (
+        _prefix(part.metric),
+        with_interval(part.metric, means, part.samples if is_binary else None),
+    )
     result = {f"{prefix}size": len(prompts), **result}
     for k in ks_of(part.samples):
-        passed = [pass_at_k(len(values), sum(v >= 1.0 for v in values), k) for values in scores.values()]
+        passed = [
+            pass_at_k(len(values), sum(v >= 1.0 for v in values), k) for values in scores.values()
+        ]
         result |= with_interval(f"{prefix}pass@{k}", passed, part.samples)
     return result
 
@@ -112,4 +127,7 @@ def describe(result: Mapping[str, Any]) -> str:
             interval = f"{result[f'{name}/low']:.3f} .. {result[f'{name}/high']:.3f}"
             rows.append((name, f"{value:.3f}", interval, str(result[f"{_prefix(name)}size"])))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(text.ljust(n) for text, n in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(text.ljust(n) for text, n in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )

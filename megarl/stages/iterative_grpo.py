@@ -39,11 +39,19 @@ class RewardModelTraining:
 
     def train(self, fresh: Sequence[Ranking], step: int) -> None:
         """Makes `updates` updates, each on its share of `fresh` and a replay, then adds `fresh` to the history."""
-        shares = [share for number in range(self.options.updates) if (share := fresh[number :: self.options.updates])]
-        mixed = [self.replay.mixed(share, f"{step}/{number}") for number, share in enumerate(shares)]
+        shares = [
+            share
+            for number in range(self.options.updates)
+            if (share := fresh[number :: self.options.updates])
+        ]
+        mixed = [
+            self.replay.mixed(share, f"{step}/{number}") for number, share in enumerate(shares)
+        ]
         memory = self.model.trainer.memory
         memory.onload_weights()
-        updates = [update for batch in mixed for update in self.model.update(ranking_batch(batch)).updates]
+        updates = [
+            update for batch in mixed for update in self.model.update(ranking_batch(batch)).updates
+        ]
         memory.offload_all()
         self.replay.add(fresh)
         trained, metrics = sum(map(len, mixed)), dict[str, float](history=len(self.replay.history))

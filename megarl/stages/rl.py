@@ -9,7 +9,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megarl.algorithms.objective import Objective
-from megarl.roles import Checkpoint, Checks, Evaluation, Learner, Phases, Prompts, Rollouts, Telemetry, Weights
+from megarl.roles import (
+    Checkpoint,
+    Checks,
+    Evaluation,
+    Learner,
+    Phases,
+    Prompts,
+    Rollouts,
+    Telemetry,
+    Weights,
+)
 from megarl.types import Group, ObjectiveState, TrainBatch
 
 
@@ -46,7 +56,9 @@ def train(run: RlRun) -> None:
             with run.phases.train():
                 scores = run.learner.score(batch)  # what the objective needs before the update
                 scored, run.state = run.objective.advantages(batch, scores, run.state)
-                update = run.learner.update(scored, gate=run.checks.parity)  # acts before the first optimizer step
+                update = run.learner.update(
+                    scored, gate=run.checks.parity
+                )  # acts before the first optimizer step
                 run.state = run.objective.after_updates(scored, update, run.state)
                 run.rollouts.trained(step, update)
             with run.phases.save():

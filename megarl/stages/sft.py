@@ -46,11 +46,16 @@ class Sft:
         if not self.eval_every or not (is_last or self._step % self.eval_every == 0):
             return report
         loss, (lowest, since) = mean_loss(self.trainer, self.held_out()), self.run.state.held_out
-        self.run.state = replace(self.run.state, held_out=(loss, 0) if loss < lowest else (lowest, since + 1))
+        self.run.state = replace(
+            self.run.state, held_out=(loss, 0) if loss < lowest else (lowest, since + 1)
+        )
         return replace(report, metrics={**report.metrics, "eval/loss": loss})
 
     def is_done(self, report: StepReport) -> bool:
-        is_learned = self.until_accuracy is not None and report.metrics["accuracy/sampled"] >= self.until_accuracy
+        is_learned = (
+            self.until_accuracy is not None
+            and report.metrics["accuracy/sampled"] >= self.until_accuracy
+        )
         return is_learned or self.run.state.held_out[1] >= self.patience
 
 

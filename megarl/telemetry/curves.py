@@ -38,7 +38,10 @@ CURVE_COLOURS = tuple(COLOURS)[4:]
 PANELS: dict[str, Mapping[str, str]] = {  # title: {metric: label}; panels without data are omitted
     "entropy": {"entropy": "entropy"},
     "gradient norm": {"grad_norm": "gradient norm"},
-    "log-prob difference, trainer and engine": {"logprob_diff/mean": "mean", "logprob_diff/max": "max"},
+    "log-prob difference, trainer and engine": {
+        "logprob_diff/mean": "mean",
+        "logprob_diff/max": "max",
+    },
     "KL divergence": {"kl/ref": "from the reference", "kl/rollout": "from the engine"},
     "KL from the teacher": {"kl/teacher": "on the samples", "kl/teacher_top_k": "of each token"},
     "response length, tokens": {"length/mean": "mean"},
@@ -55,7 +58,10 @@ HEADLINE = {
     "accuracy": "accuracy, before training on them",
     "reward/mean": "reward",
 }
-HELD_OUT = {"accuracy": "accuracy, held-out problems", "sampled_accuracy": "sampled accuracy, held-out problems"}
+HELD_OUT = {
+    "accuracy": "accuracy, held-out problems",
+    "sampled_accuracy": "sampled accuracy, held-out problems",
+}
 COMPARED = {  # metric: title, where several runs are compared
     "reward/mean": "reward",
     "reward/accuracy/mean": "accuracy, sampled",
@@ -95,12 +101,18 @@ def run_panels(rows: Rows, evaluations: Rows) -> list[Panel]:
     """The panels of one run; the first is the most important."""
     headline = _curves(rows, HEADLINE) or _curves(rows, {"loss": "loss"})
     held_out = _curves(evaluations, HELD_OUT, is_sparse=True, skip=2)
-    parts = {key: key[7:-5] for row in rows for key in row if re.fullmatch(r"(?s)reward/.+/mean", key)}
+    parts = {
+        key: key[7:-5] for row in rows for key in row if re.fullmatch(r"(?s)reward/.+/mean", key)
+    }
     panels = [Panel("reward and accuracy", [*headline, *held_out])]
     panels.append(Panel("held-out sets", _curves(evaluations, _sets(evaluations), is_sparse=True)))
     if len(parts) > 1:
-        panels.append(Panel("reward by component, unweighted", _curves(rows, dict(sorted(parts.items())))))
-    panels += [Panel(title, _curves(rows, metrics), _scale(*metrics)) for title, metrics in PANELS.items()]
+        panels.append(
+            Panel("reward by component, unweighted", _curves(rows, dict(sorted(parts.items()))))
+        )
+    panels += [
+        Panel(title, _curves(rows, metrics), _scale(*metrics)) for title, metrics in PANELS.items()
+    ]
     return [panels[0], *(panel for panel in panels[1:] if panel.curves)]
 
 
@@ -113,12 +125,16 @@ def _sets(evaluations: Rows) -> dict[str, str]:
 def compared_panels(runs: Mapping[str, tuple[Rows, Rows]]) -> list[Panel]:
     """One panel per metric, with a curve for each run: {name: (metrics, evaluations)}."""
     held_out = HELD_OUT | _sets([row for _, evaluations in runs.values() for row in evaluations])
-    shown = [(1, key, title) for key, title in held_out.items()] + [(0, key, title) for key, title in COMPARED.items()]
+    shown = [(1, key, title) for key, title in held_out.items()] + [
+        (0, key, title) for key, title in COMPARED.items()
+    ]
     panels = []
     for source, key, title in shown:
         curves = [
             Curve(name, colour, *points, is_sparse=source == 1, is_dashed=is_dashed)
-            for (name, run), (colour, is_dashed) in zip(runs.items(), run_styles(len(runs)), strict=True)
+            for (name, run), (colour, is_dashed) in zip(
+                runs.items(), run_styles(len(runs)), strict=True
+            )
             if (points := _series(run[source], key))[0]
         ]
         if curves:
@@ -159,7 +175,9 @@ def svg(panel: Panel) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4.8, 2.6))  # with fixed margins: a computed layout takes twice the time
+    figure = Figure(
+        figsize=(4.8, 2.6)
+    )  # with fixed margins: a computed layout takes twice the time
     axes = figure.add_axes((0.11, 0.16, 0.87, 0.74 - 0.07 * _legend_lines(panel)))
     _draw(axes, panel)
     axes.set_xlabel("step", color=FAINT, fontsize=8)
@@ -178,21 +196,33 @@ def themed(picture: str) -> str:
     return picture
 
 
-def _curves(rows: Rows, labels: Mapping[str, str], *, is_sparse: bool = False, skip: int = 0) -> list[Curve]:
+def _curves(
+    rows: Rows, labels: Mapping[str, str], *, is_sparse: bool = False, skip: int = 0
+) -> list[Curve]:
     colours = cycle(CURVE_COLOURS[skip:])
     series = [(label, _series(rows, key)) for key, label in labels.items()]
-    return [Curve(label, next(colours), *points, is_sparse=is_sparse) for label, points in series if points[0]]
+    return [
+        Curve(label, next(colours), *points, is_sparse=is_sparse)
+        for label, points in series
+        if points[0]
+    ]
 
 
 def _series(rows: Rows, key: str) -> tuple[list[int], list[float]]:
-    points = [(int(row["step"]), float(row[key])) for row in rows if isinstance(row.get(key), int | float)]
+    points = [
+        (int(row["step"]), float(row[key])) for row in rows if isinstance(row.get(key), int | float)
+    ]
     return [step for step, _ in points], [value for _, value in points]
 
 
 def _smooth(values: Sequence[float], window: int) -> list[float]:
     """Centred running mean, shorter at the ends."""
     half = window // 2
-    return [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i - half) : i + half + 1])]
+    return [
+        sum(part) / len(part)
+        for i in range(len(values))
+        if (part := values[max(0, i - half) : i + half + 1])
+    ]
 
 
 def _plain(text: str, *, most: int = 40) -> str:
@@ -208,13 +238,23 @@ def _draw(axes: Any, panel: Panel) -> None:
         drawn = [(step, value) for step, value in points if lowest < value < MAX_DRAWN]
         _draw_curve(axes, curve, [step for step, _ in drawn], [value for _, value in drawn])
     lines = _legend_lines(panel)
-    axes.set_title(_plain(panel.title, most=60), fontsize=9.5, color=INK, loc="left", pad=6 + 13 * lines)
+    axes.set_title(
+        _plain(panel.title, most=60), fontsize=9.5, color=INK, loc="left", pad=6 + 13 * lines
+    )
     if panel.scale == "log" and any(line.get_ydata().size for line in axes.lines):
         axes.set_yscale("log")
     else:
-        axes.yaxis.set_major_formatter("{x:g}")  # 5e-11, where the default writes 1e-11 over the title
+        axes.yaxis.set_major_formatter(
+            "{x:g}"
+        )  # 5e-11, where the default writes 1e-11 over the title
     if lines:  # above the curves, which it would hide
-        style = {"frameon": False, "fontsize": 8, "labelcolor": INK, "borderpad": 0, "labelspacing": 0.3}
+        style = {
+            "frameon": False,
+            "fontsize": 8,
+            "labelcolor": INK,
+            "borderpad": 0,
+            "labelspacing": 0.3,
+        }
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1.01), ncols=2, borderaxespad=0, **style)
     axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
@@ -240,7 +280,16 @@ def _draw_curve(axes: Any, curve: Curve, steps: list[int], values: list[float]) 
         axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.9)
         values = _smooth(values, max(5, len(values) // 15))
     style = "--" if curve.is_dashed else "-"
-    axes.plot(steps, values, style, color=colour, linewidth=1.7, label=label, marker=marker, markersize=3.5)
+    axes.plot(
+        steps,
+        values,
+        style,
+        color=colour,
+        linewidth=1.7,
+        label=label,
+        marker=marker,
+        markersize=3.5,
+    )
 
 
 def _label_ends(axes: Any, curve: Curve) -> None:
@@ -250,4 +299,11 @@ def _label_ends(axes: Any, curve: Curve) -> None:
     style = {"va": "top", "fontsize": 9, "color": COLOURS[curve.colour][0], "weight": "bold"}
     for step, ends, side in ((steps[0], values[:few], "left"), (steps[-1], values[-few:], "right")):
         mean = sum(ends) / few
-        axes.annotate(f"{mean:.2f}", (step, mean), textcoords="offset points", xytext=(0, -7), ha=side, **style)
+        axes.annotate(
+            f"{mean:.2f}",
+            (step, mean),
+            textcoords="offset points",
+            xytext=(0, -7),
+            ha=side,
+            **style,
+        )

@@ -46,9 +46,15 @@ def _quantities(nvml: Any) -> Mapping[str, Callable[[Any], float]]:
         "utilization": lambda device: nvml.nvmlDeviceGetUtilizationRates(device).gpu / 100,
         "sm_clock_mhz": lambda device: nvml.nvmlDeviceGetClockInfo(device, nvml.NVML_CLOCK_SM),
         "memory_clock_mhz": lambda device: nvml.nvmlDeviceGetClockInfo(device, nvml.NVML_CLOCK_MEM),
-        "temperature_c": lambda device: nvml.nvmlDeviceGetTemperature(device, nvml.NVML_TEMPERATURE_GPU),
-        "ecc_errors": lambda device: nvml.nvmlDeviceGetTotalEccErrors(device, uncorrected, since_boot),
-        "throttled": lambda device: bool(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(device) & slowed),
+        "temperature_c": lambda device: nvml.nvmlDeviceGetTemperature(
+            device, nvml.NVML_TEMPERATURE_GPU
+        ),
+        "ecc_errors": lambda device: nvml.nvmlDeviceGetTotalEccErrors(
+            device, uncorrected, since_boot
+        ),
+        "throttled": lambda device: bool(
+            nvml.nvmlDeviceGetCurrentClocksThrottleReasons(device) & slowed
+        ),
     }
 
 

@@ -37,7 +37,9 @@ class Ledger:
 
     stream: Prompts
     _open: dict[int, Prompt] = field(default_factory=dict)  # taken and not settled
-    _carried: dict[int, Prompt] = field(default_factory=dict)  # to be taken again, before the stream goes on
+    _carried: dict[int, Prompt] = field(
+        default_factory=dict
+    )  # to be taken again, before the stream goes on
     _settled: set[int] = field(default_factory=set)  # not before the first prompt that is not
     _last: int = -1  # of those that were ever settled
     _file: TextIO | None = None
@@ -63,7 +65,9 @@ class Ledger:
         after = self.stream.state()
         positions = {"start": before["position"], "to": after["position"]}
         too_long = after.get("skipped", 0) - before.get("skipped", 0)
-        self._write("taken", ids=_runs(p.prompt_id for p in prompts), **positions, too_long=too_long)
+        self._write(
+            "taken", ids=_runs(p.prompt_id for p in prompts), **positions, too_long=too_long
+        )
         return prompts
 
     def put_back(self, prompts: Sequence[Prompt]) -> None:
@@ -73,7 +77,9 @@ class Ledger:
         self._carried |= {prompt.prompt_id: self._open.pop(prompt.prompt_id) for prompt in prompts}
         self._write("carried", ids=_runs(prompt.prompt_id for prompt in prompts))
         behind = max([self._last, *self._open])
-        if last := [self._carried.pop(number) for number in sorted(self._carried) if number > behind]:
+        if last := [
+            self._carried.pop(number) for number in sorted(self._carried) if number > behind
+        ]:
             self.stream.put_back(last)
 
     def note(self, event: str, step: int, ids: Iterable[int], **values: Any) -> None:
@@ -133,7 +139,9 @@ def _ids(runs: Sequence[Sequence[int]]) -> list[int]:
 class Audit:
     """A replay of a ledger, which trusts nothing that its writer knew."""
 
-    states: dict[int, str] = field(default_factory=dict)  # of every prompt: its last event, or its outcome
+    states: dict[int, str] = field(
+        default_factory=dict
+    )  # of every prompt: its last event, or its outcome
     steps: dict[int, int] = field(default_factory=dict)  # of those that are settled
     too_long: set[int] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
@@ -161,15 +169,22 @@ class Audit:
                 torn = number  # perhaps the last line of a process that was killed
         return self
 
-    def _start(self, step: int, position: int, settled: list[list[int]], max_staleness: int) -> None:
+    def _start(
+        self, step: int, position: int, settled: list[list[int]], max_staleness: int
+    ) -> None:
         self.starts, self.max_staleness = self.starts + 1, max_staleness
         if self.starts == 1:
             self.first = self.head = position
             self.steps = dict.fromkeys(_ids(settled), -1)  # by another run
         done = {number for number, at in self.steps.items() if at < step}
         saved = {*range(self.first, position), *_ids(settled)}
-        self._need(saved - done - self.too_long, f"are done in the checkpoint of step {step}, but were never settled")
-        self._need(done - saved, f"were settled before step {step}, whose checkpoint will take them again")
+        self._need(
+            saved - done - self.too_long,
+            f"are done in the checkpoint of step {step}, but were never settled",
+        )
+        self._need(
+            done - saved, f"were settled before step {step}, whose checkpoint will take them again"
+        )
         for number in self.states.keys() - done:
             self.states[number] = "carried"
             self.steps.pop(number, None)
@@ -178,7 +193,11 @@ class Audit:
     def _taken(self, ids: list[list[int]], start: int, to: int, too_long: int) -> None:
         taken = set(_ids(ids))
         self._need(range(self.head, start), "were passed over")
-        gaps = {number for number in range(start, to) if number not in taken and number not in self.steps}
+        gaps = {
+            number
+            for number in range(start, to)
+            if number not in taken and number not in self.steps
+        }
         if len(gaps) != too_long:
             self._need(gaps, f"were not taken; {too_long} of them were too long")
         self.too_long |= gaps
@@ -190,7 +209,9 @@ class Audit:
     def _generating(self, step: int, ids: list[list[int]], version: int) -> None:
         self._move(_ids(ids), ("taken",), "generating")
         if not 0 <= step - version <= self.max_staleness:
-            self.problems.append(f"prompts of step {step} were sampled by version {version}: {self.max_staleness=}")
+            self.problems.append(
+                f"prompts of step {step} were sampled by version {version}: {self.max_staleness=}"
+            )
 
     def _complete(self, step: int, ids: list[list[int]]) -> None:
         self._move(_ids(ids), ("generating",), "complete")
@@ -199,7 +220,11 @@ class Audit:
         self._move(_ids(ids), ("taken", "generating", "complete"), "carried")
 
     def _settled(
-        self, step: int, outcomes: dict[str, list[list[int]]], by: str = "policy", oldest: int | None = None
+        self,
+        step: int,
+        outcomes: dict[str, list[list[int]]],
+        by: str = "policy",
+        oldest: int | None = None,
     ) -> None:
         if (step, by) in self.is_settled:
             self.problems.append(f"step {step} was settled twice")
@@ -208,7 +233,9 @@ class Audit:
             self._move(_ids(runs), ("complete",), outcome)
             self.steps |= dict.fromkeys(_ids(runs), step)
         if oldest is not None and step - oldest > self.max_staleness:
-            self.problems.append(f"step {step} trained tokens of version {oldest}: older than {self.max_staleness=}")
+            self.problems.append(
+                f"step {step} trained tokens of version {oldest}: older than {self.max_staleness=}"
+            )
 
     def _move(self, ids: Sequence[int], states: Sequence[str], state: str) -> None:
         for was in {self.states.get(number, "never taken") for number in ids} - set(states):
@@ -226,9 +253,16 @@ class Audit:
         counts = Counter(state.partition("/")[0] for state in self.states.values())
         causes = Counter(state for state in self.states.values() if "/" in state)
         named = {"trained": 0, "filtered": 0, "dropped": 0, "carried": 0} | counts
-        parts = [f"{count} {'carried over' if name == 'carried' else name}" for name, count in named.items()]
-        text = f"{len(self.states)} prompts taken = {' + '.join(parts)}; {len(self.too_long)} too long"
-        return f"{text}; {self.starts} starts" + "".join(f"\n  {name}: {n}" for name, n in sorted(causes.items()))
+        parts = [
+            f"{count} {'carried over' if name == 'carried' else name}"
+            for name, count in named.items()
+        ]
+        text = (
+            f"{len(self.states)} prompts taken = {' + '.join(parts)}; {len(self.too_long)} too long"
+        )
+        return f"{text}; {self.starts} starts" + "".join(
+            f"\n  {name}: {n}" for name, n in sorted(causes.items())
+        )
 
 
 def audit(folder: Path) -> Audit:
@@ -236,11 +270,20 @@ def audit(folder: Path) -> Audit:
     if not (file := folder / LEDGER).is_file():
         raise ValueError(f"{folder} has no {LEDGER}; stages that sample write one")
     report = Audit.of(file)
-    trained = {(n, step) for n, step in report.steps.items() if not report.states.get(n, "").startswith("filtered")}
+    trained = {
+        (n, step)
+        for n, step in report.steps.items()
+        if not report.states.get(n, "").startswith("filtered")
+    }
     for step, samples in sample_files(folder / "rollouts").items():
         rows, limit = read_jsonl(samples, prompt_id=int, versions=list), report.max_staleness
         untrained = {row["prompt_id"] for row in rows if (row["prompt_id"], step) not in trained}
         report._need(untrained, f"are in {samples.name}, but were not trained at step {step}")
-        old = {row["prompt_id"] for row in rows for v, _ in row["versions"] if not 0 <= step - v <= limit}
+        old = {
+            row["prompt_id"]
+            for row in rows
+            for v, _ in row["versions"]
+            if not 0 <= step - v <= limit
+        }
         report._need(old, f"have tokens in {samples.name} that are staler than {limit}")
     return report

@@ -40,7 +40,14 @@ from megarl.telemetry.trackers import Trackers
 from megarl.types import PublishReport, Rollout, ScoredBatch, StepReport
 
 # time/<key> is the span of that name, or else that of the phase
-TIMES = {"generate": "rollout", "reward": "", "logprobs": None, "update": "train", "save": None, "publish": "sync"}
+TIMES = {
+    "generate": "rollout",
+    "reward": "",
+    "logprobs": None,
+    "update": "train",
+    "save": None,
+    "publish": "sync",
+}
 
 # metric, label, format
 SHOWN = (
@@ -88,7 +95,9 @@ class Timeline:
             took = time.perf_counter() - begin
             self.seconds[name] += took
             start_us, took_us = round((begin - self._origin) * 1e6, 1), round(took * 1e6, 1)
-            self._events.append({"name": name, "ph": "X", "ts": start_us, "dur": took_us, "pid": 0, "tid": 0})
+            self._events.append(
+                {"name": name, "ph": "X", "ts": start_us, "dur": took_us, "pid": 0, "tid": 0}
+            )
 
     def flush(self) -> None:
         if not self._events:
@@ -107,7 +116,11 @@ def brief(metrics: Mapping[str, Any]) -> str:
     """The main metrics on one line: `reward 0.412  log-prob diff 2.1e-06  tokens/s 1,830`."""
     omitted = "loss" if metrics.get("reward/mean") is not None else None
     values = [(name, style, metrics.get(key)) for key, name, style in SHOWN if key != omitted]
-    return "  ".join(f"{name} {style.format(value)}" for name, style, value in values if isinstance(value, int | float))
+    return "  ".join(
+        f"{name} {style.format(value)}"
+        for name, style, value in values
+        if isinstance(value, int | float)
+    )
 
 
 class ProgressDisplay:
@@ -119,8 +132,15 @@ class ProgressDisplay:
         self._last = time.monotonic()
         self._bar: Progress | None = None
         if interactive:
-            columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn())
-            self._bar = Progress(*columns, TextColumn("{task.fields[text]}"), console=Console(), transient=False)
+            columns = (
+                SpinnerColumn(),
+                TextColumn("{task.description}"),
+                BarColumn(24),
+                MofNCompleteColumn(),
+            )
+            self._bar = Progress(
+                *columns, TextColumn("{task.fields[text]}"), console=Console(), transient=False
+            )
             self._task = self._bar.add_task(name, total=steps, completed=start, text="starting")
             self._bar.start()
 
@@ -136,7 +156,10 @@ class ProgressDisplay:
         if self._bar is not None:
             self._bar.update(self._task, completed=step + 1, text=text)
         else:
-            print(f"{self._name} {step + 1:>{len(str(self._steps))}}/{self._steps}  {text}", flush=True)
+            print(
+                f"{self._name} {step + 1:>{len(str(self._steps))}}/{self._steps}  {text}",
+                flush=True,
+            )
 
     def close(self) -> None:
         if self._bar is not None:
@@ -147,11 +170,19 @@ class Telemetry:
     """roles.Telemetry of rank 0. `facts` (world_size, layout) are part of every line of metrics.jsonl."""
 
     def __init__(
-        self, config: Config, *, start: int, interactive: bool, facts: Mapping[str, Any], gpu_uuids: Sequence[str] = ()
+        self,
+        config: Config,
+        *,
+        start: int,
+        interactive: bool,
+        facts: Mapping[str, Any],
+        gpu_uuids: Sequence[str] = (),
     ) -> None:
         folder, settings = run_dir(config), config.telemetry
         self._facts = dict(facts)
-        self._samples = SampleWriter(folder / "rollouts", settings.rollouts, seed=config.run.seed, start=start)
+        self._samples = SampleWriter(
+            folder / "rollouts", settings.rollouts, seed=config.run.seed, start=start
+        )
         self._file = folder / "metrics.jsonl"
         forget_steps(self._file, start)
         self._timeline = Timeline(folder / "timeline.json")
@@ -174,11 +205,15 @@ class Telemetry:
 
     def add(self, metrics: Mapping[str, Any]) -> None:
         """Adds peaks to the current step, or to the first one before it begins; the largest of a name counts."""
-        self._added |= {name: max(value, self._added.get(name, value)) for name, value in metrics.items()}
+        self._added |= {
+            name: max(value, self._added.get(name, value)) for name, value in metrics.items()
+        }
 
     def evaluated(self, step: int, results: Mapping[str, Any]) -> None:
         """Passes results on held-out problems to the trackers; their file is eval.jsonl."""
-        self._trackers.log(step, {f"eval/{name}": value for name, value in results.items()}, is_complete=False)
+        self._trackers.log(
+            step, {f"eval/{name}": value for name, value in results.items()}, is_complete=False
+        )
 
     def _write(
         self,
@@ -198,7 +233,12 @@ class Telemetry:
             **staleness_metrics(groups, step),
             **update_metrics(update),
             "time/step": took,
-            **{f"time/{key}": seconds[x] for key, phase in TIMES.items() for x in (phase, key) if x in seconds},
+            **{
+                f"time/{key}": seconds[x]
+                for key, phase in TIMES.items()
+                for x in (phase, key)
+                if x in seconds
+            },
             **(publish_metrics(sync) if sync else {}),
             **({"tokens_per_second": sampled / took} if sampled else {}),
             **self._added,

@@ -22,7 +22,13 @@ from megarl.platform.atomic import write_atomic
 if TYPE_CHECKING:  # reading metrics needs no torch
     from megarl.types import Group, PublishReport, Rollout, StepReport
 
-OF_SAMPLES = ("reward/mean", "reward/std", "reward/frac_zero_std", "length/mean", "length/truncated_frac")
+OF_SAMPLES = (
+    "reward/mean",
+    "reward/std",
+    "reward/frac_zero_std",
+    "length/mean",
+    "length/truncated_frac",
+)
 MAX_INT = 2**53  # larger ones are no floats, so they cannot be drawn
 OF_UPDATES = ("kl/ref", "clip_frac", "entropy")
 
@@ -30,7 +36,11 @@ OF_UPDATES = ("kl/ref", "clip_frac", "entropy")
 def rollout_metrics(rollout: Rollout) -> dict[str, Any]:
     """Rewards, lengths, dropped samples and digest of one rollout; an empty one has the same keys, without values.
     Groups without spread and singletons are counted before filtering."""
-    metrics = {**_sample_metrics(rollout.groups), "rollout/digest": rollout.digest, **rollout.counts}
+    metrics = {
+        **_sample_metrics(rollout.groups),
+        "rollout/digest": rollout.digest,
+        **rollout.counts,
+    }
     if not (generated := rollout.generated):
         return metrics | {"samples/count": 0} | dict.fromkeys(OF_SAMPLES)
     flat = [len({sample.reward for sample in group.samples}) <= 1 for group in generated]
@@ -50,7 +60,10 @@ def _sample_metrics(groups: Sequence[Group]) -> dict[str, Any]:
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
         **({"reward/baseline": fmean(baselines)} if baselines else {}),
-        **{f"reward/{name}/mean": fmean(s.rewards[name] for s in samples if name in s.rewards) for name in names},
+        **{
+            f"reward/{name}/mean": fmean(s.rewards[name] for s in samples if name in s.rewards)
+            for name in names
+        },
         "length/mean": fmean(lengths),
         "length/truncated_frac": fmean(sample.finish == "length" for sample in samples),
         "samples/count": len(samples),
@@ -60,7 +73,9 @@ def _sample_metrics(groups: Sequence[Group]) -> dict[str, Any]:
 
 def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
     """How many versions the weights of each sampled token are behind those that are trained."""
-    behind = [version - v for g in groups for s in g.samples for v in s.versions[s.trainable].tolist()]
+    behind = [
+        version - v for g in groups for s in g.samples for v in s.versions[s.trainable].tolist()
+    ]
     return {"staleness/mean": fmean(behind), "staleness/max": max(behind)} if behind else {}
 
 
@@ -115,7 +130,11 @@ def read_jsonl(file: Path, **types: type) -> list[dict[str, Any]]:
     """
     text = file.read_bytes().decode(errors="replace") if file.is_file() else ""
     # str.splitlines would also split at the line separators of Unicode, which JSON strings may contain
-    rows = {number: _parse(line, types) for number, line in enumerate(text.split("\n"), 1) if line.strip()}
+    rows = {
+        number: _parse(line, types)
+        for number, line in enumerate(text.split("\n"), 1)
+        if line.strip()
+    }
     if bad := [number for number, row in rows.items() if row is None]:
         count = f"{len(bad)} lines are" if len(bad) > 1 else "1 line is"
         print(
@@ -130,7 +149,9 @@ def _parse(line: str, types: Mapping[str, type]) -> dict[str, Any] | None:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(row, dict) or any(type(row.get(key)) is not kind for key, kind in types.items()):
+    if not isinstance(row, dict) or any(
+        type(row.get(key)) is not kind for key, kind in types.items()
+    ):
         return None  # True is not an int here
     if any(kind is int and not 0 <= row[key] <= MAX_INT for key, kind in types.items()):
         return None

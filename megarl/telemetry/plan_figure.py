@@ -31,20 +31,38 @@ def draw_plan(figures: Mapping[str, Any], file: Path) -> None:
     height = min(14, 3 + 0.42 * max(len(between), len(between[0])))
     picture = Figure(figsize=(10, height), layout="constrained", facecolor="white")
     axes = picture.subplots()
-    colours = [colormaps["viridis"](0.1 + 0.8 * stage / max(1, len(between) - 1)) for stage in range(len(between))]
+    colours = [
+        colormaps["viridis"](0.1 + 0.8 * stage / max(1, len(between) - 1))
+        for stage in range(len(between))
+    ]
     left = _spans([sum(row) for row in between])
     right = _spans([sum(column) for column in zip(*between, strict=True)])
     _draw_ribbons(axes, between, left, right, colours)
     for stage, span in enumerate(left):
-        ranks = [size for size, number in zip(sent, figures["stage_of_rank"], strict=True) if number == stage]
+        ranks = [
+            size
+            for size, number in zip(sent, figures["stage_of_rank"], strict=True)
+            if number == stage
+        ]
         _draw_box(axes, span, -1, colours[stage], f"stage {stage}", ranks)
     count = len(received) // len(right)  # ranks of a replica
     for replica, span in enumerate(right):
-        _draw_box(axes, span, 1, INK, f"replica {replica}", received[replica * count : (replica + 1) * count])
+        _draw_box(
+            axes,
+            span,
+            1,
+            INK,
+            f"replica {replica}",
+            received[replica * count : (replica + 1) * count],
+        )
     axes.set(xlim=(-0.42, 1.42), ylim=(1.01, -0.01))
     axes.axis("off")
     picture.suptitle(_title(figures), color=INK, fontsize=12, x=0.01, ha="left")
-    picture.supxlabel("bytes sent (left) and received (right) per GPU in one sync, min to max", color=FAINT, fontsize=9)
+    picture.supxlabel(
+        "bytes sent (left) and received (right) per GPU in one sync, min to max",
+        color=FAINT,
+        fontsize=9,
+    )
     picture.savefig(file, dpi=130)
 
 
@@ -62,7 +80,10 @@ def _title(figures: Mapping[str, Any]) -> str:
 def _amount(*counts: int) -> str:
     """The range of `counts` bytes in a suitable unit."""
     low, high = min(counts), max(counts)
-    size, unit = next((pair for pair in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if high >= pair[0] / 2), (1.0, "B"))
+    size, unit = next(
+        (pair for pair in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if high >= pair[0] / 2),
+        (1.0, "B"),
+    )
     first, last = (f"{count / size:,.4g}" for count in (low, high))
     return f"{last} {unit}" if first == last else f"{first}-{last} {unit}"
 
@@ -76,7 +97,9 @@ def _spans(totals: Sequence[int]) -> list[Span]:
     return spans
 
 
-def _draw_ribbons(axes: Any, between: Sequence[Sequence[int]], left: Any, right: Any, colours: Sequence[Any]) -> None:
+def _draw_ribbons(
+    axes: Any, between: Sequence[Sequence[int]], left: Any, right: Any, colours: Sequence[Any]
+) -> None:
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path as Curve
 
@@ -90,13 +113,31 @@ def _draw_ribbons(axes: Any, between: Sequence[Sequence[int]], left: Any, right:
             start += (left[stage][1] - left[stage][0]) * count / total
             ends[replica] += (right[replica][1] - right[replica][0]) * count / columns[replica]
             points = [(0, top[0]), (0.5, top[0]), (0.5, top[1]), (1, top[1])]
-            points += [(1, ends[replica]), (0.5, ends[replica]), (0.5, start), (0, start), (0, top[0])]
-            axes.add_patch(PathPatch(Curve(points, codes), facecolor=colours[stage], alpha=0.45, linewidth=0))
+            points += [
+                (1, ends[replica]),
+                (0.5, ends[replica]),
+                (0.5, start),
+                (0, start),
+                (0, top[0]),
+            ]
+            axes.add_patch(
+                PathPatch(Curve(points, codes), facecolor=colours[stage], alpha=0.45, linewidth=0)
+            )
 
 
-def _draw_box(axes: Any, span: Span, side: int, colour: Any, name: str, ranks: Sequence[int]) -> None:
+def _draw_box(
+    axes: Any, span: Span, side: int, colour: Any, name: str, ranks: Sequence[int]
+) -> None:
     """`side`: -1 left, 1 right. `ranks`: bytes of each GPU."""
     edge, align = 0.5 + 0.5 * side, "right" if side < 0 else "left"
     axes.barh(span[0], side * BOX, span[1] - span[0], left=edge, align="edge", color=colour)
     text = f"{name}: {len(ranks)} x {_amount(*ranks)}"
-    axes.text(edge + side * (BOX + 0.01), sum(span) / 2, text, ha=align, va="center", fontsize=8, color=INK)
+    axes.text(
+        edge + side * (BOX + 0.01),
+        sum(span) / 2,
+        text,
+        ha=align,
+        va="center",
+        fontsize=8,
+        color=INK,
+    )

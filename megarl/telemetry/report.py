@@ -43,7 +43,11 @@ def write_report(folder: Path) -> Path:
     """Writes report.png and report.html, whose path it returns. Raises FileNotFoundError if no step has finished."""
     rows, evaluations = _read(folder)
     panels, last = run_panels(rows, evaluations), rows[-1]
-    layout = f", layout {last['layout']}, world size {last.get('world_size')}" if "layout" in last else ""
+    layout = (
+        f", layout {last['layout']}, world size {last.get('world_size')}"
+        if "layout" in last
+        else ""
+    )
     with replacing(folder / "report.png") as staging:
         draw_png(panels, f"{folder.name}: {len(rows)} steps{layout}", staging)
     parts = [f"<p>{html.escape(f'{len(rows)} steps{layout}')}</p>", *_figures(panels)]
@@ -52,7 +56,10 @@ def write_report(folder: Path) -> Path:
     parts += [*_sample_sections(folder), *_weights(folder)]
     peaks = {key.split("/")[1]: key for row in rows for key in row if key.endswith("/peak_gb")}
     if peaks:
-        most = [(phase, max(_number(row.get(key)) or 0.0 for row in rows)) for phase, key in peaks.items()]
+        most = [
+            (phase, max(_number(row.get(key)) or 0.0 for row in rows))
+            for phase, key in peaks.items()
+        ]
         parts += ["<h2>Peak memory</h2>", _table(("phase", "GB"), most)]
     ends = [(key, rows[0].get(key), value) for key, value in last.items()]
     parts.append(_folded("First and last step", _table(("metric", "first", "last"), ends)))
@@ -66,14 +73,18 @@ def write_comparison(folders: Sequence[Path]) -> Path:
     """Writes compare.html beside the first run; returns its path. Raises ValueError for fewer than two runs,
     FileNotFoundError if no step of a run has finished."""
     if len({folder.resolve() for folder in folders}) < max(2, len(folders)):
-        raise ValueError(f"--compare {' '.join(map(str, folders))}: pass at least two runs, each once")
+        raise ValueError(
+            f"--compare {' '.join(map(str, folders))}: pass at least two runs, each once"
+        )
     is_unique = len({folder.name for folder in folders}) == len(folders)
     named = {folder.name if is_unique else str(folder): folder for folder in folders}
     runs = {name: _read(folder) for name, folder in named.items()}
     keys = [
         f"<li><i class='{'dashed' if is_dashed else 'solid'}' style='border-color:var(--{colour})'></i>"
         f"{html.escape(name)} <small>{len(rows)} steps</small></li>"
-        for (name, (rows, _)), (colour, is_dashed) in zip(runs.items(), run_styles(len(runs)), strict=True)
+        for (name, (rows, _)), (colour, is_dashed) in zip(
+            runs.items(), run_styles(len(runs)), strict=True
+        )
     ]
     differing = _differing_settings([folder / "config.yaml" for folder in folders])
     parts = [f"<ul class=legend>{''.join(keys)}</ul>", *_figures(compared_panels(runs))]
@@ -85,13 +96,17 @@ def _read(folder: Path) -> tuple[Rows, Rows]:
     """Lines of metrics.jsonl and eval.jsonl."""
     rows = read_metrics(folder / "metrics.jsonl")
     if not rows:
-        raise FileNotFoundError(f"{folder} has no finished step in metrics.jsonl; pass a run directory")
+        raise FileNotFoundError(
+            f"{folder} has no finished step in metrics.jsonl; pass a run directory"
+        )
     return rows, read_metrics(folder / "eval.jsonl")
 
 
 def _held_out(evaluations: Rows) -> str:
     """A column for each figure, with its interval."""
-    keys = dict.fromkeys(key for row in evaluations for key in row if not key.endswith(("/low", "/high")))
+    keys = dict.fromkeys(
+        key for row in evaluations for key in row if not key.endswith(("/low", "/high"))
+    )
 
     def cell(row: Mapping[str, Any], key: str) -> str:
         ends = [_format(row[f"{key}/{end}"]) for end in ("low", "high") if f"{key}/{end}" in row]
@@ -103,7 +118,9 @@ def _held_out(evaluations: Rows) -> str:
 def _differing_settings(files: Sequence[Path]) -> list[list[str]]:
     """Rows of a dotted key and its value in each config; run.name and run.dir always differ and are left out."""
     configs = [_settings(file) if file.is_file() else {} for file in files]
-    keys = dict.fromkeys(key for config in configs for key in config if key not in ("run.name", "run.dir"))
+    keys = dict.fromkeys(
+        key for config in configs for key in config if key not in ("run.name", "run.dir")
+    )
     rows = [[key, *(config.get(key, "-") for config in configs)] for key in keys]
     return [row for row in rows if len(set(row[1:])) > 1]
 
@@ -115,7 +132,10 @@ def _settings(file: Path) -> dict[str, str]:
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
             raise ValueError("it has aliases")
         values = flat(yaml.safe_load(text))
-        return {key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in values}
+        return {
+            key: value if isinstance(value, str) else json.dumps(value, default=str)
+            for key, value in values
+        }
     except (ValueError, AttributeError, RecursionError, yaml.YAMLError) as error:
         _warn_left_out(file, error)
         return {}
@@ -123,7 +143,10 @@ def _settings(file: Path) -> dict[str, str]:
 
 def _warn_left_out(file: Path, error: Exception) -> None:
     text = " ".join(str(error).split())[:200]
-    print(f"megarl: warning: {file} cannot be read and is left out: {type(error).__name__} {text!r}", file=sys.stderr)
+    print(
+        f"megarl: warning: {file} cannot be read and is left out: {type(error).__name__} {text!r}",
+        file=sys.stderr,
+    )
 
 
 def _sample_sections(folder: Path) -> list[str]:
@@ -133,8 +156,12 @@ def _sample_sections(folder: Path) -> list[str]:
         return []
     step, file = files.popitem()
     rows = read_jsonl(file, prompt=str, response=str)
-    unique = {(sample["prompt"], sample["response"]): sample for sample in rows}  # a prompt's are often equal
-    samples = sorted(unique.values(), key=lambda sample: _number(sample.get("reward")) or 0.0, reverse=True)
+    unique = {
+        (sample["prompt"], sample["response"]): sample for sample in rows
+    }  # a prompt's are often equal
+    samples = sorted(
+        unique.values(), key=lambda sample: _number(sample.get("reward")) or 0.0, reverse=True
+    )
     middle = (len(samples) + 1) // 2
     best, worst = samples[:middle][:NUM_SAMPLES], samples[middle:][-NUM_SAMPLES:]
     return [
@@ -146,12 +173,18 @@ def _sample_sections(folder: Path) -> list[str]:
 
 def _sample(values: Mapping[str, Any]) -> str:
     rewards = values.get("rewards")
-    facts = [f"{name} {_format(x)}" for name, x in rewards.items()] if isinstance(rewards, dict) else []
+    facts = (
+        [f"{name} {_format(x)}" for name, x in rewards.items()] if isinstance(rewards, dict) else []
+    )
     if (advantage := _number(values.get("advantage"))) is not None:
         facts.append(f"advantage {advantage:+.3g}")
     facts += [f"{_format(values['length'])} tokens"] if "length" in values else []
     facts.append("truncated" if values.get("truncated") else _format(values.get("finish")))
-    answer = "" if values.get("answer") is None else f"<small>answer: {html.escape(_format(values['answer']))}</small>"
+    answer = (
+        ""
+        if values.get("answer") is None
+        else f"<small>answer: {html.escape(_format(values['answer']))}</small>"
+    )
     return (
         f"<article><p><b>reward {html.escape(_format(values.get('reward')))}</b> "
         f"<small>{html.escape(' · '.join(facts))}</small></p>"
@@ -170,7 +203,10 @@ def _weights(folder: Path) -> list[str]:
     except Exception as error:  # noqa: BLE001 (whatever the file holds, the other parts are drawn)
         _warn_left_out(folder / PLAN, error)
         return []
-    return ["<h2>Weight sync</h2>", f"<figure>{themed(picture.read_text(encoding='utf-8'))}</figure>"]
+    return [
+        "<h2>Weight sync</h2>",
+        f"<figure>{themed(picture.read_text(encoding='utf-8'))}</figure>",
+    ]
 
 
 def _figures(panels: Sequence[Panel]) -> list[str]:
@@ -179,7 +215,9 @@ def _figures(panels: Sequence[Panel]) -> list[str]:
 
 def _table(head: Sequence[str], body: Sequence[Sequence[Any]]) -> str:
     heads = "".join(f"<th>{html.escape(name)}</th>" for name in head)
-    rows = "".join(f"<tr>{''.join(f'<td>{html.escape(_format(x))}</td>' for x in row)}</tr>" for row in body)
+    rows = "".join(
+        f"<tr>{''.join(f'<td>{html.escape(_format(x))}</td>' for x in row)}</tr>" for row in body
+    )
     return f"<div class=wide><table><tr>{heads}</tr>{rows}</table></div>"
 
 
@@ -188,7 +226,13 @@ def _folded(title: str, content: str) -> str:
 
 
 def _format(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value) if isinstance(value, str | int) else ""
+    return (
+        f"{value:.4g}"
+        if isinstance(value, float)
+        else str(value)
+        if isinstance(value, str | int)
+        else ""
+    )
 
 
 def _number(value: Any) -> float | None:
@@ -216,7 +260,10 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # nothing is loaded, a
 
 
 def _write_page(file: Path, title: str, parts: Sequence[str]) -> Path:
-    light, dark = ("".join(f"--{name}:{colours[theme]};" for name, colours in COLOURS.items()) for theme in range(2))
+    light, dark = (
+        "".join(f"--{name}:{colours[theme]};" for name, colours in COLOURS.items())
+        for theme in range(2)
+    )
     head = (
         '<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content="width=device-width">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}"><meta name="color-scheme" content="light dark">'

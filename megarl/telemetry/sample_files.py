@@ -22,7 +22,10 @@ if TYPE_CHECKING:  # finding the files needs no torch
 
 def sample_files(folder: Path) -> dict[int, Path]:
     """The files in `folder` by step, oldest first; others are ignored."""
-    steps = [(re.fullmatch(r"step_([0-9]{6,})\.jsonl", file.name), file) for file in folder.glob("step_*.jsonl")]
+    steps = [
+        (re.fullmatch(r"step_([0-9]{6,})\.jsonl", file.name), file)
+        for file in folder.glob("step_*.jsonl")
+    ]
     return dict(sorted((int(match[1]), file) for match, file in steps if match and file.is_file()))
 
 
@@ -35,7 +38,9 @@ def choose_samples(samples: Sequence[Sample], count: int, *, seed: str) -> list[
         order.sort(key=lambda index: samples[index].reward or 0.0)  # stable
         best = -(-count // 4)
         worst = min(best, count - best)
-        order = order[:worst] + order[-best:] + random.sample(order[worst:-best], count - best - worst)
+        order = (
+            order[:worst] + order[-best:] + random.sample(order[worst:-best], count - best - worst)
+        )
     return sorted(order)
 
 
@@ -54,11 +59,15 @@ class SampleWriter:
         if not groups or not self._settings.every or step % self._settings.every:
             return
         rows = [(group, sample) for group in groups for sample in group.samples]
-        chosen = choose_samples([sample for _, sample in rows], self._settings.max_samples, seed=f"{self._seed}/{step}")
+        chosen = choose_samples(
+            [sample for _, sample in rows], self._settings.max_samples, seed=f"{self._seed}/{step}"
+        )
         lines = [_line(*rows[row]) | (_advantage(scored, row) if scored else {}) for row in chosen]
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         # a tokenizer or a user's task may produce lone surrogates, which UTF-8 lacks, but JSON can escape
-        write_atomic(self._folder / f"step_{step:06d}.jsonl", text.encode(errors="backslashreplace"))
+        write_atomic(
+            self._folder / f"step_{step:06d}.jsonl", text.encode(errors="backslashreplace")
+        )
         for file in list(sample_files(self._folder).values())[: -self._settings.keep]:
             file.unlink()
 
@@ -77,7 +86,9 @@ def _line(group: Group, sample: Sample) -> dict[str, Any]:
         "truncated": sample.finish == "length",
         "finish": sample.finish,
         # of the sampled tokens: [version, number of tokens in a row]
-        "versions": [[v, len(list(run))] for v, run in groupby(sample.versions[sample.trainable].tolist())],
+        "versions": [
+            [v, len(list(run))] for v, run in groupby(sample.versions[sample.trainable].tolist())
+        ],
     }
 
 

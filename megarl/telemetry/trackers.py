@@ -40,9 +40,13 @@ def check_trackers(telemetry: Telemetry) -> None:
 
         try:
             mode = wandb.setup(wandb.Settings(silent=True)).settings.mode
-            has_login = mode in ("offline", "dryrun", "disabled") or wandb.login(verify=False, prompt=False)
+            has_login = mode in ("offline", "dryrun", "disabled") or wandb.login(
+                verify=False, prompt=False
+            )
         except (wandb.Error, ValueError) as error:  # of the key or of a WANDB_ variable
-            raise ValueError(f"telemetry.wandb={telemetry.wandb}: {error}; correct it, or WANDB_MODE=offline") from None
+            raise ValueError(
+                f"telemetry.wandb={telemetry.wandb}: {error}; correct it, or WANDB_MODE=offline"
+            ) from None
         if not has_login:
             raise ValueError(
                 f"telemetry.wandb={telemetry.wandb}, but there is no login for Weights & Biases; run wandb login, set "
@@ -62,7 +66,9 @@ class Trackers:
         if telemetry.wandb:
             with self._dropped_on_failure("Weights & Biases"):
                 values = config.model_dump(mode="json")
-                self._running["Weights & Biases"] = WandB(telemetry.wandb, folder, values, start=start)
+                self._running["Weights & Biases"] = WandB(
+                    telemetry.wandb, folder, values, start=start
+                )
 
     def log(self, step: int, metrics: Mapping[str, Any], *, is_complete: bool = True) -> None:
         """Passes on the finite numbers; booleans are 0 and 1. A later call completes a step without `is_complete`."""
@@ -108,7 +114,9 @@ class WandB:
     Online, W&B keeps the first values of repeated steps; offline it cannot append: a resumed run writes earlier ones.
     """
 
-    def __init__(self, project: str, folder: Path, config: Mapping[str, Any], *, start: int) -> None:
+    def __init__(
+        self, project: str, folder: Path, config: Mapping[str, Any], *, start: int
+    ) -> None:
         import wandb
 
         init = partial(
@@ -120,7 +128,9 @@ class WandB:
             dir=get_env("WANDB_DIR", str(folder)),
             config=dict(config),
             allow_val_change=True,
-            settings=wandb.Settings(silent=True, console="off", finish_timeout=UPLOAD_S, finish_timeout_raises=True),
+            settings=wandb.Settings(
+                silent=True, console="off", finish_timeout=UPLOAD_S, finish_timeout_raises=True
+            ),
         )
         try:
             self._run = init()
@@ -134,21 +144,28 @@ class WandB:
             results = {row["step"]: row for row in read_metrics(folder / "eval.jsonl")}
             for row in read_metrics(folder / "metrics.jsonl"):
                 if row["step"] < start:
-                    named = {f"eval/{name}": value for name, value in results.get(row["step"], {}).items()}
+                    named = {
+                        f"eval/{name}": value
+                        for name, value in results.get(row["step"], {}).items()
+                    }
                     self.log(row["step"], _numbers(row | named), is_complete=True)
 
     def log(self, step: int, metrics: Mapping[str, float], *, is_complete: bool) -> None:
         self._run.log(dict(metrics), step=step, commit=is_complete)
 
     def close(self) -> None:
-        self._run.finish(exit_code=int(sys.exc_info()[0] is not None))  # called while an exception ends the run
+        self._run.finish(
+            exit_code=int(sys.exc_info()[0] is not None)
+        )  # called while an exception ends the run
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {
         name: float(value)
         for name, value in metrics.items()
-        if name not in ("step", "eval/step") and isinstance(value, int | float) and math.isfinite(value)
+        if name not in ("step", "eval/step")
+        and isinstance(value, int | float)
+        and math.isfinite(value)
     }
 
 

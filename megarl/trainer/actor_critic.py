@@ -70,7 +70,9 @@ class ActorCritic:
             "value/loss": fmean(update.loss for update in updates),
             "value/grad_norm": fmean(update.grad_norm for update in updates),
             "value/lr": updates[-1].lr,
-            "value/clip_frac": fmean(update.metrics.get("value/clip_frac", 0.0) for update in updates),
+            "value/clip_frac": fmean(
+                update.metrics.get("value/clip_frac", 0.0) for update in updates
+            ),
             "value/skipped": sum(update.skipped for update in updates),
         }
         return replace(report, metrics={**report.metrics, **metrics, **value_metrics(batch)})

@@ -34,14 +34,24 @@ from megarl.weights.index_tensors import REMEDY, IndexTensors, moved_slices
 from megarl.weights.placements import SlicesByRank
 from megarl.weights.transports.values import gather_values
 
-PLAIN = {"normalization": "RMSNorm", "layernorm_zero_centered_gamma": False, "window_size": None}  # on a CPU
+PLAIN = {
+    "normalization": "RMSNorm",
+    "layernorm_zero_centered_gamma": False,
+    "window_size": None,
+}  # on a CPU
 FUSED = {  # local name -> Transformer Engine's, where a norm is fused into the linear layer after it
     ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
     ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
     ".self_attention.q_layernorm.": ".self_attention.linear_q_up_proj.layer_norm_",
     ".self_attention.kv_layernorm.": ".self_attention.linear_kv_up_proj.layer_norm_",
 }
-OFF = ("fp16", "should_pad_vocab", "moe_permute_fusion", "moe_shared_expert_overlap", "apply_rope_fusion")
+OFF = (
+    "fp16",
+    "should_pad_vocab",
+    "moe_permute_fusion",
+    "moe_shared_expert_overlap",
+    "apply_rope_fusion",
+)
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
@@ -56,7 +66,13 @@ class Bridged:
 
     @classmethod
     def of(
-        cls, shape: ModelShape, layout: Layout, *, dtype: torch.dtype, dispatcher: Dispatcher, use_te: bool
+        cls,
+        shape: ModelShape,
+        layout: Layout,
+        *,
+        dtype: torch.dtype,
+        dispatcher: Dispatcher,
+        use_te: bool,
     ) -> Bridged:
         """Raises ValueError if Bridge does not know the family, or if its layers exist only in Transformer Engine."""
         assert shape.bridge is not None
@@ -82,7 +98,9 @@ class Bridged:
             AutoMapping.register_module_type(module, "replicated")
         auto = AutoBridge.from_hf_pretrained(str(shape.bridge))
         provider = auto.to_megatron_provider(load_weights=False)
-        settings = _settings(provider, shape, layout, dtype=dtype, dispatcher=dispatcher, use_te=use_te)
+        settings = _settings(
+            provider, shape, layout, dtype=dtype, dispatcher=dispatcher, use_te=use_te
+        )
         for name, value in settings.items():
             setattr(provider, name, value)
         if not use_te:
@@ -98,7 +116,9 @@ class Bridged:
             vp_stage = number if count > 1 else None
             model = self.provider.provide(pre_process=first, post_process=last, vp_stage=vp_stage)
             if not isinstance(model, GPTModel):
-                raise ValueError(f"{self.shape.family}: Megatron-Bridge builds {type(model).__name__}, not GPTModel")
+                raise ValueError(
+                    f"{self.shape.family}: Megatron-Bridge builds {type(model).__name__}, not GPTModel"
+                )
             patch_chunk(model, self.layout, last=last)
             chunks.append(model)
         return chunks
@@ -120,7 +140,9 @@ def _settings(provider: Any, shape: ModelShape, layout: Layout, **how: Any) -> d
     """Returns megarl's settings, which override Bridge's: layout, numerics, no dropout, no multi-token prediction."""
     run = run_settings(shape.layers, layout, **how)
     if how["use_te"]:
-        del run["bias_activation_fusion"]  # Bridge knows whether the family's activation has a fused kernel
+        del run[
+            "bias_activation_fusion"
+        ]  # Bridge knows whether the family's activation has a fused kernel
     return {
         **run,
         **(router_settings(use_te=how["use_te"]) if provider.num_moe_experts else {}),
@@ -134,21 +156,34 @@ def _take_local_layers(provider: Any, shape: ModelShape, layout: Layout) -> None
     from megatron.bridge.models.gpt_provider import default_layer_spec  # pyright: ignore[reportMissingImports]
 
     spec = provider.transformer_layer_spec
-    special = [f"{name}={found}" for name, plain in PLAIN.items() if (found := getattr(provider, name)) != plain]
-    if special or getattr(spec, "func", spec) not in (default_layer_spec, get_gpt_decoder_block_spec):
+    special = [
+        f"{name}={found}"
+        for name, plain in PLAIN.items()
+        if (found := getattr(provider, name)) != plain
+    ]
+    if special or getattr(spec, "func", spec) not in (
+        default_layer_spec,
+        get_gpt_decoder_block_spec,
+    ):
         reason = ", ".join(special) or "its own layer spec"
-        raise ValueError(f"{shape.family} has {reason}, which only Transformer Engine supports: train it on GPUs")
+        raise ValueError(
+            f"{shape.family} has {reason}, which only Transformer Engine supports: train it on GPUs"
+        )
     chunks = stage_layers(shape.layers, layout)
 
     def layers_of_chunk(config: Any, vp_stage: int | None = None) -> Any:
-        return block_spec(config, [_is_moe(config, layer) for layer in chunks[vp_stage or 0]], use_te=False)
+        return block_spec(
+            config, [_is_moe(config, layer) for layer in chunks[vp_stage or 0]], use_te=False
+        )
 
     provider.transformer_layer_spec = layers_of_chunk
 
 
 def _is_moe(config: Any, layer: int) -> bool:
     every = config.moe_layer_freq
-    return bool(config.num_moe_experts) and bool(every[layer] if isinstance(every, list) else layer % every == 0)
+    return bool(config.num_moe_experts) and bool(
+        every[layer] if isinstance(every, list) else layer % every == 0
+    )
 
 
 @torch.no_grad()
@@ -167,12 +202,19 @@ def record(
                     f"Megatron-Bridge maps no tensor of the checkpoint to {name}; is config.json from another model?"
                 )
             (first, second), indices = _convert(name, tensor, chunk, bridge, mapping, shapes)
-            slices += moved_slices(prefix + name, first, second, indices, padded=name in (EMBEDDING, OUTPUT))
+            slices += moved_slices(
+                prefix + name, first, second, indices, padded=name in (EMBEDDING, OUTPUT)
+            )
     return slices
 
 
 def _convert(
-    name: str, tensor: Tensor, chunk: GPTModel, bridge: Any, mapping: Any, shapes: Mapping[str, tuple[int, ...]]
+    name: str,
+    tensor: Tensor,
+    chunk: GPTModel,
+    bridge: Any,
+    mapping: Any,
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> tuple[list[Tensor], IndexTensors]:
     """Returns Bridge's parameter from index tensors, twice, and these tensors."""
     module = chunk.get_submodule(name.rpartition(".")[0])
@@ -190,7 +232,9 @@ def _convert(
                 ) from None
             index = mapping.hf_to_megatron(weights, module)
             num_missing = len(tensor) - len(index) if is_vocabulary else 0
-            if num_missing > 0 and index.shape[1:] == tensor.shape[1:]:  # an unsplit tensor comes without padding
+            if (
+                num_missing > 0 and index.shape[1:] == tensor.shape[1:]
+            ):  # an unsplit tensor comes without padding
                 index = torch.cat([index, index.new_zeros(num_missing, *tensor.shape[1:])])
             if index.shape != tensor.shape:
                 raise ValueError(
@@ -207,17 +251,25 @@ def _in_fp64(tensors: Sequence[Tensor]) -> Iterator[None]:
     originals = [(tensor, tensor.data) for tensor in tensors]
     try:
         for tensor, data in originals:
-            tensor.data = torch.empty((), dtype=torch.float64, device=data.device).expand(data.shape)
+            tensor.data = torch.empty((), dtype=torch.float64, device=data.device).expand(
+                data.shape
+            )
         yield
     finally:
         for tensor, data in originals:
             tensor.data = data
 
 
-def _mapping(registry: Any, model: GPTModel, name: str, shapes: Mapping[str, tuple[int, ...]]) -> Any:
+def _mapping(
+    registry: Any, model: GPTModel, name: str, shapes: Mapping[str, tuple[int, ...]]
+) -> Any:
     """Bridge's rule for the parameter `name`, or for its name under Transformer Engine; None if there is none. A tied
     output layer, on the last stage, is a copy of the embedding."""
-    names = [EMBEDDING] if name == OUTPUT and model.share_embeddings_and_output_weights else [name, _under_te(name)]
+    names = (
+        [EMBEDDING]
+        if name == OUTPUT and model.share_embeddings_and_output_weights
+        else [name, _under_te(name)]
+    )
     for megatron_name in names:
         if (rule := registry.megatron_to_hf_lookup(megatron_name)) is None:
             continue
@@ -234,7 +286,9 @@ def _global(name: str, chunk: GPTModel, experts: Axis) -> str:
     if layer := re.match(r"decoder\.layers\.(\d+)\.", name):
         module: Any = chunk.decoder.layers[int(layer[1])]
         name = f"decoder.layers.{module.layer_number - 1}.{name[layer.end() :]}"
-    if (expert := re.search(r"\.experts\.(?:local_experts\.|linear_fc\d\.[a-z]+)(\d+)", name)) and experts.size > 1:
+    if (
+        expert := re.search(r"\.experts\.(?:local_experts\.|linear_fc\d\.[a-z]+)(\d+)", name)
+    ) and experts.size > 1:
         first = experts.rank * (chunk.config.num_moe_experts or 0) // experts.size
         name = f"{name[: expert.start(1)]}{first + int(expert[1])}{name[expert.end(1) :]}"
     return name

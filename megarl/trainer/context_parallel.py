@@ -54,7 +54,9 @@ class RowStack:
 
     query_RL: Tensor  # [R, L] int64: positions of the queries
     key_RK: Tensor  # [R, K] int64: positions of the keys
-    distance_RLK: Tensor | None  # [R, L, K]: how far each key precedes each query; None: q and k are whole rows
+    distance_RLK: (
+        Tensor | None
+    )  # [R, L, K]: how far each key precedes each query; None: q and k are whole rows
     real: Tensor  # [S] int64: which of the R * L queries are not padding
 
 
@@ -70,8 +72,12 @@ def attend(
     context, key_PGD, value_PGE = Axis(1, 0), key_QGD, value_QGE
     if group is not None:
         context = Axis(group.size(), dist.get_rank(group))
-        positions = torch.cat([local_positions(lengths, Axis(context.size, rank)) for rank in range(context.size)])
-        gathered = gather_from_sequence_parallel_region(torch.cat([key_QGD, value_QGE], -1), group=group)
+        positions = torch.cat(
+            [local_positions(lengths, Axis(context.size, rank)) for rank in range(context.size)]
+        )
+        gathered = gather_from_sequence_parallel_region(
+            torch.cat([key_QGD, value_QGE], -1), group=group
+        )
         in_order = gathered.index_select(0, positions.argsort().to(gathered.device))
         key_PGD, value_PGE = in_order.split([key_QGD.shape[-1], value_QGE.shape[-1]], -1)
     return attend_stacks(query_QHD, key_PGD, value_PGE, list(_stacks(lengths, context)), score)
@@ -84,10 +90,18 @@ def attend_stacks(
     outputs, positions = [], []
     for stack in stacks:
         q, k, v = (
-            x.index_select(0, index.flatten().to(x.device)).unflatten(0, index.shape).transpose(1, 2)
-            for x, index in ((query_QHD, stack.query_RL), (key_PGD, stack.key_RK), (value_PGE, stack.key_RK))
+            x.index_select(0, index.flatten().to(x.device))
+            .unflatten(0, index.shape)
+            .transpose(1, 2)
+            for x, index in (
+                (query_QHD, stack.query_RL),
+                (key_PGD, stack.key_RK),
+                (value_PGE, stack.key_RK),
+            )
         )
-        out = score(q, k, v, None if stack.distance_RLK is None else stack.distance_RLK.to(q.device))
+        out = score(
+            q, k, v, None if stack.distance_RLK is None else stack.distance_RLK.to(q.device)
+        )
         outputs.append(out.transpose(1, 2).flatten(0, 1).index_select(0, stack.real.to(out.device)))
         positions.append(stack.query_RL.flatten()[stack.real])
     order = torch.cat(positions).argsort().to(query_QHD.device)
@@ -113,7 +127,9 @@ def _stacks(lengths: Sequence[int], context: Axis) -> Iterator[RowStack]:
             is_real = query_L < size_R1
             query_RL = start_R1 // context.size + index * size_R1 + torch.where(is_real, query_L, 0)
             key_RK = start_R1 + torch.where(key_K < (chunk + 1) * size_R1, key_K, 0)
-            distance_RLK = None if context.size == 1 else (chunk * size_R1 + query_L)[..., None] - key_K
+            distance_RLK = (
+                None if context.size == 1 else (chunk * size_R1 + query_L)[..., None] - key_K
+            )
             yield RowStack(query_RL, key_RK, distance_RLK, is_real.flatten().nonzero().flatten())
 
 

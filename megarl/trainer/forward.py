@@ -16,7 +16,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, reduce_from_tensor_model_parallel_region
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -30,7 +33,9 @@ def forward_backward(
     microbatches: Sequence[Microbatch],
     head: Head,
     options: HeadOptions,
-    on_outputs: Callable[[MicrobatchRows, TokenOutputs], Tensor],  # on the last stage; returns a micro-batch's loss
+    on_outputs: Callable[
+        [MicrobatchRows, TokenOutputs], Tensor
+    ],  # on the last stage; returns a micro-batch's loss
     *,
     context: ProcessGroup,
     train: bool,
@@ -48,16 +53,22 @@ def forward_backward(
         )
         return hidden, partial(loss, microbatch, chunk)
 
-    def loss(microbatch: Microbatch, chunk: torch.nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor, dict]:
+    def loss(
+        microbatch: Microbatch, chunk: torch.nn.Module, hidden: Tensor
+    ) -> tuple[Tensor, Tensor, dict]:
         model: Any = chunk.module
-        value = on_outputs(microbatch.rows, _read(microbatch, hidden, model, head, options, context))
+        value = on_outputs(
+            microbatch.rows, _read(microbatch, hidden, model, head, options, context)
+        )
         # a token count of 0, so that Megatron does not divide the loss, which is already weighted
         return value, torch.zeros((), dtype=torch.int, device=hidden.device), {}
 
     with torch.set_grad_enabled(train):
         get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(microbatches) if len(chunks) == 1 else [iter(microbatches) for _ in chunks],
+            data_iterator=iter(microbatches)
+            if len(chunks) == 1
+            else [iter(microbatches) for _ in chunks],
             model=list(chunks),
             num_microbatches=len(microbatches),
             seq_length=max(microbatch.length for microbatch in microbatches),
@@ -67,17 +78,28 @@ def forward_backward(
 
 
 def _read(
-    microbatch: Microbatch, hidden: Tensor, model: GPTModel, head: Head, options: HeadOptions, context: ProcessGroup
+    microbatch: Microbatch,
+    hidden: Tensor,
+    model: GPTModel,
+    head: Head,
+    options: HeadOptions,
+    context: ProcessGroup,
 ) -> TokenOutputs:
     """Hidden states [Q / tp, 1, hidden] of the last stage -> outputs [M], 0 where the head does not read."""
     hidden_QH = hidden.flatten(0, 1)
     if model.config.sequence_parallel:
-        hidden_QH = gather_from_sequence_parallel_region(hidden_QH, tensor_parallel_output_grad=head.is_tensor_parallel)
-    outputs = head.read(model, hidden_QH.index_select(0, microbatch.read), microbatch.labels, options)
+        hidden_QH = gather_from_sequence_parallel_region(
+            hidden_QH, tensor_parallel_output_grad=head.is_tensor_parallel
+        )
+    outputs = head.read(
+        model, hidden_QH.index_select(0, microbatch.read), microbatch.labels, options
+    )
     whole: dict[str, Tensor] = {}
     for field in fields(outputs):
         if (x_S := getattr(outputs, field.name)) is not None:
-            x_M = x_S.new_zeros(len(microbatch.rows.index), *x_S.shape[1:]).index_put((microbatch.read_rows,), x_S)
+            x_M = x_S.new_zeros(len(microbatch.rows.index), *x_S.shape[1:]).index_put(
+                (microbatch.read_rows,), x_S
+            )
             # Sum in forward, copy in backward: context ranks have the whole loss but backpropagate only their own part.
             whole[field.name] = reduce_from_tensor_model_parallel_region(x_M, group=context)
     return TokenOutputs(**whole)
@@ -87,11 +109,16 @@ class LossSums:
     """Called on the last stage with each micro-batch's outputs: returns the weighted loss and updates `totals`, which
     start as the sums of an empty micro-batch, so that every rank of every stage has the same keys."""
 
-    def __init__(self, loss: Loss, weights_T: Tensor, fields: tuple[str, ...], device: torch.device) -> None:
+    def __init__(
+        self, loss: Loss, weights_T: Tensor, fields: tuple[str, ...], device: torch.device
+    ) -> None:
         """`weights_T` [T] fp64: each token's weight in the loss; `fields`: the TokenOutputs fields of the head."""
         self.loss, self.weights_T = loss, weights_T
         self.totals: dict[str, Tensor] = {}  # 0-d fp64, over the micro-batches of this rank
-        start, nothing = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(0, device=device)
+        start, nothing = (
+            torch.zeros(1, dtype=torch.int64, device=device),
+            torch.zeros(0, device=device),
+        )
         outputs = TokenOutputs(**dict.fromkeys(fields, nothing), extra_logprobs_TK=nothing[:, None])
         self(MicrobatchRows((), torch.arange(0), start, nothing.bool()), outputs)
 

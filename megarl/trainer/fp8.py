@@ -40,7 +40,12 @@ from megarl.config.section import Fp8
 from megarl.trainer.layers import ReplicatedLinear
 from megarl.weights.quantize import Block, block_amax, fp8_scales, from_fp8, to_fp8
 
-MULTIPLES = {"blockwise": 128, "mxfp8": 32, "tensorwise": 16, "delayed": 16}  # of the tokens of a micro-batch
+MULTIPLES = {
+    "blockwise": 128,
+    "mxfp8": 32,
+    "tensorwise": 16,
+    "delayed": 16,
+}  # of the tokens of a micro-batch
 CAPABILITIES = {"blockwise": (9, 0), "mxfp8": (10, 0), "tensorwise": (8, 9), "delayed": (8, 9)}
 BF16_LAYERS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 HISTORY = 1024  # updates, for delayed scales
@@ -58,9 +63,13 @@ class Rounding:
 
     def of_weight(self, weight_NK: Tensor, *, transposed: bool = False) -> Tensor:
         rows, columns = self.weight
-        return self._round(weight_NK, (columns, rows) if transposed else (rows, columns), torch.float8_e4m3fn)
+        return self._round(
+            weight_NK, (columns, rows) if transposed else (rows, columns), torch.float8_e4m3fn
+        )
 
-    def of_rows(self, x_TK: Tensor, *, along_tokens: bool = False, is_gradient: bool = False) -> Tensor:
+    def of_rows(
+        self, x_TK: Tensor, *, along_tokens: bool = False, is_gradient: bool = False
+    ) -> Tensor:
         across = min(1, self.length)
         block = (self.length, across) if along_tokens else (across, self.length)
         return self._round(x_TK, block, self.gradients if is_gradient else torch.float8_e4m3fn)
@@ -80,19 +89,25 @@ class Delayed:
     """Rounding of one layer's x, weight and dy: the scale of each is by its largest magnitude in earlier updates."""
 
     largest: Tensor = field(default_factory=lambda: torch.zeros(3))  # of this update so far
-    history: Tensor = field(default_factory=lambda: torch.zeros(HISTORY, 3))  # of the latest updates first; 0: none
+    history: Tensor = field(
+        default_factory=lambda: torch.zeros(HISTORY, 3)
+    )  # of the latest updates first; 0: none
 
     def of_weight(self, weight_NK: Tensor, *, transposed: bool = False) -> Tensor:
         return self._round(weight_NK, 1)
 
-    def of_rows(self, x_TK: Tensor, *, along_tokens: bool = False, is_gradient: bool = False) -> Tensor:
+    def of_rows(
+        self, x_TK: Tensor, *, along_tokens: bool = False, is_gradient: bool = False
+    ) -> Tensor:
         if is_gradient:
             self.observe(2, x_TK)
         return self._round(x_TK, 2 if is_gradient else 0)
 
     def observe(self, operand: int, x: Tensor) -> None:
         if x.numel():
-            self.largest[operand] = torch.maximum(self.largest[operand], x.detach().abs().amax().float())
+            self.largest[operand] = torch.maximum(
+                self.largest[operand], x.detach().abs().amax().float()
+            )
 
     def _round(self, x: Tensor, operand: int) -> Tensor:
         largest = self.history[:, operand].amax()
@@ -129,7 +144,9 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None]:
         (x, weight_NK), rounding = ctx.saved_tensors, ctx.rounding
         dy_TN, x_TK = gradients[0].flatten(0, -2), x.flatten(0, -2)
-        dx_TK = rounding.of_rows(dy_TN, is_gradient=True) @ rounding.of_weight(weight_NK, transposed=True)
+        dx_TK = rounding.of_rows(dy_TN, is_gradient=True) @ rounding.of_weight(
+            weight_NK, transposed=True
+        )
         if not ctx.needs_input_grad[1]:  # frozen, with LoRA
             return dx_TK.to(x.dtype).view(x.shape), None, None
         dy_TN = rounding.of_rows(dy_TN, along_tokens=True, is_gradient=True)
@@ -169,9 +186,17 @@ class Emulation:
         """`group`: the ranks of this pipeline stage, whose layers share delayed scales."""
         self._group, self._delayed = group, list[Delayed]()
         self._weights = list[tuple[Tensor, Rounding]]()  # parameters in FP8
-        layers: list[Any] = [layer for chunk in chunks for layer in chunk.get_submodule("decoder.layers").children()]
-        rounded = [layer for layer in layers if is_in_fp8(layer.layer_number - 1, layer.config.num_layers, fp8)]
-        for module in (module for layer in rounded for module in layer.modules() if isinstance(module, Seam)):
+        layers: list[Any] = [
+            layer for chunk in chunks for layer in chunk.get_submodule("decoder.layers").children()
+        ]
+        rounded = [
+            layer
+            for layer in layers
+            if is_in_fp8(layer.layer_number - 1, layer.config.num_layers, fp8)
+        ]
+        for module in (
+            module for layer in rounded for module in layer.modules() if isinstance(module, Seam)
+        ):
             self._patch(module, fp8)
 
     def _patch(self, module: Any, fp8: Fp8) -> None:
@@ -179,8 +204,12 @@ class Emulation:
         module._forward_impl = partial(_forward, rounding)
         if isinstance(rounding, Delayed):
             self._delayed.append(rounding)
-            module.get_extra_state = lambda: rounding.history  # Megatron saves it as Transformer Engine's
-            module.set_extra_state = lambda state: None if state is None else rounding.history.copy_(state)
+            module.get_extra_state = lambda: (
+                rounding.history
+            )  # Megatron saves it as Transformer Engine's
+            module.set_extra_state = lambda state: (
+                None if state is None else rounding.history.copy_(state)
+            )
         elif fp8.params:
             self._weights.append((module.weight, rounding))
 
@@ -189,9 +218,13 @@ class Emulation:
         """Rounds the parameters in FP8, whose main weights the optimizer has in fp32; and begins a new update. Call it
         on every rank, also when the optimizer is built."""
         for weight, rounding in self._weights:
-            weight.copy_(rounding.of_weight(weight))  # exact in bf16: blockwise scales are powers of two
+            weight.copy_(
+                rounding.of_weight(weight)
+            )  # exact in bf16: blockwise scales are powers of two
         if self._delayed:
-            largest = torch.stack([each.largest for each in self._delayed]).nan_to_num(0.0, 0.0, 0.0)
+            largest = torch.stack([each.largest for each in self._delayed]).nan_to_num(
+                0.0, 0.0, 0.0
+            )
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
             for each, row in zip(self._delayed, largest, strict=True):
                 if row.any():
@@ -211,7 +244,10 @@ def megatron_settings(fp8: Fp8, device: torch.device) -> dict[str, Any]:
             f"precision.fp8.recipe={fp8.recipe} needs a GPU of compute capability {needed[0]}.{needed[1]}, but this "
             f"one has {found[0]}.{found[1]}; recipes for it: {names or 'none'}"
         )
-    settings: dict[str, Any] = {"fp8_recipe": fp8.recipe, "fp8": "e4m3" if MULTIPLES[fp8.recipe] > 16 else "hybrid"}
+    settings: dict[str, Any] = {
+        "fp8_recipe": fp8.recipe,
+        "fp8": "e4m3" if MULTIPLES[fp8.recipe] > 16 else "hybrid",
+    }
     if ends := fp8.first_last_bf16:
         settings |= {"first_last_layers_bf16": True, **dict.fromkeys(BF16_LAYERS, ends)}
     if fp8.recipe == "delayed":  # as in Transformer Engine

@@ -48,7 +48,9 @@ class Head(Protocol):
     def attach(self, model: GPTModel) -> None:
         """Adds the head's parameters, initialised, to the last model chunk; by default none."""
 
-    def read(self, model: GPTModel, hidden_SH: Tensor, labels_S: Tensor, options: HeadOptions) -> TokenOutputs:
+    def read(
+        self, model: GPTModel, hidden_SH: Tensor, labels_S: Tensor, options: HeadOptions
+    ) -> TokenOutputs:
         """Returns outputs [S] fp32; every tensor rank has the whole `hidden_SH`. Labels may be [S, 1 + K]."""
         ...
 
@@ -68,7 +70,9 @@ class VocabularyHead(Head):
     def fields(self, *, entropy: bool) -> tuple[str, ...]:
         return ("logprobs_T", "entropy_T") if entropy else ("logprobs_T",)
 
-    def read(self, model: GPTModel, hidden_SH: Tensor, labels_S: Tensor, options: HeadOptions) -> TokenOutputs:
+    def read(
+        self, model: GPTModel, hidden_SH: Tensor, labels_S: Tensor, options: HeadOptions
+    ) -> TokenOutputs:
         tied = model.share_embeddings_and_output_weights
         weight_VH = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
         assert weight_VH is not None
@@ -109,24 +113,34 @@ class ValueHead:
         if not model.share_embeddings_and_output_weights:
             model.output_layer.weight = None  # of the vocabulary; a tied one is the embedding
         model.value_head = torch.nn.Linear(
-            model.config.hidden_size, self.outputs, bias=has_bias, device=weight.device, dtype=weight.dtype
+            model.config.hidden_size,
+            self.outputs,
+            bias=has_bias,
+            device=weight.device,
+            dtype=weight.dtype,
         )
         for parameter in model.value_head.parameters():
             torch.nn.init.zeros_(parameter)
 
     def table(self, table: Table, shape: ModelShape) -> Table:
-        rules: list[Rule] = [Replicated("score.weight", "value_head.weight", (self.outputs, shape.hidden))]
+        rules: list[Rule] = [
+            Replicated("score.weight", "value_head.weight", (self.outputs, shape.hidden))
+        ]
         if self.architecture == "ForTokenClassification":
             rules.append(Replicated("score.bias", "value_head.bias", (self.outputs,)))
         kept = (rule for rule in table.head if rule.param != "output_layer.weight")
         return replace(table, head=(*kept, *rules))
 
-    def read(self, model: GPTModel, hidden_SH: Tensor, labels_S: Tensor, options: HeadOptions) -> TokenOutputs:
+    def read(
+        self, model: GPTModel, hidden_SH: Tensor, labels_S: Tensor, options: HeadOptions
+    ) -> TokenOutputs:
         linear = model.get_submodule("value_head")
         assert isinstance(linear, torch.nn.Linear)
         bias_O = None if linear.bias is None else linear.bias.float()
         outputs_SO = torch.nn.functional.linear(hidden_SH.float(), linear.weight.float(), bias_O)
-        return TokenOutputs(**dict(zip(self.fields(entropy=False), outputs_SO.unbind(1), strict=True)))
+        return TokenOutputs(
+            **dict(zip(self.fields(entropy=False), outputs_SO.unbind(1), strict=True))
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,4 +187,6 @@ def load_head(folder: str | Path) -> RewardHead:
     for head in (RewardHead(kind="scalar"), RewardHead(kind="process")):
         if architecture.endswith(head.architecture):
             return head
-    raise ValueError(f"{folder} is a {architecture}, not a reward model; use one that stage reward_model exported")
+    raise ValueError(
+        f"{folder} is a {architecture}, not a reward model; use one that stage reward_model exported"
+    )

@@ -32,7 +32,9 @@ from megarl.trainer.moe import BalancedRouter
 class RMSNorm(torch.nn.Module):
     """RMSNorm computed in fp32; the weight is marked as replicated over the sequence-parallel ranks."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any
+    ) -> None:
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
@@ -47,11 +49,17 @@ class PackedAttention(torch.nn.Module):
     length are padded and share one call. Padding comes last, so the causal mask hides it."""
 
     def __init__(
-        self, config: TransformerConfig, softmax_scale: float | None = None, pg_collection: Any = None, **_unused: Any
+        self,
+        config: TransformerConfig,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **_unused: Any,
     ) -> None:
         super().__init__()
         self.scale = softmax_scale  # None: 1 / sqrt(D)
-        self.context = None if pg_collection is None or pg_collection.cp.size() == 1 else pg_collection.cp
+        self.context = (
+            None if pg_collection is None or pg_collection.cp.size() == 1 else pg_collection.cp
+        )
 
     def forward(
         self,
@@ -63,7 +71,9 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
         **_unused: Any,
     ) -> Tensor:  # [T, H * E]
-        assert packed_seq_params is not None and attention_bias is None, "supports only packed rows without a bias"
+        assert packed_seq_params is not None and attention_bias is None, (
+            "supports only packed rows without a bias"
+        )
         if stacks := getattr(packed_seq_params, "stacks", None):  # of SharedRows
             return attend_stacks(query, key, value, stacks, self._attend)
         lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
@@ -73,7 +83,13 @@ class PackedAttention(torch.nn.Module):
         """Causal attention, a `Score`."""
         mask = None if distance_RLK is None else (distance_RLK >= 0)[:, None]
         return scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self.scale,
+            enable_gqa=q.shape[1] != k.shape[1],
         )
 
 
@@ -83,17 +99,26 @@ class SinkAttention(PackedAttention):
     def __init__(self, config: TransformerConfig, layer_number: int, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
         self.softmax_offset = torch.nn.Parameter(
-            torch.empty(config.num_attention_heads // config.tensor_model_parallel_size, dtype=config.params_dtype)
+            torch.empty(
+                config.num_attention_heads // config.tensor_model_parallel_size,
+                dtype=config.params_dtype,
+            )
         )
         set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
         assert config.window_size is not None and isinstance(config.window_attn_skip_freq, int)
         skipped = layer_number % config.window_attn_skip_freq == 0
-        self.window = None if skipped else config.window_size[0] + 1  # tokens, including the query's own
+        self.window = (
+            None if skipped else config.window_size[0] + 1
+        )  # tokens, including the query's own
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
         """Of every tensor rank's heads; Megatron's default would save those of the first as if they were all."""
         tensors = self.state_dict(keep_vars=True)
-        return make_sharded_tensors_for_checkpoint(tensors, prefix, {"softmax_offset": 0}, sharded_offsets)
+        return make_sharded_tensors_for_checkpoint(
+            tensors, prefix, {"softmax_offset": 0}, sharded_offsets
+        )
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, distance_RLK: Tensor | None) -> Tensor:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -115,7 +140,9 @@ class LatentAttention(MLASelfAttention):
         super().__init__(config, *args, **kwargs)
         if config.q_lora_rank is not None:
             self.linear_q_down_proj = ReplicatedLinear(config, config.q_lora_rank)
-        self.linear_kv_down_proj = ReplicatedLinear(config, config.kv_lora_rank + config.qk_pos_emb_head_dim)
+        self.linear_kv_down_proj = ReplicatedLinear(
+            config, config.kv_lora_rank + config.qk_pos_emb_head_dim
+        )
 
 
 class ReplicatedLinear(torch.nn.Module):
@@ -123,7 +150,9 @@ class ReplicatedLinear(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, size: int) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.empty(size, config.hidden_size, dtype=config.params_dtype))
+        self.weight = torch.nn.Parameter(
+            torch.empty(size, config.hidden_size, dtype=config.params_dtype)
+        )
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
@@ -147,7 +176,9 @@ class _ExpertOutput(RowParallelLinear):
         return output.clone(), bias
 
 
-def block_spec(config: TransformerConfig, is_moe: Sequence[bool], *, use_te: bool) -> TransformerBlockSubmodules:
+def block_spec(
+    config: TransformerConfig, is_moe: Sequence[bool], *, use_te: bool
+) -> TransformerBlockSubmodules:
     """Returns the spec of the layers of one model chunk; `is_moe` says for each layer whether it has experts."""
     norm: Any = RMSNorm
     if use_te:
@@ -167,12 +198,16 @@ def _layer_spec(config: TransformerConfig, *, is_moe: bool, use_te: bool) -> Mod
         "multi_latent_attention": config.multi_latent_attention,
     }
     if use_te:
-        return get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=config.moe_grouped_gemm, **options)
+        return get_gpt_layer_with_transformer_engine_spec(
+            moe_grouped_gemm=config.moe_grouped_gemm, **options
+        )
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", **options)
     parts: Any = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
-    attention.core_attention = SinkAttention if config.softmax_type == "learnable" else PackedAttention
+    attention.core_attention = (
+        SinkAttention if config.softmax_type == "learnable" else PackedAttention
+    )
     if config.multi_latent_attention:
         parts.self_attention.module = LatentAttention
         attention.q_layernorm = attention.kv_layernorm = RMSNorm

@@ -17,11 +17,21 @@ from megarl.roles import Gate, Learner
 from megarl.trainer.reference import FrozenBase, Reference, reference_of
 from megarl.trainer.router_replay import BatchRoutes
 from megarl.trainer.trainer import Trainer
-from megarl.types import MicrobatchPlan, ScoredBatch, StepReport, TokenOutputs, TokenScores, TrainBatch, UpdateReport
+from megarl.types import (
+    MicrobatchPlan,
+    ScoredBatch,
+    StepReport,
+    TokenOutputs,
+    TokenScores,
+    TrainBatch,
+    UpdateReport,
+)
 
 BeforeStep = Callable[[TokenOutputs], None]
 SelectRows = Callable[[ScoredBatch], list[int]]
-Frozen = Mapping[str, Callable[[TrainBatch], TokenOutputs]]  # other models, by the field of TokenScores they compute
+Frozen = Mapping[
+    str, Callable[[TrainBatch], TokenOutputs]
+]  # other models, by the field of TokenScores they compute
 
 
 @dataclass(frozen=True)
@@ -32,13 +42,21 @@ class PolicyLearner:
     objective: Objective
     reference: Reference | FrozenBase | None
     seed: int  # for the random choice of tokens in clip_cov
-    span: Callable[[str], AbstractContextManager[Any]] = nullcontext  # times "logprobs" and "update"
+    span: Callable[[str], AbstractContextManager[Any]] = (
+        nullcontext  # times "logprobs" and "update"
+    )
     frozen: Frozen = field(default_factory=dict)
     records_routes: bool = False  # of the pass that computes old log-probs; the updates replay them
 
     @classmethod
     def of(
-        cls, trainer: Trainer, objective: Objective, *, seed: int = 0, frozen: Frozen | None = None, **options: Any
+        cls,
+        trainer: Trainer,
+        objective: Objective,
+        *,
+        seed: int = 0,
+        frozen: Frozen | None = None,
+        **options: Any,
     ) -> PolicyLearner:
         """The reference policy is the trainer's current one (`reference_of`), unless it is one of `frozen`."""
         is_copied = objective.needs_reference and "ref_logprobs" not in (frozen or {})
@@ -55,7 +73,11 @@ class PolicyLearner:
     def score(self, batch: TrainBatch) -> TokenScores:
         """Returns log-probs of `labels` under the current weights: None if nothing reads them before the update, whose
         forward pass has them. And under the reference, if there is one that is not the policy."""
-        needs_old = self.objective.reads_old_logprobs or self.trainer.train.updates_per_step > 1 or self.records_routes
+        needs_old = (
+            self.objective.reads_old_logprobs
+            or self.trainer.train.updates_per_step > 1
+            or self.records_routes
+        )
         with self.span("logprobs"):
             (old_T, routes), ref_T = self._old_logprobs(batch) if needs_old else (None, ()), None
             batch = replace(batch, routes=())  # those of the policy: other models have their own
@@ -65,10 +87,17 @@ class PolicyLearner:
             scores = TokenScores(old_T, ref_T, routes=routes)
             for name, forward in self.frozen.items():
                 outputs = forward(batch)
-                scores, top_TK = replace(scores, **{name: outputs.logprobs_T}), outputs.extra_logprobs_TK
+                scores, top_TK = (
+                    replace(scores, **{name: outputs.logprobs_T}),
+                    outputs.extra_logprobs_TK,
+                )
                 if (ids_TK := outputs.extra_labels_TK) is not None and top_TK is not None:
-                    top_TK = top_TK.masked_fill(ids_TK >= self.trainer.shape.vocab, -torch.inf)  # not the policy's
-                    scores = replace(scores, teacher_top_ids=ids_TK.int(), teacher_top_logprobs=top_TK)
+                    top_TK = top_TK.masked_fill(
+                        ids_TK >= self.trainer.shape.vocab, -torch.inf
+                    )  # not the policy's
+                    scores = replace(
+                        scores, teacher_top_ids=ids_TK.int(), teacher_top_logprobs=top_TK
+                    )
             return scores
 
     def _old_logprobs(self, batch: TrainBatch) -> tuple[Tensor, BatchRoutes]:
@@ -81,7 +110,9 @@ class PolicyLearner:
     def update(self, batch: ScoredBatch, *, gate: Gate | None = None) -> StepReport:
         """Runs the updates of one batch. Raises CheckFailed, before changing anything, if `gate` refuses the batch. The
         gate sees old log-probs: before the update, or where they are those of its own forward pass, before its step."""
-        plans = batch_plans(batch, self.trainer, self.seed, couples_rows=self.objective.couples_rows)
+        plans = batch_plans(
+            batch, self.trainer, self.seed, couples_rows=self.objective.couples_rows
+        )
         updates: list[UpdateReport] = []
         if batch.old_logprobs is None and (len(plans[0].rows) > 1 or self.objective.selects_tokens):
             old_T, routes = self._old_logprobs(batch)
@@ -110,7 +141,12 @@ class PolicyLearner:
         return StepReport(tuple(updates), metrics)
 
     def _update(
-        self, batch: ScoredBatch, plan: MicrobatchPlan, weights_T: Tensor, index: int, before_step: BeforeStep | None
+        self,
+        batch: ScoredBatch,
+        plan: MicrobatchPlan,
+        weights_T: Tensor,
+        index: int,
+        before_step: BeforeStep | None,
     ) -> UpdateReport:
         select_T = None
         if self.objective.selects_tokens:
@@ -120,11 +156,15 @@ class PolicyLearner:
             select_T = self.objective.select(batch, logprobs_T, plan, seed=seed)
         loss = self.objective.loss(batch, select_T)
         needs_entropy = self.objective.algorithm.entropy_coef != 0
-        report = self.trainer.step(batch, plan, loss, weights_T, before_step=before_step, needs_entropy=needs_entropy)
+        report = self.trainer.step(
+            batch, plan, loss, weights_T, before_step=before_step, needs_entropy=needs_entropy
+        )
         return replace(report, metrics=self.objective.metrics(batch, report.metrics))
 
 
-def batch_plans(batch: ScoredBatch, trainer: Trainer, seed: int, *, couples_rows: bool = False) -> list[MicrobatchPlan]:
+def batch_plans(
+    batch: ScoredBatch, trainer: Trainer, seed: int, *, couples_rows: bool = False
+) -> list[MicrobatchPlan]:
     """Returns a plan for each pass over the batch; with `couples_rows` those of a group share a micro-batch."""
     train, lengths_G = trainer.train, batch.group.bincount(batch.cu_seqlens.diff())
     # rows of a group share their prompt, in a micro-batch large enough for the group
@@ -133,7 +173,10 @@ def batch_plans(batch: ScoredBatch, trainer: Trainer, seed: int, *, couples_rows
     # later epochs take groups in another order, unless an update takes all of them
     orders = [f"{seed} {trainer.scheduler.step} {epoch}" for epoch in range(train.epochs_per_batch)]
     seeds = [None, *orders[1:]] if train.updates_per_step > 1 else [None] * len(orders)
-    return [plan_microbatches(batch, trainer.layout, train, units=units, shuffle=order) for order in seeds]
+    return [
+        plan_microbatches(batch, trainer.layout, train, units=units, shuffle=order)
+        for order in seeds
+    ]
 
 
 @dataclass(frozen=True)

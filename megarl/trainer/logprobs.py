@@ -56,22 +56,35 @@ def token_outputs(
     `hidden_TH` and gets a partial gradient, to be summed over ranks. `chunk` tokens are processed at once. If the
     weight has Megatron's fp32 `main_grad`, its gradient is added there and not returned."""
     labels_KT = labels[None] if labels.ndim == 1 else labels.T
-    logprobs_KT, entropy_T = _VocabLogprobs.apply(hidden_TH, weight_VH, labels_KT, (shard, temperature, chunk), entropy)
+    logprobs_KT, entropy_T = _VocabLogprobs.apply(
+        hidden_TH, weight_VH, labels_KT, (shard, temperature, chunk), entropy
+    )
     extra_TK = None if labels.ndim == 1 else logprobs_KT[1:].T
     return TokenOutputs(logprobs_KT[0], entropy_T if entropy else None, extra_logprobs_TK=extra_TK)
 
 
 @torch.no_grad()
-def top_tokens(hidden_TH: Tensor, weight_VH: Tensor, shard: VocabShard, *, chunk: int, count: int) -> Tensor:
+def top_tokens(
+    hidden_TH: Tensor, weight_VH: Tensor, shard: VocabShard, *, chunk: int, count: int
+) -> Tensor:
     """Returns the ids [T, count] int64 of the largest logits, on every tensor rank, which pass all of `hidden_TH`."""
     total, world = hidden_TH.shape[0], dist.get_world_size(shard.group)
-    tiles = _Tiles(hidden_TH, weight_VH, torch.zeros((0, total), device=hidden_TH.device).long(), shard, 1.0, chunk)
+    tiles = _Tiles(
+        hidden_TH,
+        weight_VH,
+        torch.zeros((0, total), device=hidden_TH.device).long(),
+        shard,
+        1.0,
+        chunk,
+    )
     best_TK = hidden_TH.new_full((total, count), -torch.inf, dtype=tiles.dtype)
     ids_TK = torch.zeros_like(best_TK, dtype=torch.int64)
     for tokens, columns, z_CV, *_ in tiles:
         z_CK, column_CK = z_CV.topk(min(count, z_CV.shape[1]))
         column_CK += shard.start + columns.start
-        best_TK[tokens], ids_TK[tokens] = _largest((best_TK[tokens], z_CK), (ids_TK[tokens], column_CK), count)
+        best_TK[tokens], ids_TK[tokens] = _largest(
+            (best_TK[tokens], z_CK), (ids_TK[tokens], column_CK), count
+        )
     if world > 1:
         parts = [[torch.empty_like(x_TK) for _ in range(world)] for x_TK in (best_TK, ids_TK)]
         for part, x_TK in zip(parts, (best_TK, ids_TK), strict=True):
@@ -88,7 +101,12 @@ def _largest(values: Sequence[Tensor], ids: Sequence[Tensor], count: int) -> tup
 class _VocabLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, labels_KT: Tensor, options: tuple[Any, ...], entropy: bool
+        ctx: Any,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        labels_KT: Tensor,
+        options: tuple[Any, ...],
+        entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)  # no backward for an entropy that is only reported
         tiles, group = _Tiles(hidden_TH, weight_VH, labels_KT, *options), options[0].group
@@ -128,7 +146,11 @@ class _VocabLogprobs(torch.autograd.Function):
         hidden_TH, weight_VH, labels_KT, max_T, sum_T, entropy_T = ctx.saved_tensors
         grad_logprobs_KT, grad_entropy_T = gradients
         tiles = _Tiles(hidden_TH, weight_VH, labels_KT, *ctx.options)
-        grad_KT = torch.zeros_like(max_T).expand(labels_KT.shape) if grad_logprobs_KT is None else grad_logprobs_KT
+        grad_KT = (
+            torch.zeros_like(max_T).expand(labels_KT.shape)
+            if grad_logprobs_KT is None
+            else grad_logprobs_KT
+        )
         grad_T = grad_KT.sum(0)
         # a row's factor is applied to the [., H] side of both products, unless it varies within the row
         has_factor = len(grad_KT) == 1 and grad_entropy_T is None
@@ -143,7 +165,10 @@ class _VocabLogprobs(torch.autograd.Function):
             if grad_entropy_T is None:
                 grad_CV = z_CV.exp_() if has_factor else z_CV.exp_().mul_(grad_T[tokens, None])
             else:
-                p_CV, grad_entropy_C = torch.exp(z_CV, out=tiles.buffer(1, z_CV.shape)), grad_entropy_T[tokens]
+                p_CV, grad_entropy_C = (
+                    torch.exp(z_CV, out=tiles.buffer(1, z_CV.shape)),
+                    grad_entropy_T[tokens],
+                )
                 constant_C = grad_T[tokens] + grad_entropy_C * (entropy_T - sum_T.log())[tokens]
                 grad_CV = z_CV.mul_(grad_entropy_C[:, None]).add_(constant_C[:, None]).mul_(p_CV)
             grad_CV.scatter_add_(1, row_CK, -hot_KT[:, tokens].T * here_CK)
@@ -171,11 +196,22 @@ class _Tiles:
     [C, K] or 0, whether each label is in this tile)."""
 
     def __init__(
-        self, hidden_TH: Tensor, weight_VH: Tensor, labels_KT: Tensor, shard: VocabShard, temperature: float, chunk: int
+        self,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        labels_KT: Tensor,
+        shard: VocabShard,
+        temperature: float,
+        chunk: int,
     ) -> None:
         self.temperature = temperature
         self.dtype = torch.promote_types(hidden_TH.dtype, torch.float32)
-        self._hidden_TH, self._weight_VH, self._labels_KT, self._shard = hidden_TH, weight_VH, labels_KT, shard
+        self._hidden_TH, self._weight_VH, self._labels_KT, self._shard = (
+            hidden_TH,
+            weight_VH,
+            labels_KT,
+            shard,
+        )
         self._tokens = max(1, min(chunk, hidden_TH.shape[0]))
         columns = TILE_BYTES[hidden_TH.device.type] // (self._tokens * self.dtype.itemsize)
         self._columns = max(1, min(columns, shard.size))
@@ -186,7 +222,13 @@ class _Tiles:
             hidden_CH = self.hidden(tokens)
             for columns in _slices(self._shard.size, self._columns):
                 z_CV = self.buffer(0, (tokens.stop - tokens.start, columns.stop - columns.start))
-                _add_product(z_CV, hidden_CH, self._weight_VH[columns].T, beta=0.0, alpha=1 / self.temperature)
+                _add_product(
+                    z_CV,
+                    hidden_CH,
+                    self._weight_VH[columns].T,
+                    beta=0.0,
+                    alpha=1 / self.temperature,
+                )
                 row_CK = self._labels_KT[:, tokens].T - (self._shard.start + columns.start)
                 here_CK = (row_CK >= 0) & (row_CK < z_CV.shape[1])
                 yield tokens, columns, z_CV, row_CK.where(here_CK, 0), here_CK
@@ -199,7 +241,9 @@ class _Tiles:
     def buffer(self, number: int, shape: Sequence[int]) -> Tensor:
         """The first of two buffers has the logits; the second, as large, exists once it is asked for."""
         while len(self._buffers) <= number:
-            self._buffers.append(self._hidden_TH.new_empty(self._tokens * self._columns, dtype=self.dtype))
+            self._buffers.append(
+                self._hidden_TH.new_empty(self._tokens * self._columns, dtype=self.dtype)
+            )
         return self._buffers[number][: prod(shape)].view(*shape)
 
 
@@ -207,10 +251,14 @@ def _slices(total: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, total)) for start in range(0, total, size))
 
 
-def _add_product(into: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0, alpha: float = 1.0) -> None:
+def _add_product(
+    into: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0, alpha: float = 1.0
+) -> None:
     """into = beta x into + alpha x a @ b, accumulated in the precision of `into`."""
     if into.is_cuda and not a.dtype == b.dtype == into.dtype:
         low = b.dtype if b.dtype != into.dtype else a.dtype
-        torch.addmm(into, a.to(low), b.to(low), beta=beta, alpha=alpha, out_dtype=into.dtype, out=into)
+        torch.addmm(
+            into, a.to(low), b.to(low), beta=beta, alpha=alpha, out_dtype=into.dtype, out=into
+        )
     else:
         torch.addmm(into, a.to(into.dtype), b.to(into.dtype), beta=beta, alpha=alpha, out=into)

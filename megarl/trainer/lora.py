@@ -71,7 +71,11 @@ class LayerAdapter:
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
         """Returns weight + scale * B A, rounded once."""
-        return weight.float().addmm(self.wide().float(), self.a.float(), alpha=self.scale).to(weight.dtype)
+        return (
+            weight.float()
+            .addmm(self.wide().float(), self.a.float(), alpha=self.scale)
+            .to(weight.dtype)
+        )
 
 
 class Adapters:
@@ -96,16 +100,22 @@ class Adapters:
         self.layers: dict[str, LayerAdapter] = {}  # by the name of the weight
         self.parameters: dict[str, torch.nn.Parameter] = {}
         self._layout, self._groups = layout, groups
-        self._partial: list[Any] = []  # parameters whose gradients are summed over the tensor ranks of experts
+        self._partial: list[
+            Any
+        ] = []  # parameters whose gradients are summed over the tensor ranks of experts
         for weight in (x for chunk in chunks for x in chunk.requires_grad_(False).parameters()):
             if weight.device.type == "cpu":
-                weight.data = weight.data.clone()  # read by numpy, its storage could not be resized (offload.py)
+                weight.data = (
+                    weight.data.clone()
+                )  # read by numpy, its storage could not be resized (offload.py)
         self._attach(chunks, slices_of(base, shape, layout))
         self._fill(seed)
         for chunk in chunks:
             if chunk.pre_process and chunk.config.recompute_granularity:
                 # a recomputed layer has a gradient only if its input does
-                chunk.embedding.register_forward_hook(lambda _module, _inputs, hidden: hidden.requires_grad_())
+                chunk.embedding.register_forward_hook(
+                    lambda _module, _inputs, hidden: hidden.requires_grad_()
+                )
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -139,22 +149,34 @@ class Adapters:
             chunk.stored_parts = []  # instead of the model, in a checkpoint
             hooked: dict[Any, list[LayerAdapter]] = defaultdict(list)
             for local_name, weight in local_tensors([chunk]).items():
-                name, module = prefix + local_name, chunk.get_submodule(local_name.rpartition(".")[0])
+                name, module = (
+                    prefix + local_name,
+                    chunk.get_submodule(local_name.rpartition(".")[0]),
+                )
                 names = adapter_names(name)
                 if names[0] not in by_param:
                     continue
-                layer, replicas = self._layer(weight, name, *(by_param[each] for each in (name, *names)))
+                layer, replicas = self._layer(
+                    weight, name, *(by_param[each] for each in (name, *names))
+                )
                 self.layers[name] = layer
                 hooked[module].append(layer)
                 for param, x, replica in zip(names, (layer.a, layer.b), replicas, strict=True):
                     self.parameters[param] = x
                     module.register_parameter(param.rpartition(".")[2], x)
-                    chunk.stored_parts += [(x, part, self.shapes[part.name], replica) for part in by_param[param]]
+                    chunk.stored_parts += [
+                        (x, part, self.shapes[part.name], replica) for part in by_param[param]
+                    ]
             for module, layers in hooked.items():
                 module.register_forward_hook(self._hook(layers))
 
     def _layer(
-        self, weight: Tensor, name: str, of_weight: list[ShardSlice], of_a: list[ShardSlice], of_b: list[ShardSlice]
+        self,
+        weight: Tensor,
+        name: str,
+        of_weight: list[ShardSlice],
+        of_a: list[ShardSlice],
+        of_b: list[ShardSlice],
     ) -> tuple[LayerAdapter, tuple[int, int]]:
         """Returns the adapters of a weight, and for A and B which of their replicas this rank has."""
         rank, is_expert = self.lora.rank, ".experts." in name
@@ -165,7 +187,9 @@ class Adapters:
         b = weight.new_zeros(sum(part.shape[0] for part in of_b), rank)
         parameters = torch.nn.Parameter(a), torch.nn.Parameter(b)
         replicas = (0 if is_row else tensor.rank, 0 if is_column else tensor.rank)
-        for parameter, is_split, replica in zip(parameters, (is_row, is_column), replicas, strict=True):
+        for parameter, is_split, replica in zip(
+            parameters, (is_row, is_column), replicas, strict=True
+        ):
             marks: Any = parameter
             set_tensor_model_parallel_attributes(parameter, True, 0, 1)
             marks.shared = replica > 0  # the gradient norm leaves it out
@@ -179,24 +203,36 @@ class Adapters:
             numbers[first : first + count] = number
         exchange: Callable[[Tensor], Tensor] = torch.nn.Identity()
         if not is_expert and (is_row or is_column):
-            exchange = reduce_scatter_to_sequence_parallel_region if is_row else gather_from_sequence_parallel_region
+            exchange = (
+                reduce_scatter_to_sequence_parallel_region
+                if is_row
+                else gather_from_sequence_parallel_region
+            )
         rows, numbers = rows.to(weight.device), numbers.to(weight.device)
-        return LayerAdapter(*parameters, rows, numbers, len(weight), self.lora.alpha / rank, exchange), replicas
+        return LayerAdapter(
+            *parameters, rows, numbers, len(weight), self.lora.alpha / rank, exchange
+        ), replicas
 
     def _hook(self, layers: Sequence[LayerAdapter]) -> Callable[..., Any]:
         def add(module: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> Any:
             if not self.is_on:
                 return output
             x = inputs[0]
-            if (norm := getattr(module, "layer_norm_weight", None)) is not None:  # Transformer Engine's fused norm
+            if (
+                norm := getattr(module, "layer_norm_weight", None)
+            ) is not None:  # Transformer Engine's fused norm
                 x = rms_norm(x.float(), norm.shape, eps=module.eps).to(x.dtype) * norm
             if self.trains and self.lora.dropout:
                 tracker: Any = get_cuda_rng_tracker()
                 with tracker.fork():
                     x = dropout(x, self.lora.dropout)
-            parts = [x] if len(layers) == 1 else x.split(list(inputs[1]))  # grouped experts: their numbers of tokens
+            parts = (
+                [x] if len(layers) == 1 else x.split(list(inputs[1]))
+            )  # grouped experts: their numbers of tokens
             products = [layer.product(part) for layer, part in zip(layers, parts, strict=True)]
-            return output[0] + (products[0] if len(layers) == 1 else torch.cat(products)), *output[1:]
+            return output[0] + (products[0] if len(layers) == 1 else torch.cat(products)), *output[
+                1:
+            ]
 
         return add
 
@@ -214,7 +250,9 @@ class Adapters:
                 shape = self.shapes[part.name]
                 digest = hashlib.sha256(f"{seed} {part.name}".encode()).digest()
                 generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-                whole = (torch.rand(shape, generator=generator, device="cpu") * 2 - 1) / math.sqrt(shape[1])
+                whole = (torch.rand(shape, generator=generator, device="cpu") * 2 - 1) / math.sqrt(
+                    shape[1]
+                )
                 strided_view(parameter, part).copy_(whole.narrow(1, part.start[1], part.shape[1]))
 
 

@@ -24,7 +24,12 @@ KERNELS = {  # setting -> what it needs of megatron.core.extensions.transformer_
     "moe_router_fusion": "fused_topk_with_score_function",
     "moe_shared_expert_overlap": "TELinear",
 }
-OFF = ("bias_dropout_fusion", "masked_softmax_fusion", "gradient_accumulation_fusion", "persist_layer_norm")
+OFF = (
+    "bias_dropout_fusion",
+    "masked_softmax_fusion",
+    "gradient_accumulation_fusion",
+    "persist_layer_norm",
+)
 INIT_METHODS = ("init_method", "output_layer_init_method", "embedding_init_method")
 ACTIVATIONS = {"silu": torch.nn.functional.silu, "quick_gelu": quick_gelu}
 
@@ -67,13 +72,22 @@ def te_kernels() -> frozenset[str]:
 def fusions(config: Any, kernels: frozenset[str]) -> dict[str, bool]:
     """Returns the settings for fused kernels and overlap that a model with this TransformerConfig can use. Fused rotary
     embeddings are experimental for latent attention; 0.16.1's ignore interleaving and scaled cosines."""
-    is_moe, is_rope = bool(config.num_moe_experts), getattr(config, "position_embedding_type", "rope") == "rope"
-    overlaps = config.moe_shared_expert_intermediate_size and "shared_experts" not in (config.recompute_modules or ())
+    is_moe, is_rope = (
+        bool(config.num_moe_experts),
+        getattr(config, "position_embedding_type", "rope") == "rope",
+    )
+    overlaps = config.moe_shared_expert_intermediate_size and "shared_experts" not in (
+        config.recompute_modules or ()
+    )
     suits = {
-        "apply_rope_fusion": is_rope and not config.multi_latent_attention and not config.rotary_interleaved,
+        "apply_rope_fusion": is_rope
+        and not config.multi_latent_attention
+        and not config.rotary_interleaved,
         "moe_permute_fusion": is_moe,
         "moe_router_fusion": is_moe,
-        "moe_shared_expert_overlap": is_moe and overlaps and config.moe_token_dispatcher_type == "alltoall",
+        "moe_shared_expert_overlap": is_moe
+        and overlaps
+        and config.moe_token_dispatcher_type == "alltoall",
     }
     return {name: name in kernels and bool(is_suitable) for name, is_suitable in suits.items()}
 
@@ -143,7 +157,10 @@ def _pipeline_layout(layers: int, layout: Layout) -> list[list[str]] | None:
     """Returns the layers of each chunk of the pipeline, in order; Megatron's default needs stages of equal size."""
     if layout.pp.size == 1:
         return None
-    stages = [stage_layers(layers, replace(layout, pp=Axis(layout.pp.size, p))) for p in range(layout.pp.size)]
+    stages = [
+        stage_layers(layers, replace(layout, pp=Axis(layout.pp.size, p)))
+        for p in range(layout.pp.size)
+    ]
     chunks = [["decoder"] * len(stage[v]) for v in range(layout.vpp.size) for stage in stages]
     chunks[0].insert(0, "embedding")
     chunks[-1].append("loss")

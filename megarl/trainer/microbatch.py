@@ -64,14 +64,18 @@ def pack(
     index = starts.repeat_interleave(ends - starts) + _places(lengths)
     multiple = row_multiple(context.size)
     padded = [length + -length % multiple for length in lengths]
-    first_P = _first_positions(batch.tokens[index].split(lengths)) if share else torch.arange(sum(padded))
+    first_P = (
+        _first_positions(batch.tokens[index].split(lengths)) if share else torch.arange(sum(padded))
+    )
     num_own = int((first_P == torch.arange(len(first_P))).sum())
     unit = tensor * multiple
     if num_dummy := max(length or unit, num_own + -num_own % unit) - num_own:
         padded.append(num_dummy)
         first_P = torch.cat([first_P, torch.arange(len(first_P), sum(padded))])
     position_P = _places(padded)
-    is_real_P = position_P < torch.tensor([*lengths, 0][: len(padded)]).repeat_interleave(torch.tensor(padded))
+    is_real_P = position_P < torch.tensor([*lengths, 0][: len(padded)]).repeat_interleave(
+        torch.tensor(padded)
+    )
     source_P = torch.where(is_real_P, is_real_P.cumsum(0) - 1, -1)
     is_own_P = first_P == torch.arange(len(first_P))
     local_Q = is_own_P.nonzero().flatten() if share else local_positions(padded, context)
@@ -87,11 +91,15 @@ def pack(
     return Microbatch(
         tokens=to_device(tokens[None], device),
         positions=to_device(position_P[local_Q][None], device),
-        packed=_shared(padded, slot_P, is_own_P, device) if share else _rows(padded, context.size, device),
+        packed=_shared(padded, slot_P, is_own_P, device)
+        if share
+        else _rows(padded, context.size, device),
         source=source,
         lengths=tuple(lengths),
         length=len(local_Q) * context.size,
-        rows=MicrobatchRows(tuple(rows), index, to_device(cu_seqlens, device), to_device(batch.mask[index], device)),
+        rows=MicrobatchRows(
+            tuple(rows), index, to_device(cu_seqlens, device), to_device(batch.mask[index], device)
+        ),
         read=to_device(read, device),
         read_rows=to_device(read_rows, device),
         labels=to_device(labels, device),
@@ -101,7 +109,9 @@ def pack(
 def _places(lengths: Sequence[int]) -> Tensor:
     """Returns [P] int64: the place of each position in its row, for rows of these lengths end to end."""
     lengths_R = torch.tensor(lengths, dtype=torch.int64)
-    return torch.arange(sum(lengths)) - (lengths_R.cumsum(0) - lengths_R).repeat_interleave(lengths_R)
+    return torch.arange(sum(lengths)) - (lengths_R.cumsum(0) - lengths_R).repeat_interleave(
+        lengths_R
+    )
 
 
 def _first_positions(rows: Sequence[Tensor]) -> Tensor:
@@ -114,12 +124,16 @@ def _first_positions(rows: Sequence[Tensor]) -> Tensor:
     is_real_RL = tokens_RL >= 0
     is_same_RL = pad(tokens_RL[1:] == tokens_RL[:-1], (0, 0, 1, 0)).cumprod(1).bool()
     first_RL = torch.where(is_same_RL, 0, torch.arange(len(rows))[:, None]).cummax(0).values
-    at_RL = torch.tensor([0, *map(len, rows)]).cumsum(0)[order, None] + torch.arange(tokens_RL.shape[1])
+    at_RL = torch.tensor([0, *map(len, rows)]).cumsum(0)[order, None] + torch.arange(
+        tokens_RL.shape[1]
+    )
     at_P = at_RL[is_real_RL]
     return torch.empty_like(at_P).index_put((at_P,), at_RL.gather(0, first_RL)[is_real_RL])
 
 
-def _shared(lengths: Sequence[int], slot_P: Tensor, is_own_P: Tensor, device: torch.device) -> SharedRows:
+def _shared(
+    lengths: Sequence[int], slot_P: Tensor, is_own_P: Tensor, device: torch.device
+) -> SharedRows:
     whole = _rows([int(is_own_P.sum())], 1, device)
     whole.max_seqlen_q = whole.max_seqlen_kv = max(lengths)
     return SharedRows(**vars(whole), stacks=list(shared_stacks(lengths, slot_P, is_own_P)))

@@ -20,16 +20,22 @@ from megarl.trainer.layers import block_spec
 from megarl.trainer.rope import rotate_by_position, scaled_frequencies
 
 
-def build_model(shape: ModelShape, layout: Layout, config: TransformerConfig, *, use_te: bool) -> list[GPTModel]:
+def build_model(
+    shape: ModelShape, layout: Layout, config: TransformerConfig, *, use_te: bool
+) -> list[GPTModel]:
     """Returns this rank's chunks, parameters not yet loaded. The last one returns hidden states [T / tp, 1, hidden]."""
     chunks, models = stage_layers(shape.layers, layout), []
     for number, layers in enumerate(chunks):
         last = layout.pp.last and number == len(chunks) - 1
         # GPTModel also accepts a block's submodules instead of a layer spec, despite its annotation
-        spec: Any = block_spec(config, [layer >= shape.dense_layers for layer in layers], use_te=use_te)
+        spec: Any = block_spec(
+            config, [layer >= shape.dense_layers for layer in layers], use_te=use_te
+        )
         prediction: Any = None
         if last and config.mtp_num_layers:
-            prediction = get_gpt_mtp_block_spec(config, spec.layer_specs[-1], use_transformer_engine=use_te)
+            prediction = get_gpt_mtp_block_spec(
+                config, spec.layer_specs[-1], use_transformer_engine=use_te
+            )
         model = GPTModel(
             config=config,
             transformer_layer_spec=spec,
@@ -45,7 +51,9 @@ def build_model(shape: ModelShape, layout: Layout, config: TransformerConfig, *,
             vp_stage=number if len(chunks) > 1 else None,
         )
         if shape.rope_scaling and shape.latent is None:
-            model.rotary_pos_emb.inv_freq = scaled_frequencies(shape).to(model.rotary_pos_emb.inv_freq.device)
+            model.rotary_pos_emb.inv_freq = scaled_frequencies(shape).to(
+                model.rotary_pos_emb.inv_freq.device
+            )
         if shares_prefixes(shape, layout, use_te=use_te):
             rotate_by_position(model)
         patch_chunk(model, layout, last=last)
@@ -62,7 +70,9 @@ def shares_prefixes(shape: ModelShape, layout: Layout, *, use_te: bool) -> bool:
 
 def patch_chunk(model: GPTModel, layout: Layout, *, last: bool) -> None:
     """Prepares a chunk for the trainer, including one that Megatron-Bridge built."""
-    for parameter in model.parameters():  # Transformer Engine keeps attention sinks in fp32; Float16Module casts them
+    for parameter in (
+        model.parameters()
+    ):  # Transformer Engine keeps attention sinks in fp32; Float16Module casts them
         parameter.data = parameter.data.to(model.config.params_dtype)
     for module in torch.nn.Module.modules(model):
         if hasattr(module, "fuse_wgrad_accumulation"):
@@ -80,17 +90,27 @@ def patch_chunk(model: GPTModel, layout: Layout, *, last: bool) -> None:
 
 def by_prefix(chunks: Sequence[Any]) -> dict[str, Any]:
     """Returns the chunks by the prefix of their tensors' names: `chunk<n>.` if there are several."""
-    return {f"chunk{number}." if len(chunks) > 1 else "": chunk for number, chunk in enumerate(chunks)}
+    return {
+        f"chunk{number}." if len(chunks) > 1 else "": chunk for number, chunk in enumerate(chunks)
+    }
 
 
 def local_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
     """Returns parameters and router biases by GPTModel's names, prefixed; without LoRA's adapters."""
     tensors: dict[str, Tensor] = {}
     for prefix, chunk in by_prefix(chunks).items():
-        tensors |= {prefix + name: x for name, x in chunk.named_parameters() if not is_adapter(name)}
-        tensors |= {prefix + name: buffer for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias")}
+        tensors |= {
+            prefix + name: x for name, x in chunk.named_parameters() if not is_adapter(name)
+        }
+        tensors |= {
+            prefix + name: buffer
+            for name, buffer in chunk.named_buffers()
+            if name.endswith(".expert_bias")
+        }
     return tensors
 
 
-def _passthrough(hidden: Tensor, weight: Tensor | None = None, **_unused: object) -> tuple[Tensor, None]:
+def _passthrough(
+    hidden: Tensor, weight: Tensor | None = None, **_unused: object
+) -> tuple[Tensor, None]:
     return hidden, None

@@ -46,14 +46,21 @@ class RouterRows:
     weight_R: Tensor  # [R] fp32, its share of the loss
 
     @classmethod
-    def of(cls, microbatch: Microbatch, weights_T: Tensor, tensor: Axis, device: torch.device) -> RouterRows:
+    def of(
+        cls, microbatch: Microbatch, weights_T: Tensor, tensor: Axis, device: torch.device
+    ) -> RouterRows:
         """`weights_T` covers the whole batch. Sequence parallelism gives each tensor rank an equal slice."""
         rows, cu_seqlens = microbatch.rows, torch.tensor([0, *microbatch.lengths]).cumsum(0)
         source_N = microbatch.source.chunk(tensor.size)[tensor.rank]
         row_N = torch.bucketize(source_N, cu_seqlens[1:], right=True)
         row_N = torch.where(source_N < 0, cu_seqlens.numel() - 1, row_N)
         until = torch.cat([weights_T.new_zeros(1), weights_T[rows.index].cumsum(0)])[cu_seqlens]
-        return cls(*(to_device(x, device) for x in (row_N, cu_seqlens.diff().float(), until.diff().float())))
+        return cls(
+            *(
+                to_device(x, device)
+                for x in (row_N, cu_seqlens.diff().float(), until.diff().float())
+            )
+        )
 
     def as_one(self) -> RouterRows:
         """Returns the whole micro-batch as a single row."""
@@ -74,7 +81,9 @@ def scores_of(logits_NE: Tensor, kind: str) -> Tensor:
     return sigmoid_NE / (sigmoid_NE.sum(-1, keepdim=True) + 1e-20)
 
 
-def balance(scores_NE: Tensor, rows: RouterRows, *, topk: int, group: ProcessGroup | None) -> Tensor:
+def balance(
+    scores_NE: Tensor, rows: RouterRows, *, topk: int, group: ProcessGroup | None
+) -> Tensor:
     """Returns [R]: this rank's contribution to each row's balance; ranks of `group` have the other tokens."""
     best_NE = torch.zeros_like(scores_NE).scatter(1, scores_NE.topk(topk).indices, 1.0).detach()
     count_RE = rows.sums(best_NE)
@@ -103,7 +112,9 @@ class BalancedRouter(TopKRouter):
         rows = self.losses.rows[self.calls]
         self.calls += 1
         if rows.length_R.numel():
-            logits = MoEAuxLossAutoScaler.apply(logits, self.losses.loss(self, logits.flatten(0, -2), rows))
+            logits = MoEAuxLossAutoScaler.apply(
+                logits, self.losses.loss(self, logits.flatten(0, -2), rows)
+            )
         probs, chosen_NE = super().routing(logits, *args, **kwargs)
         self.losses.counts[self] += rows.sums(chosen_NE.float()).sum(0)
         return probs, chosen_NE
@@ -112,16 +123,25 @@ class BalancedRouter(TopKRouter):
 class RouterLosses:
     """The routers of this rank's chunks during one update: `begin`, forward and backward passes, `finish`."""
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], moe: Moe, shape: ModelShape, tensor: Axis) -> None:
+    def __init__(
+        self, chunks: Sequence[torch.nn.Module], moe: Moe, shape: ModelShape, tensor: Axis
+    ) -> None:
         self._moe, self._tensor, self._num_experts = moe, tensor, shape.experts
         self._num_layers = shape.layers - shape.dense_layers  # with experts, on all stages
-        self._routers = [part for chunk in chunks for part in chunk.modules() if isinstance(part, BalancedRouter)]
+        self._routers = [
+            part for chunk in chunks for part in chunk.modules() if isinstance(part, BalancedRouter)
+        ]
         self._sums: dict[str, Tensor] = {}
         self.counts: dict[BalancedRouter, Tensor] = {}  # [E]: tokens of each expert
         self.rows: list[RouterRows] = []
 
-    def begin(self, microbatches: Sequence[Microbatch], weights_T: Tensor, device: torch.device) -> None:
-        self.rows = [RouterRows.of(microbatch, weights_T, self._tensor, device) for microbatch in microbatches]
+    def begin(
+        self, microbatches: Sequence[Microbatch], weights_T: Tensor, device: torch.device
+    ) -> None:
+        self.rows = [
+            RouterRows.of(microbatch, weights_T, self._tensor, device)
+            for microbatch in microbatches
+        ]
         self._sums = dict.fromkeys(LOSSES, torch.zeros((), dtype=torch.float64, device=device))
         for router in self._routers:
             router.losses, router.calls = self, 0
@@ -143,7 +163,9 @@ class RouterLosses:
     def finish(self, *, step: bool) -> dict[str, Tensor]:
         """Returns this rank's part of each loss, averaged over layers, without its coefficient. With `step`, updates
         biases: experts with more tokens than the mean become less likely, others more likely (DeepSeek-V3)."""
-        assert all(router.calls == len(self.rows) for router in self._routers), "a router missed a micro-batch"
+        assert all(router.calls == len(self.rows) for router in self._routers), (
+            "a router missed a micro-batch"
+        )
         for router in self._routers:
             router.losses = None
             if step and self._moe.bias_update_rate:
@@ -157,6 +179,11 @@ class RouterLosses:
 def forget_last_batch(chunks: Sequence[torch.nn.Module]) -> None:
     """Drops the last batch's tensors, which Megatron's dispatchers keep: their autograd graph refers to the parameters
     in a cycle that the garbage collector cannot see, so the model would never be freed."""
-    for module in (module for chunk in chunks for module in chunk.modules() if hasattr(module, "token_dispatcher")):
+    for module in (
+        module
+        for chunk in chunks
+        for module in chunk.modules()
+        if hasattr(module, "token_dispatcher")
+    ):
         state = vars(module.token_dispatcher)
         state.update({name: None for name, value in state.items() if torch.is_tensor(value)})

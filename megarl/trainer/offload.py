@@ -32,12 +32,18 @@ def recompute(settings: TransformerConfig, granularity: str, modules: Sequence[s
     if granularity == "none":
         return
     if granularity == "full":
-        settings.recompute_granularity, settings.recompute_method, settings.recompute_num_layers = "full", "uniform", 1
+        settings.recompute_granularity, settings.recompute_method, settings.recompute_num_layers = (
+            "full",
+            "uniform",
+            1,
+        )
         return
     known = ["core_attn", "mlp"]
     known += ["moe"] if settings.num_moe_experts else []
     known += ["shared_experts"] if settings.moe_shared_expert_intermediate_size else []
-    if HAVE_TE:  # these three drop an output and keep its inputs, by way of Transformer Engine's state
+    if (
+        HAVE_TE
+    ):  # these three drop an output and keep its inputs, by way of Transformer Engine's state
         known += ["layernorm"]
         known += ["moe_act"] if settings.moe_grouped_gemm else []
         known += ["mla_up_proj"] if settings.multi_latent_attention else []
@@ -56,7 +62,10 @@ class HostBuffer:
     def beside(self, tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Returns each storage of `tensors` once, as [bytes] uint8, with its place in the buffer."""
         unique = {x.untyped_storage().data_ptr(): x for x in tensors if x.numel()}.values()
-        flats, sizes = [flat_storage(x) for x in unique], [x.untyped_storage().nbytes() for x in unique]
+        flats, sizes = (
+            [flat_storage(x) for x in unique],
+            [x.untyped_storage().nbytes() for x in unique],
+        )
         if len(self._bytes) != sum(sizes):
             self._bytes = host_bytes(sum(sizes), flats[0].device)
         return list(zip(flats, self._bytes.split(sizes), strict=True))
@@ -68,9 +77,15 @@ class Memory:
     def __init__(self, chunks: Sequence[DistributedDataParallel], offload: Collection[str]) -> None:
         """`offload`: of gradients, optimizer, weights."""
         wrapped: Sequence[Any] = chunks
-        self._buffers: list[Any] = [b for chunk in wrapped for b in chunk.buffers + chunk.expert_parallel_buffers]
-        self._frozen = [x for chunk in wrapped for x in chunk.parameters() if not x.requires_grad]  # in no buffer
-        self.optimizer: MegatronOptimizer | None = None  # set later: the gradients are freed before it is built
+        self._buffers: list[Any] = [
+            b for chunk in wrapped for b in chunk.buffers + chunk.expert_parallel_buffers
+        ]
+        self._frozen = [
+            x for chunk in wrapped for x in chunk.parameters() if not x.requires_grad
+        ]  # in no buffer
+        self.optimizer: MegatronOptimizer | None = (
+            None  # set later: the gradients are freed before it is built
+        )
         self._hosts = {kind: HostBuffer() for kind in offload}
         self._freed: list[Tensor] = []  # gradient buffers
         self._away: dict[str, list[tuple[Tensor, Tensor]]] = {}
@@ -118,10 +133,23 @@ class Memory:
     def _store_optimizer(self) -> None:
         """The moments, and in bf16 the fp32 main weights (in fp32 they are the model's weights)."""
         # a rank may have no expert state
-        parts = [part for part in parts_of(self.optimizer) if getattr(part, "optimizer", None) is not None]
-        mains = [x for part in parts if part.config.bf16 for g in part.optimizer.param_groups for x in g["params"]]
+        parts = [
+            part
+            for part in parts_of(self.optimizer)
+            if getattr(part, "optimizer", None) is not None
+        ]
+        mains = [
+            x
+            for part in parts
+            if part.config.bf16
+            for g in part.optimizer.param_groups
+            for x in g["params"]
+        ]
         states = [state for part in parts for state in part.optimizer.state.values()]
-        self._offload("optimizer", mains + [x for state in states for name, x in state.items() if name != "step"])
+        self._offload(
+            "optimizer",
+            mains + [x for state in states for name, x in state.items() if name != "step"],
+        )
 
     @torch.no_grad()
     def _offload(self, kind: str, tensors: Iterable[Tensor]) -> None:

@@ -13,7 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -60,7 +64,9 @@ def wrap(
     config: Any = model[0].config  # of all chunks
 
     def finalize(chunks: list[Any], _num_tokens: Any = None, **options: Any) -> None:
-        finalize_model_grads(chunks, None, **options)  # without Megatron's division by a token count
+        finalize_model_grads(
+            chunks, None, **options
+        )  # without Megatron's division by a token count
         if reduced is not None:
             reduced()
 
@@ -113,7 +119,9 @@ def zero_grad(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOpti
 
 
 @torch.no_grad()
-def take_step(optimizer: MegatronOptimizer, *, lr: float, clip_grad: float, device: torch.device) -> tuple[float, bool]:
+def take_step(
+    optimizer: MegatronOptimizer, *, lr: float, clip_grad: float, device: torch.device
+) -> tuple[float, bool]:
     """Clips the gradient of the whole model to `clip_grad` (0: not at all) and steps, unless it is not finite. Returns
     its norm before clipping, and whether the step was skipped."""
     for group in optimizer.param_groups:

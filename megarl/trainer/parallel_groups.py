@@ -48,7 +48,9 @@ def init_parallel(layout: Layout, *, seed: int = 0) -> ProcessGroups:
     # Megatron's layers enter a named random state even if they draw no random number.
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     names = {"tensor": AXES["tp"], "expert_tensor": AXES["etp"], "context": AXES["cp"]}
-    groups: dict[str, Any] = {name: getattr(parallel_state, f"get_{of}_group")() for name, of in names.items()}
+    groups: dict[str, Any] = {
+        name: getattr(parallel_state, f"get_{of}_group")() for name, of in names.items()
+    }
     groups["stage"] = parallel_state.get_amax_reduction_group(with_context_parallel=True)
     return ProcessGroups(**groups)
 
@@ -59,7 +61,9 @@ def destroy_parallel() -> None:
     if not parallel_state.model_parallel_is_initialized():
         return
     dist.barrier()  # no rank closes a connection that a peer still reads from
-    known = dist.distributed_c10d._world.pg_map  # closing the default group has closed its subgroups too
+    known = (
+        dist.distributed_c10d._world.pg_map
+    )  # closing the default group has closed its subgroups too
     groups = [group for group in parallel_state._global_process_group_list or () if group in known]
     parallel_state.destroy_model_parallel()
     for group in groups:
@@ -68,7 +72,16 @@ def destroy_parallel() -> None:
 
 def _assert_agrees(layout: Layout) -> None:
     """Asserts that Megatron gives this rank the coordinates of `layout`."""
-    for name, megatron_name in {**AXES, "dp": "data_parallel", "edp": "expert_data_parallel"}.items():
-        size, rank = (getattr(parallel_state, f"get_{megatron_name}_{what}")() for what in ("world_size", "rank"))
+    for name, megatron_name in {
+        **AXES,
+        "dp": "data_parallel",
+        "edp": "expert_data_parallel",
+    }.items():
+        size, rank = (
+            getattr(parallel_state, f"get_{megatron_name}_{what}")()
+            for what in ("world_size", "rank")
+        )
         axis = getattr(layout, name)
-        assert (size, rank) == (axis.size, axis.rank), f"{name}: Megatron has rank {rank} of {size}, the layout {axis}"
+        assert (size, rank) == (axis.size, axis.rank), (
+            f"{name}: Megatron has rank {rank} of {size}, the layout {axis}"
+        )

@@ -63,19 +63,25 @@ class Reference:
         finally:
             _exchange(pairs)
         after = [checksum(there) for there, _ in pairs]
-        assert torch.equal(torch.stack(before), torch.stack(after)), "the weights changed behind the reference"
+        assert torch.equal(torch.stack(before), torch.stack(after)), (
+            "the weights changed behind the reference"
+        )
 
 
 @torch.no_grad()
 def _exchange(pairs: list[tuple[Tensor, Tensor]]) -> None:
     for there, here in pairs:
-        for device, host in zip(there.split(EXCHANGED_BYTES), here.split(EXCHANGED_BYTES), strict=True):
+        for device, host in zip(
+            there.split(EXCHANGED_BYTES), here.split(EXCHANGED_BYTES), strict=True
+        ):
             held = device.clone()
             device.copy_(host, non_blocking=True)
             host.copy_(held, non_blocking=True)
 
 
-def forward_in_turn(frozen: Trainer, trained: Memory, batch: TokenBatch, *, top_k: int = 0) -> TokenOutputs:
+def forward_in_turn(
+    frozen: Trainer, trained: Memory, batch: TokenBatch, *, top_k: int = 0
+) -> TokenOutputs:
     """Returns what Trainer.forward does for `frozen`, which was built beside the trained model and offloads everything;
     meanwhile that one is offloaded as it is set to. Every rank must call it."""
     trained.offload_all()

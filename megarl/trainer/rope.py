@@ -15,7 +15,9 @@ from megarl.models.shape import ModelShape
 def scaled_frequencies(shape: ModelShape) -> Tensor:
     """Returns [rotary dim / 2] fp32 frequencies: low ones are divided by `factor`, with a ramp to the high ones."""
     dim, scaling = int(shape.head_dim * shape.rotary_fraction), shape.rope_scaling
-    frequencies = 1.0 / shape.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
+    frequencies = 1.0 / shape.rope_theta ** (
+        torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
+    )
     ramp = {"llama3": _llama3_ramp, "yarn": _yarn_ramp}[scaling["rope_type"]](shape, frequencies)
     return ramp * frequencies + (1 - ramp) * frequencies / float(scaling["factor"])
 
@@ -32,7 +34,10 @@ def _yarn_ramp(shape: ModelShape, frequencies: Tensor) -> Tensor:
     """Returns the unscaled share of each frequency, linear in its index."""
     scaling, count = shape.rope_scaling, frequencies.numel()
     context = float(scaling["original_max_position_embeddings"])
-    low, high = (  # indices of the frequencies with beta_fast and beta_slow turns over the original context
+    (
+        low,
+        high,
+    ) = (  # indices of the frequencies with beta_fast and beta_slow turns over the original context
         count * math.log(context / (scaling[beta] * 2 * math.pi)) / math.log(shape.rope_theta)
         for beta in ("beta_fast", "beta_slow")
     )
@@ -56,5 +61,8 @@ def rotate_by_position(model: Any) -> None:
     table, positions = rotary.forward, []
     rotary.forward = lambda *args, **kwargs: table(*args, **kwargs)[positions[-1]]
     model.register_forward_pre_hook(
-        lambda _model, _args, kwargs: positions.__setitem__(slice(None), [kwargs["position_ids"][0]]), with_kwargs=True
+        lambda _model, _args, kwargs: positions.__setitem__(
+            slice(None), [kwargs["position_ids"][0]]
+        ),
+        with_kwargs=True,
     )

@@ -29,22 +29,33 @@ from megarl.weights.checksum import row_checksums
 
 BatchRoutes = tuple[Routes | None, ...]  # by row
 Record = list[Routes] | None  # gets the routes of each row
-RowsByRank = Sequence[Sequence[Sequence[int]]]  # the rows of each micro-batch of each data-parallel rank
+RowsByRank = Sequence[
+    Sequence[Sequence[int]]
+]  # the rows of each micro-batch of each data-parallel rank
 
 
 class LayerRoutes:
     """One router's routes in one pass, in the place of Megatron's RouterReplay. The n-th call in the forward pass, and
     where activations are recomputed, is for the n-th micro-batch: none overtakes another within a model chunk."""
 
-    def __init__(self, experts: Sequence[Tensor] | None, device: torch.device, *, train: bool) -> None:
+    def __init__(
+        self, experts: Sequence[Tensor] | None, device: torch.device, *, train: bool
+    ) -> None:
         """`experts`: [N, K] of each micro-batch; None: record the router's own."""
         self._experts, self._counts_at = experts, train
         self.calls = {False: 0, True: 0}  # by whether gradients are enabled
         self.recorded: list[Tensor] = []
-        self.counts = torch.zeros(2, dtype=torch.int64, device=device)  # tokens routed otherwise; with known routes
+        self.counts = torch.zeros(
+            2, dtype=torch.int64, device=device
+        )  # tokens routed otherwise; with known routes
 
     def get_replay_topk(
-        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, compute_topk: Any
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        compute_topk: Any,
     ) -> tuple[Tensor, Tensor]:
         has_grad = torch.is_grad_enabled()
         number, self.calls[has_grad] = self.calls[has_grad], self.calls[has_grad] + 1
@@ -68,21 +79,40 @@ def is_known(experts_XK: Tensor) -> Tensor:
 class RouterReplay:
     """Of the routers of this rank. Every rank calls every method, in the same order."""
 
-    def __init__(self, chunks: Sequence[Any], shape: ModelShape, layout: Layout, groups: ProcessGroups) -> None:
+    def __init__(
+        self, chunks: Sequence[Any], shape: ModelShape, layout: Layout, groups: ProcessGroups
+    ) -> None:
         """`chunks`: none if their routers cannot replay."""
-        self._shape, self._layout, self._groups, self.is_possible = shape, layout, groups, bool(chunks)
-        self._layouts = [Layout.of(layout.sizes, layout.world, rank) for rank in range(layout.world)]
+        self._shape, self._layout, self._groups, self.is_possible = (
+            shape,
+            layout,
+            groups,
+            bool(chunks),
+        )
+        self._layouts = [
+            Layout.of(layout.sizes, layout.world, rank) for rank in range(layout.world)
+        ]
         dense, stages = shape.dense_layers, self._layouts[:: layout.world // layout.pp.size]
         ranges = [stage_layers(shape.layers, stage) for stage in stages]
-        self._layers_by_stage = [[x - dense for part in stage for x in part if x >= dense] for stage in ranges]
+        self._layers_by_stage = [
+            [x - dense for part in stage for x in part if x >= dense] for stage in ranges
+        ]
         layers: list[Any] = [layer for chunk in chunks for layer in chunk.module.decoder.layers]
-        self._routers: list[Any] = [layer.mlp.router for layer in layers if hasattr(layer.mlp, "router")]
+        self._routers: list[Any] = [
+            layer.mlp.router for layer in layers if hasattr(layer.mlp, "router")
+        ]
         assert not chunks or len(self._routers) == len(self._layers_by_stage[layout.pp.rank])
         self._dtype, self._counts = route_dtype(shape.experts), [0, 0, 0]
 
     @contextmanager
     def over(
-        self, batch: TokenBatch, ranks: RowsByRank, microbatches: Sequence[Microbatch], record: Record, *, train: bool
+        self,
+        batch: TokenBatch,
+        ranks: RowsByRank,
+        microbatches: Sequence[Microbatch],
+        record: Record,
+        *,
+        train: bool,
     ) -> Iterator[None]:
         """A context for one pass over this rank's `microbatches`, the rows of which `ranks` has for all ranks; with
         `record`, nothing is replayed: it has the routes of each row afterwards."""
@@ -94,7 +124,9 @@ class RouterReplay:
         by_layer: list[Any] = [None] * len(self._routers)
         if record is None:
             fetched = self._fetch(batch, ranks)
-            experts, unknown = zip(*(self._of_microbatch(each, fetched) for each in microbatches), strict=True)
+            experts, unknown = zip(
+                *(self._of_microbatch(each, fetched) for each in microbatches), strict=True
+            )
             by_layer = [*zip(*(to_device(x_LNK, device) for x_LNK in experts), strict=True)]
             missing = sum(unknown) * len(by_layer)
         passes = [LayerRoutes(experts, device, train=train) for experts in by_layer]
@@ -105,11 +137,18 @@ class RouterReplay:
         finally:
             for router in self._routers:
                 router.router_replay = None
-        allowed = [{train: len(microbatches), (not train): calls} for calls in (0, len(microbatches) * train)]
-        assert all(each.calls in allowed for each in passes), "a router missed a micro-batch, or its top-k is fused"
+        allowed = [
+            {train: len(microbatches), (not train): calls}
+            for calls in (0, len(microbatches) * train)
+        ]
+        assert all(each.calls in allowed for each in passes), (
+            "a router missed a micro-batch, or its top-k is fused"
+        )
         if record is not None:
             record[:] = self._as_routes(batch, microbatches, passes)
-        counts = sum((each.counts for each in passes), torch.zeros(2, dtype=torch.int64, device=device))
+        counts = sum(
+            (each.counts for each in passes), torch.zeros(2, dtype=torch.int64, device=device)
+        )
         self._counts = [*counts.tolist(), missing]
 
     def metrics(self) -> dict[str, float]:
@@ -118,37 +157,64 @@ class RouterReplay:
         counts = torch.tensor(self._counts, dtype=torch.int64)
         dist.all_reduce(counts)
         differing, known, missing = counts.tolist()
-        return {"routing/differs": differing / max(known, 1), "routing/missing": missing / max(known + missing, 1)}
+        return {
+            "routing/differs": differing / max(known, 1),
+            "routing/missing": missing / max(known + missing, 1),
+        }
 
     def _fetch(self, batch: TokenBatch, ranks: RowsByRank) -> dict[int, Tensor]:
         """Returns [layers of this stage, L, K] of each row of this rank, on the CPU, from the ranks that own them;
         CheckFailed on every rank if a checksum differs."""
-        layout, rows_by_rank = self._layout, [[row for rows in parts for row in rows] for parts in ranks]
-        lengths, topk, dtype = batch.cu_seqlens.diff().tolist(), self._shape.experts_per_token, self._dtype
+        layout, rows_by_rank = (
+            self._layout,
+            [[row for rows in parts for row in rows] for parts in ranks],
+        )
+        lengths, topk, dtype = (
+            batch.cu_seqlens.diff().tolist(),
+            self._shape.experts_per_token,
+            self._dtype,
+        )
         here = self._layers_by_stage[layout.pp.rank]
-        found = {row: torch.zeros(len(here), lengths[row], topk, dtype=dtype) for row in rows_by_rank[layout.dp.rank]}
+        found = {
+            row: torch.zeros(len(here), lengths[row], topk, dtype=dtype)
+            for row in rows_by_rank[layout.dp.rank]
+        }
 
         def num_bytes(parts: Sequence[tuple[int, list[int]]]) -> int:
             return sum(len(layers) * lengths[row] for row, layers in parts) * topk * dtype.itemsize
 
         incoming = [self._parts(batch, rows_by_rank, owner.rank, layout) for owner in self._layouts]
-        outgoing = [self._parts(batch, rows_by_rank, layout.rank, receiver) for receiver in self._layouts]
+        outgoing = [
+            self._parts(batch, rows_by_rank, layout.rank, receiver) for receiver in self._layouts
+        ]
         owned = [(batch.routes[row], layers) for parts in outgoing for row, layers in parts]
-        sent = [x.experts[layers].flatten().view(torch.uint8) for x, layers in owned if x and x.experts is not None]
-        receive_bytes, send_bytes = ([num_bytes(parts) for parts in each] for each in (incoming, outgoing))
+        sent = [
+            x.experts[layers].flatten().view(torch.uint8)
+            for x, layers in owned
+            if x and x.experts is not None
+        ]
+        receive_bytes, send_bytes = (
+            [num_bytes(parts) for parts in each] for each in (incoming, outgoing)
+        )
         message = torch.empty(sum(receive_bytes), dtype=torch.uint8)
         dist.all_to_all_single(message, torch.cat([message[:0], *sent]), receive_bytes, send_bytes)
         parts = [part for each in incoming for part in each]
         wrong = torch.zeros((), dtype=torch.int64)
-        for part, received in zip(parts, message.split([num_bytes([part]) for part in parts]), strict=True):
+        for part, received in zip(
+            parts, message.split([num_bytes([part]) for part in parts]), strict=True
+        ):
             (row, layers), routes = part, batch.routes[part[0]]
             assert routes is not None
             experts = received.view(dtype).view(len(layers), lengths[row], topk)
-            wrong += (row_checksums(experts) != torch.tensor([routes.checksums[x] for x in layers])).sum()
+            wrong += (
+                row_checksums(experts) != torch.tensor([routes.checksums[x] for x in layers])
+            ).sum()
             found[row][[here.index(layer) for layer in layers]] = experts
         dist.all_reduce(wrong)
         if wrong:
-            raise CheckFailed(f"the routes of {int(wrong)} (row, layer) pairs changed on their way to the trainer")
+            raise CheckFailed(
+                f"the routes of {int(wrong)} (row, layer) pairs changed on their way to the trainer"
+            )
         return found
 
     def _parts(
@@ -158,11 +224,17 @@ class RouterReplay:
         parts, here = [], self._layers_by_stage[receiver.pp.rank]
         for row in rows_by_rank[receiver.dp.rank]:
             routes = batch.routes[row]
-            if routes and owner in routes.owners and (layers := [x for x in here if routes.owners[x] == owner]):
+            if (
+                routes
+                and owner in routes.owners
+                and (layers := [x for x in here if routes.owners[x] == owner])
+            ):
                 parts.append((row, layers))
         return parts
 
-    def _of_microbatch(self, microbatch: Microbatch, fetched: dict[int, Tensor]) -> tuple[Tensor, int]:
+    def _of_microbatch(
+        self, microbatch: Microbatch, fetched: dict[int, Tensor]
+    ) -> tuple[Tensor, int]:
         """Returns [layers, N, K] of this rank's tokens, and how many of them that have a label have no known route."""
         layers, topk = len(self._routers), self._shape.experts_per_token
         rows = [fetched[row] for row in microbatch.rows.rows]
@@ -187,19 +259,30 @@ class RouterReplay:
         lengths = batch.cu_seqlens.diff().tolist()
         rows = [row for microbatch in microbatches for row in microbatch.rows.rows]
         total = sum(lengths[row] for row in rows)
-        experts_LMK = torch.zeros(len(passes), total, self._shape.experts_per_token, dtype=torch.int32, device=device)
+        experts_LMK = torch.zeros(
+            len(passes), total, self._shape.experts_per_token, dtype=torch.int32, device=device
+        )
         start = 0
         for number, microbatch in enumerate(microbatches):
             source_N = self._source(microbatch)
             is_real_N = source_N >= 0
-            position_N, is_real_N = to_device(start + source_N[is_real_N], device), to_device(is_real_N, device)
+            position_N, is_real_N = (
+                to_device(start + source_N[is_real_N], device),
+                to_device(is_real_N, device),
+            )
             for layer, layer_routes in enumerate(passes):
                 experts_LMK[layer, position_N] = layer_routes.recorded[number][is_real_N].int()
             start += sum(microbatch.lengths)
-        for size, group in ((layout.tp.size, self._groups.tensor), (layout.cp.size, self._groups.context)):
+        for size, group in (
+            (layout.tp.size, self._groups.tensor),
+            (layout.cp.size, self._groups.context),
+        ):
             if size > 1:
                 dist.all_reduce(experts_LMK, group=group)
-        num_layers, here = self._shape.layers - self._shape.dense_layers, self._layers_by_stage[layout.pp.rank]
+        num_layers, here = (
+            self._shape.layers - self._shape.dense_layers,
+            self._layers_by_stage[layout.pp.rank],
+        )
         table = torch.zeros(2, batch.num_rows, num_layers, dtype=torch.int64)  # owners, checksums
         kept: dict[int, Tensor] = {}
         if layout.tp.first and layout.cp.first:
@@ -210,4 +293,7 @@ class RouterReplay:
                 table[0, row, here], table[1, row, here] = layout.rank, row_checksums(part)
         dist.all_reduce(table)
         owners, checksums = table.tolist()
-        return [Routes(tuple(owners[n]), tuple(checksums[n]), kept.get(n)) for n in range(batch.num_rows)]
+        return [
+            Routes(tuple(owners[n]), tuple(checksums[n]), kept.get(n))
+            for n in range(batch.num_rows)
+        ]

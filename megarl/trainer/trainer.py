@@ -48,7 +48,15 @@ from megarl.trainer.offload import Memory, recompute
 from megarl.trainer.optimizer import LrSchedule, build_optimizer, take_step, wrap, zero_grad
 from megarl.trainer.parallel_groups import ProcessGroups, destroy_parallel, init_parallel
 from megarl.trainer.router_replay import Record, RouterReplay, RowsByRank
-from megarl.types import Loss, MicrobatchPlan, MicrobatchRows, StepReport, TokenBatch, TokenOutputs, UpdateReport
+from megarl.types import (
+    Loss,
+    MicrobatchPlan,
+    MicrobatchRows,
+    StepReport,
+    TokenBatch,
+    TokenOutputs,
+    UpdateReport,
+)
 from megarl.weights.placement_check import slice_checksum, sums_by_tensor
 from megarl.weights.placements import SlicesByRank
 
@@ -86,18 +94,31 @@ class Trainer:
         folder: str | Path,
         device: torch.device,
         moe: Moe | None = None,
-        head: Head | Lora | None = None,  # None: log-probs over the vocabulary; Lora: the same, training adapters only
+        head: Head
+        | Lora
+        | None = None,  # None: log-probs over the vocabulary; Lora: the same, training adapters only
         seed: int = 0,
         # of TransformerConfig and DistributedDataParallelConfig; `fp8` may be the section precision.fp8
         megatron_options: Mapping[str, Any] | None = None,
-        beside: Trainer | None = None,  # of the same layout, whose process groups are used; it must be closed last
+        beside: Trainer
+        | None = None,  # of the same layout, whose process groups are used; it must be closed last
     ) -> Trainer:
         """Builds the model of `folder`, a Hugging Face or Megatron checkpoint, with torch.distributed initialised."""
         lora = head if isinstance(head, Lora) else None
         moe = moe or Moe()
-        head = VocabularyHead(shape.vocab, train.logprob_chunk) if head is None or isinstance(head, Lora) else head
-        options = {name: value for name, value in (megatron_options or {}).items() if name != "unsafe"}
-        reduction = {name: options.pop(name) for name in [*options] if not hasattr(MLATransformerConfig, name)}
+        head = (
+            VocabularyHead(shape.vocab, train.logprob_chunk)
+            if head is None or isinstance(head, Lora)
+            else head
+        )
+        options = {
+            name: value for name, value in (megatron_options or {}).items() if name != "unsafe"
+        }
+        reduction = {
+            name: options.pop(name)
+            for name in [*options]
+            if not hasattr(MLATransformerConfig, name)
+        }
         assert beside is None or beside.layout == layout
         groups = init_parallel(layout, seed=seed) if beside is None else beside.groups
         if lora:  # in the overlap, Megatron gathers the inputs of shared experts itself
@@ -109,7 +130,9 @@ class Trainer:
         model, traced = _build_model(shape, layout, train, moe, options, use_te=use_te)
         emulation = Emulation(model, fp8, groups.stage) if fp8 and fp8.emulate else None
         if traced is None:
-            table = head.table(megatron_table(shape, spec="te" if use_te else "local", padded_vocab=rows), shape)
+            table = head.table(
+                megatron_table(shape, spec="te" if use_te else "local", padded_vocab=rows), shape
+            )
             slices = slices_of(table, shape, layout)
         else:
             table, slices = None, traced[layout.rank]
@@ -123,11 +146,19 @@ class Trainer:
         reduced = None if adapters is None else adapters.reduce_gradients
         chunks = wrap(model, reduced, **({"overlap_grad_reduce": overlaps} | reduction))
         memory = Memory(chunks, train.offload)  # frees the gradients
-        memory.optimizer = optimizer = build_optimizer(chunks, train)  # copies the weights: they must be loaded before
+        memory.optimizer = optimizer = build_optimizer(
+            chunks, train
+        )  # copies the weights: they must be loaded before
         if emulation is not None:
             emulation.after_update()
-        router_losses = RouterLosses(chunks, moe, shape, layout.tp) if shape.is_moe and moe.changes_router else None
-        can_replay = shape.is_moe and traced is None and not model[0].config.moe_router_fusion  # which replays nothing
+        router_losses = (
+            RouterLosses(chunks, moe, shape, layout.tp)
+            if shape.is_moe and moe.changes_router
+            else None
+        )
+        can_replay = (
+            shape.is_moe and traced is None and not model[0].config.moe_router_fusion
+        )  # which replays nothing
         router_replay = RouterReplay(chunks if can_replay else [], shape, layout, groups)
         return cls(
             shape, layout, train, head, groups, device, chunks, optimizer, LrSchedule(train), router_losses,
@@ -159,11 +190,20 @@ class Trainer:
         collective, the first time."""
         if self.adapters is None:
             return {}
-        parameters, shapes, slices = self.parameters_by_name(), self.hf_shapes(), self.local_slices()
-        checksums = [slice_checksum(x, parameters, shapes[x.name], parameters[x.param].dtype) for x in slices]
+        parameters, shapes, slices = (
+            self.parameters_by_name(),
+            self.hf_shapes(),
+            self.local_slices(),
+        )
+        checksums = [
+            slice_checksum(x, parameters, shapes[x.name], parameters[x.param].dtype) for x in slices
+        ]
         sums = sums_by_tensor(shapes, slices, torch.stack(checksums))
         dist.all_reduce(sums)
-        return {name: (int(numel), int(value)) for name, (numel, value) in zip(shapes, sums.T.tolist(), strict=True)}
+        return {
+            name: (int(numel), int(value))
+            for name, (numel, value) in zip(shapes, sums.T.tolist(), strict=True)
+        }
 
     def local_slices(self) -> Sequence[ShardSlice]:
         """Returns the slices of HF tensors that this rank's parameters store."""
@@ -198,7 +238,9 @@ class Trainer:
         assert logprobs_T is not None
         return logprobs_T
 
-    def train_on(self, batch: TokenBatch, loss: Loss, weights: Callable[[Any, MicrobatchPlan], Tensor]) -> StepReport:
+    def train_on(
+        self, batch: TokenBatch, loss: Loss, weights: Callable[[Any, MicrobatchPlan], Tensor]
+    ) -> StepReport:
         """Makes the updates of one batch; ``weights(batch, plan)`` are those of `step`."""
         plan = plan_microbatches(batch, self.layout, self.train)
         weights_T = weights(batch, plan)
@@ -231,11 +273,15 @@ class Trainer:
         self.memory.onload_gradients()
         zero_grad(self.model, self.optimizer)
         sums = LossSums(loss, weights_T, self.head.fields(entropy=entropy), self.device)
-        outputs = self._run(batch, ranks, HeadOptions(self.groups.tensor, batch.temperature, entropy), sums)
+        outputs = self._run(
+            batch, ranks, HeadOptions(self.groups.tensor, batch.temperature, entropy), sums
+        )
         if before_step is not None:
             before_step(self._gathered(outputs))
         self.memory.onload_optimizer()
-        grad_norm, skipped = take_step(self.optimizer, lr=lr, clip_grad=self.train.clip_grad, device=self.device)
+        grad_norm, skipped = take_step(
+            self.optimizer, lr=lr, clip_grad=self.train.clip_grad, device=self.device
+        )
         if self.emulation is not None:
             self.emulation.after_update()
         totals = global_sums(sums.totals, counts=self._owns_outputs)
@@ -258,7 +304,10 @@ class Trainer:
 
     def _rows(self, batch: TokenBatch) -> RowsByRank:
         """Returns the rows of each micro-batch of each data-parallel rank, for a forward pass."""
-        max_tokens, multiple = self.train.max_tokens_per_microbatch, microbatch_multiple(self.layout)
+        max_tokens, multiple = (
+            self.train.max_tokens_per_microbatch,
+            microbatch_multiple(self.layout),
+        )
         lengths, dp = batch.cu_seqlens.diff().tolist(), self.layout.dp.size
         return plan_rows(lengths, dp=dp, updates=1, max_tokens=max_tokens, multiple=multiple)[0]
 
@@ -266,24 +315,42 @@ class Trainer:
     def shares_prefixes(self) -> bool:
         return shares_prefixes(self.shape, self.layout, use_te=self.device.type == "cuda")
 
-    def _pack(self, batch: TokenBatch, rows: Sequence[Sequence[int]], *, share: bool = False) -> list[Microbatch]:
+    def _pack(
+        self, batch: TokenBatch, rows: Sequence[Sequence[int]], *, share: bool = False
+    ) -> list[Microbatch]:
         """Returns this rank's micro-batches, of equal length where Megatron requires it."""
         context, is_read_T = self.layout.cp, self.head.positions(batch)
-        tensor = self.layout.tp.size * (MULTIPLES[self.fp8.recipe] if self.fp8 else 1)  # what its tokens divide by
-        fit: dict[str, Any] = {"tensor": tensor, "context": context, "device": self.device, "share": share}
+        tensor = self.layout.tp.size * (
+            MULTIPLES[self.fp8.recipe] if self.fp8 else 1
+        )  # what its tokens divide by
+        fit: dict[str, Any] = {
+            "tensor": tensor,
+            "context": context,
+            "device": self.device,
+            "share": share,
+        }
         microbatches = [pack(batch, part, is_read_T, **fit) for part in rows]
         if self.model[0].config.variable_seq_lengths:
             return microbatches
-        longest = torch.tensor(max(microbatch.length for microbatch in microbatches), device=self.device)
+        longest = torch.tensor(
+            max(microbatch.length for microbatch in microbatches), device=self.device
+        )
         dist.all_reduce(longest, dist.ReduceOp.MAX)
         return [pack(batch, part, is_read_T, length=int(longest), **fit) for part in rows]
 
     def _run(
-        self, batch: TokenBatch, ranks: RowsByRank, options: HeadOptions, sums: LossSums | None, record: Record = None
+        self,
+        batch: TokenBatch,
+        ranks: RowsByRank,
+        options: HeadOptions,
+        sums: LossSums | None,
+        record: Record = None,
     ) -> dict[str, Tensor]:
         """Runs this rank's micro-batches; with `sums`, also backward. Returns what the head read of them."""
         train, outputs = sums is not None, self._no_outputs(batch, options.top_k)
-        microbatches = self._pack(batch, ranks[self.layout.dp.rank], share=train and self.shares_prefixes)
+        microbatches = self._pack(
+            batch, ranks[self.layout.dp.rank], share=train and self.shares_prefixes
+        )
 
         def on_outputs(rows: MicrobatchRows, read: TokenOutputs) -> Tensor:
             if self._owns_outputs:
@@ -298,14 +365,24 @@ class Trainer:
             self.adapters.trains = train
         with self.router_replay.over(batch, ranks, microbatches, record, train=train):
             context = self.groups.context
-            forward_backward(self.model, microbatches, self.head, options, on_outputs, context=context, train=train)
+            forward_backward(
+                self.model,
+                microbatches,
+                self.head,
+                options,
+                on_outputs,
+                context=context,
+                train=train,
+            )
         return outputs
 
     def _no_outputs(self, batch: TokenBatch, top_k: int = 0) -> dict[str, Tensor]:
         """Returns zeros: fields of TokenOutputs for the whole batch."""
         zeros_TK = torch.zeros(batch.num_tokens, top_k, device=self.device)
         extra = {"extra_labels_TK": zeros_TK.long(), "extra_logprobs_TK": zeros_TK} if top_k else {}
-        return {name: zeros_TK.new_zeros(batch.num_tokens) for name in self.head.fields(entropy=False)} | extra
+        return {
+            name: zeros_TK.new_zeros(batch.num_tokens) for name in self.head.fields(entropy=False)
+        } | extra
 
     def _gathered(self, outputs: dict[str, Tensor]) -> TokenOutputs:
         """Sums over the ranks: each has written its rows into zeros. Returns them on the CPU."""
@@ -320,10 +397,20 @@ class Trainer:
 
 
 def _build_model(
-    shape: ModelShape, layout: Layout, train: Train, moe: Moe, options: dict[str, Any], *, use_te: bool
+    shape: ModelShape,
+    layout: Layout,
+    train: Train,
+    moe: Moe,
+    options: dict[str, Any],
+    *,
+    use_te: bool,
 ) -> tuple[list[GPTModel], SlicesByRank | None]:
     """Returns this rank's chunks, and every rank's slices if the family has no table."""
-    how: dict[str, Any] = {"dtype": DTYPES[train.dtype], "dispatcher": moe.dispatcher, "use_te": use_te}
+    how: dict[str, Any] = {
+        "dtype": DTYPES[train.dtype],
+        "dispatcher": moe.dispatcher,
+        "use_te": use_te,
+    }
     bridged = None if shape.bridge is None else Bridged.of(shape, layout, **how)
     config = transformer_config(shape, layout, **how) if bridged is None else bridged.provider
     recompute(config, train.recompute, train.recompute_modules)
@@ -335,7 +422,13 @@ def _build_model(
 
 
 def _load(
-    model: list[GPTModel], slices: Sequence[ShardSlice], layout: Layout, head: Head, folder: Path, *, has_table: bool
+    model: list[GPTModel],
+    slices: Sequence[ShardSlice],
+    layout: Layout,
+    head: Head,
+    folder: Path,
+    *,
+    has_table: bool,
 ) -> None:
     """Loads the weights of `folder` and attaches the head, whose own weights only a Hugging Face folder can have."""
     is_loaded = has_table and not is_checkpoint(folder)

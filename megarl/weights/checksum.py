@@ -26,7 +26,9 @@ def checksum(flat: Tensor) -> Tensor:
     swapped words are detected unless four or more cancel out in rows and columns."""
     data = flat.contiguous().view(torch.uint8)
     whole = data.numel() - data.numel() % (8 * ROW)
-    tail = pad(data[whole:], (0, -data.numel() % (8 * ROW)))  # zero words add nothing; the length is added at the end
+    tail = pad(
+        data[whole:], (0, -data.numel() % (8 * ROW))
+    )  # zero words add nothing; the length is added at the end
     rows, columns = [], torch.zeros(ROW, dtype=torch.int64, device=flat.device)
     for part in (data[:whole], tail):
         words = part.view(torch.int64).view(-1, ROW)
@@ -54,7 +56,9 @@ def copy_and_verify(part: Tensor, into: Tensor) -> Tensor:
 
 def _write_strip(part: Tensor, into: Tensor) -> bool:
     read = into.copy_(part).to(part.dtype)
-    return not np.array_equal(_integers(read).numpy(), _integers(part).numpy())  # faster than torch.equal
+    return not np.array_equal(
+        _integers(read).numpy(), _integers(part).numpy()
+    )  # faster than torch.equal
 
 
 def _integers(x: Tensor) -> Tensor:
@@ -70,16 +74,22 @@ def positional_checksum(part: Tensor, start: Sequence[int]) -> Tensor:
         part, start = part[None], (0,)
     if not part.numel():
         return torch.zeros((), dtype=torch.int64, device=part.device)
-    data = part.contiguous().view(torch.uint8).view(-1, part.shape[-1] * part.element_size())  # [rows, bytes]
+    data = (
+        part.contiguous().view(torch.uint8).view(-1, part.shape[-1] * part.element_size())
+    )  # [rows, bytes]
     first = start[-1] * part.element_size()
     end = first + data.shape[1]
-    if first % 4 or end % 4:  # the rest of a split word counts as zero here, and is added by the other part
+    if (
+        first % 4 or end % 4
+    ):  # the rest of a split word counts as zero here, and is added by the other part
         data = pad(data, (first % 4, -end % 4))
     words = data.view(torch.int32)
     columns = _weights_at(first // 4, words.shape[1], 0, part.device)
     rows = torch.ones(1, dtype=torch.int64, device=part.device)
     for dim, (offset, size) in enumerate(zip(start[:-1], part.shape[:-1], strict=True)):
-        rows = (rows[:, None] * _weights_at(offset, size, dim + 2, part.device)).flatten()  # [rows so far]
+        rows = (
+            rows[:, None] * _weights_at(offset, size, dim + 2, part.device)
+        ).flatten()  # [rows so far]
     return (_dot_rows(words, columns) * rows).sum()
 
 
@@ -100,14 +110,18 @@ def _dot_rows(words: Tensor, weights: Tensor) -> Tensor:
 
 def _weights_at(start: int, count: int, table: int, device: torch.device) -> Tensor:
     """Returns [count] weights of a table, from position `start`."""
-    return _weights(1 << max(8, (start + count - 1).bit_length()), table, device)[start : start + count]
+    return _weights(1 << max(8, (start + count - 1).bit_length()), table, device)[
+        start : start + count
+    ]
 
 
 @lru_cache(maxsize=64)
 def _weights(count: int, table: int, device: torch.device) -> Tensor:
     """Returns [count] int64: splitmix64 of the position, computed on the CPU to be the same for every device."""
     x = torch.arange(1, count + 1, dtype=torch.int64) * -7046029254386353131
-    x = x + torch.tensor(table) * 0x632BE59BD9B4E019  # as a tensor: it wraps, which a Python int does not
+    x = (
+        x + torch.tensor(table) * 0x632BE59BD9B4E019
+    )  # as a tensor: it wraps, which a Python int does not
     for bits, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
         x = (x ^ ((x >> bits) & ((1 << (64 - bits)) - 1))) * factor  # a logical shift
     return x.to(device)

@@ -22,7 +22,9 @@ from megarl.weights.plan import Message, Plan, Transfer, relay_buffer
 from megarl.weights.transports import Transport
 
 CPU = torch.device("cpu")
-OnBucket = Callable[[Message, Tensor], None]  # a message and its flat buffer; must not raise, as peers are waiting
+OnBucket = Callable[
+    [Message, Tensor], None
+]  # a message and its flat buffer; must not raise, as peers are waiting
 
 
 class Encoder(Protocol):
@@ -42,7 +44,9 @@ def strided_view(tensor: Tensor, part: ShardSlice, dtype: torch.dtype | None = N
     return data.as_strided(part.shape, part.strides, data.storage_offset() + part.offset)
 
 
-def read_slice(tensor: Tensor, part: ShardSlice, dtype: torch.dtype, encoder: Encoder | None) -> Tensor:
+def read_slice(
+    tensor: Tensor, part: ShardSlice, dtype: torch.dtype, encoder: Encoder | None
+) -> Tensor:
     """Returns a slice as it moves: a view as elements of `dtype`, or what the encoder makes of it."""
     if encoder and part.name in encoder.names:
         return encoder.encode(part.name, part.start, strided_view(tensor, part))
@@ -60,11 +64,21 @@ class PlanExecutor:
     """Executes this rank's messages of a plan."""
 
     def __init__(
-        self, plan: Plan, transport: Transport, dtype: torch.dtype, device: torch.device, encoder: Encoder | None = None
+        self,
+        plan: Plan,
+        transport: Transport,
+        dtype: torch.dtype,
+        device: torch.device,
+        encoder: Encoder | None = None,
     ) -> None:
         """`encoder`: of the weights that this rank sends."""
         self.rounds, self.num_messages = plan.lower(transport.rank), len(plan.message_bytes)
-        self._transport, self._dtype, self._device, self._encoder = transport, dtype, device, encoder
+        self._transport, self._dtype, self._device, self._encoder = (
+            transport,
+            dtype,
+            device,
+            encoder,
+        )
 
     @property
     def messages(self) -> Iterator[Message]:
@@ -75,9 +89,13 @@ class PlanExecutor:
     def bytes_arriving(self) -> int:
         """Bytes that this rank receives from others."""
         rank = self._transport.rank
-        return self._dtype.itemsize * sum(m.numel for m in self.messages if m.receiver == rank != m.sender)
+        return self._dtype.itemsize * sum(
+            m.numel for m in self.messages if m.receiver == rank != m.sender
+        )
 
-    def run(self, parameters: Mapping[str, Tensor], on_bucket: OnBucket, *, include_local: bool) -> Tensor:
+    def run(
+        self, parameters: Mapping[str, Tensor], on_bucket: OnBucket, *, include_local: bool
+    ) -> Tensor:
         """Calls `on_bucket` for each message received and, with `include_local`, for local copies. Returns the
         checksums [2, messages] int64 of those that this rank sent, and received; 0 for others. Raises CheckFailed,
         naming the messages in flight, if a peer is lost."""
@@ -89,14 +107,18 @@ class PlanExecutor:
             wait = self._transport.start(
                 {m.receiver: flat for m, flat in outgoing}, {m.sender: flat for m, flat in incoming}
             )
-            following = self._pack_round(number + 1, parameters, sums, relays=False)  # overlaps the round in flight
+            following = self._pack_round(
+                number + 1, parameters, sums, relays=False
+            )  # overlaps the round in flight
             for message in messages:
                 if include_local and message.sender == message.receiver:
                     on_bucket(message, self.pack(message, parameters))
             try:
                 wait()
             except CheckFailed as error:
-                raise CheckFailed(f"{error}; in flight: {self._in_flight(number, str(error))}") from error
+                raise CheckFailed(
+                    f"{error}; in flight: {self._in_flight(number, str(error))}"
+                ) from error
             for message, flat in incoming:
                 sums[1, message.index] = checksum(flat)
                 on_bucket(message, flat)
@@ -111,7 +133,9 @@ class PlanExecutor:
         flat = self._empty(message)
         for transfer, part in split_message(message, flat):
             encoder = None if transfer.is_relay else self._encoder
-            part.copy_(read_slice(memory[transfer.source.param], transfer.source, self._dtype, encoder))
+            part.copy_(
+                read_slice(memory[transfer.source.param], transfer.source, self._dtype, encoder)
+            )
         return flat
 
     def describe(self, message: Message) -> str:
@@ -123,7 +147,11 @@ class PlanExecutor:
     ) -> list[tuple[Message, Tensor]]:
         """Packs the messages that this rank sends in a round: the relays, or all others."""
         messages = self.rounds[number] if number < len(self.rounds) else ()
-        sent = (m for m in messages if m.sender == self._transport.rank != m.receiver and m.is_relay == relays)
+        sent = (
+            m
+            for m in messages
+            if m.sender == self._transport.rank != m.receiver and m.is_relay == relays
+        )
         packed = [(message, self.pack(message, memory)) for message in sent]
         for message, flat in packed:
             sums[0, message.index] = checksum(flat)
@@ -135,7 +163,9 @@ class PlanExecutor:
     def _in_flight(self, number: int, error: str) -> str:
         """Describes the messages that may be lost: those of peers named in `error`, or all of the round."""
         messages = [m for m in self.rounds[number] if m.sender != m.receiver]
-        named = [m for m in messages if f"rank {m.sender + m.receiver - self._transport.rank} " in error] or messages
+        named = [
+            m for m in messages if f"rank {m.sender + m.receiver - self._transport.rank} " in error
+        ] or messages
         return "; ".join(map(self.describe, named[:4]))
 
 
@@ -144,7 +174,11 @@ class MemoryReceiver:
     `dtype`. Messages arrive on `device`."""
 
     def __init__(
-        self, slices: Sequence[ShardSlice], memory: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device = CPU
+        self,
+        slices: Sequence[ShardSlice],
+        memory: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device = CPU,
     ) -> None:
         self.slices, self.memory, self.device, self._dtype = slices, memory, device, dtype
         self.version: int | None = None
@@ -165,8 +199,13 @@ class MemoryReceiver:
         return self._loaded
 
     def positional_checksums(self) -> Tensor:
-        sums = [positional_checksum(strided_view(self.memory[x.param], x, self._dtype), x.start) for x in self.slices]
-        return (torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64, device="cpu")).to(self.device)
+        sums = [
+            positional_checksum(strided_view(self.memory[x.param], x, self._dtype), x.start)
+            for x in self.slices
+        ]
+        return (torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64, device="cpu")).to(
+            self.device
+        )
 
     def finish(self, version: int) -> None:
         self.version = version

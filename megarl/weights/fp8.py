@@ -23,7 +23,9 @@ from megarl.weights.execute import strided_view
 from megarl.weights.publish import WeightSender
 from megarl.weights.quantize import block_amax, fp8_scales, from_fp8, to_fp8
 
-Reduce = Callable[[Tensor, bool], None]  # in place, to the max over the ranks that share dense weights, or experts
+Reduce = Callable[
+    [Tensor, bool], None
+]  # in place, to the max over the ranks that share dense weights, or experts
 
 
 class Fp8Quantizer:
@@ -31,7 +33,9 @@ class Fp8Quantizer:
 
     def __init__(self, slices: Sequence[ShardSlice], fmt: BlockFormat, reduce_max: Reduce) -> None:
         self._slices, self._fmt, self._reduce_max = slices, fmt, reduce_max
-        self._grids = {part.name.removesuffix(SCALE): part for part in slices if part.name.endswith(SCALE)}
+        self._grids = {
+            part.name.removesuffix(SCALE): part for part in slices if part.name.endswith(SCALE)
+        }
         self._weights = [part for part in slices if part.name in self._grids]
         self._scales: dict[str, Tensor] = {}  # by the name of the weight
         self.names = frozenset(self._grids)
@@ -44,19 +48,34 @@ class Fp8Quantizer:
         """A collective. Returns the parameters, and the scales of the current weights by their slices' `param`."""
         device = next(iter(parameters.values())).device
         for is_expert in (False, True):
-            grids = {name: part for name, part in self._grids.items() if (".experts." in part.param) == is_expert}
+            grids = {
+                name: part
+                for name, part in self._grids.items()
+                if (".experts." in part.param) == is_expert
+            }
             flat = torch.zeros(sum(part.numel for part in grids.values()), device=device)
             views = flat.split([part.numel for part in grids.values()])
-            amax = {name: view.view(part.shape) for (name, part), view in zip(grids.items(), views, strict=True)}
+            amax = {
+                name: view.view(part.shape)
+                for (name, part), view in zip(grids.items(), views, strict=True)
+            }
             for part in self._weights:
                 if part.name in amax:
-                    values, (top, left) = strided_view(parameters[part.param], part), self._first(part.start)
-                    found = block_amax(pad(values, (left, 0, top, 0)) if top or left else values, self._fmt.block)
+                    values, (top, left) = (
+                        strided_view(parameters[part.param], part),
+                        self._first(part.start),
+                    )
+                    found = block_amax(
+                        pad(values, (left, 0, top, 0)) if top or left else values, self._fmt.block
+                    )
                     region = self._region(amax[part.name], part.start, part.shape)
                     region.copy_(torch.maximum(found, region))
             self._reduce_max(flat, is_expert)
             self._scales |= {name: fp8_scales(values) for name, values in amax.items()}
-        return {**parameters, **{part.param: self._scales[name] for name, part in self._grids.items()}}
+        return {
+            **parameters,
+            **{part.param: self._scales[name] for name, part in self._grids.items()},
+        }
 
     def encode(self, name: str, start: Sequence[int], values: Tensor) -> Tensor:
         """Returns [start, start + values.shape) of the weight `name` as the engine keeps it, a byte an element."""
@@ -75,7 +94,11 @@ class Fp8Quantizer:
                     values, block = strided_view(parameters[part.param], part), self._fmt.block
                     scales = self._region(self._scales[part.name], part.start, part.shape)
                     first = self._first(part.start)
-                    values.copy_(from_fp8(to_fp8(values, scales, block, first), scales, block, values.dtype, first))
+                    values.copy_(
+                        from_fp8(
+                            to_fp8(values, scales, block, first), scales, block, values.dtype, first
+                        )
+                    )
             yield
         finally:
             for param, tensor in held.items():

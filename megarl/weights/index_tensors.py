@@ -66,7 +66,9 @@ def moved_slices(
         raise ValueError(f"{param} is computed from {sources}, not copied; {REMEDY}")
     positions = numbers.nonzero().squeeze(1)  # where it lies in `param`
     if positions.numel() != numbers.numel() and not padded:
-        raise ValueError(f"{numbers.numel() - positions.numel()} elements of {param} have no source in {sources}")
+        raise ValueError(
+            f"{numbers.numel() - positions.numel()} elements of {param} have no source in {sources}"
+        )
     numbers, order = numbers[positions].sort()
     positions = positions[order]
     if (numbers.diff() == 0).any():
@@ -74,12 +76,16 @@ def moved_slices(
     slices: list[ShardSlice] = []
     for name, start in tensors.first.items():
         shape = tensors.shapes[name]
-        low, high = torch.searchsorted(numbers, numbers.new_tensor([start, start + prod(shape)])).tolist()
+        low, high = torch.searchsorted(
+            numbers, numbers.new_tensor([start, start + prod(shape)])
+        ).tolist()
         slices += _slices(name, param, numbers[low:high] - start, positions[low:high], shape)
     return slices
 
 
-def _slices(name: str, param: str, index: Tensor, position: Tensor, size: tuple[int, ...]) -> list[ShardSlice]:
+def _slices(
+    name: str, param: str, index: Tensor, position: Tensor, size: tuple[int, ...]
+) -> list[ShardSlice]:
     """Merges elements into slices by dim. `index` [n], in the flat HF tensor, ascends; `position` [n]: in `param`."""
     if not index.numel():
         return []
@@ -95,7 +101,13 @@ def _slices(name: str, param: str, index: Tensor, position: Tensor, size: tuple[
         _, group = others.unique(dim=0, return_inverse=True)
         order = torch.argsort(start[:, dim], stable=True)
         order = order[torch.argsort(group[order], stable=True)]
-        start, shape, strides, offset, group = start[order], shape[order], strides[order], offset[order], group[order]
+        start, shape, strides, offset, group = (
+            start[order],
+            shape[order],
+            strides[order],
+            offset[order],
+            group[order],
+        )
         first, lengths, step = _runs(start[:, dim], offset, group)
         start, shape, strides, offset = start[first], shape[first], strides[first], offset[first]
         shape[:, dim], strides[:, dim] = lengths, step
@@ -108,7 +120,9 @@ def _slices(name: str, param: str, index: Tensor, position: Tensor, size: tuple[
 def _runs(index: Tensor, position: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Runs in which `index` rises by one within a group and `position` by a constant step: (first, length, step)."""
     steps = position.diff()
-    joined = (index.diff() == 1) & (group.diff() == 0) & (steps > 0)  # torch has no views with negative strides
+    joined = (
+        (index.diff() == 1) & (group.diff() == 0) & (steps > 0)
+    )  # torch has no views with negative strides
     gaps = torch.arange(len(steps), device=index.device)
     turns = torch.zeros_like(joined)
     turns[1:] = joined[1:] & joined[:-1] & (steps[1:] != steps[:-1])

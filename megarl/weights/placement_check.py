@@ -47,9 +47,18 @@ class PlacementCheck:
         wrong = (~is_equal).nonzero().tolist()
         if wrong:
             names, count = list(self.shapes), self.ranks_per_replica
-            ranks = [self.receivers[replica * count : (replica + 1) * count] for replica in range(replicas)]
-            where = [f"rank {some[0]}" if len(some) == 1 else f"ranks {some[0]}..{some[-1]}" for some in ranks]
-            shown = first_few([f"{names[tensor]} in the engine on {where[r]}" for r, tensor in wrong], separator="; ")
+            ranks = [
+                self.receivers[replica * count : (replica + 1) * count]
+                for replica in range(replicas)
+            ]
+            where = [
+                f"rank {some[0]}" if len(some) == 1 else f"ranks {some[0]}..{some[-1]}"
+                for some in ranks
+            ]
+            shown = first_few(
+                [f"{names[tensor]} in the engine on {where[r]}" for r, tensor in wrong],
+                separator="; ",
+            )
             raise CheckFailed(
                 f"slices of weights are in the wrong place, although every message arrived intact: {shown}; "
                 "the model family's table or the plan is wrong, or trainer replicas have different weights"
@@ -73,6 +82,10 @@ def slice_checksum(
 def sums_by_tensor(names: Iterable[str], slices: Sequence[ShardSlice], checksums: Tensor) -> Tensor:
     """Returns [2, names] int64: elements and positional checksum, summed over the slices of each tensor."""
     number = {name: index for index, name in enumerate(names)}
-    index = torch.tensor([number[part.name] for part in slices], dtype=torch.int64, device=checksums.device)
-    numel = torch.tensor([part.numel for part in slices], dtype=torch.int64, device=checksums.device)
+    index = torch.tensor(
+        [number[part.name] for part in slices], dtype=torch.int64, device=checksums.device
+    )
+    numel = torch.tensor(
+        [part.numel for part in slices], dtype=torch.int64, device=checksums.device
+    )
     return checksums.new_zeros(2, len(number)).index_add(1, index, torch.stack([numel, checksums]))

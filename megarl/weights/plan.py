@@ -134,7 +134,11 @@ class Plan:
 
     def _transfers(self, row: int) -> Iterator[Transfer]:
         rows, via, offset = self.rows, int(self.rows.via[row]), int(self.rows.offset[row])
-        layer, first, group = int(rows.layer[row]), int(rows.expert[row]), self.placement.groups[int(rows.group[row])]
+        layer, first, group = (
+            int(rows.layer[row]),
+            int(rows.expert[row]),
+            self.placement.groups[int(rows.group[row])],
+        )
         sender, receiver = int(rows.sender[row]), int(rows.receiver[row])
         for expert, overlap in product(range(first, first + group.repeats), group.overlaps):
             kept = self.placement.destination(overlap, receiver, layer, expert)
@@ -142,7 +146,12 @@ class Plan:
             if len(kept.shape) > len(shape):  # the tensor holds all experts
                 start, shape = (expert, *start), (1, *shape)
             if via >= 0:
-                source = replace(whole_tensor(relay_buffer(via), shape), name=kept.name, start=start, offset=offset)
+                source = replace(
+                    whole_tensor(relay_buffer(via), shape),
+                    name=kept.name,
+                    start=start,
+                    offset=offset,
+                )
                 offset += overlap.numel
             else:
                 source = _part(self.placement.source(overlap, sender, layer, expert), start, shape)
@@ -155,8 +164,12 @@ def relay_buffer(sender: int) -> str:
 
 
 def _part(whole: ShardSlice, start: tuple[int, ...], shape: tuple[int, ...]) -> ShardSlice:
-    steps = (stride * (s - b) for s, b, stride in zip(start, whole.start, whole.strides, strict=True))
-    return ShardSlice(whole.name, start, shape, whole.param, whole.offset + sum(steps), whole.strides)
+    steps = (
+        stride * (s - b) for s, b, stride in zip(start, whole.start, whole.strides, strict=True)
+    )
+    return ShardSlice(
+        whole.name, start, shape, whole.param, whole.offset + sum(steps), whole.strides
+    )
 
 
 def plan_transfers(
@@ -177,7 +190,11 @@ def plan_transfers(
         table, engine = with_scales(table, fp8, is_whole=True), with_scales(engine, fp8)
     sizes = ElementSizes(itemsize, table.fp32, table.fp8)
     max_numel = _max_numel(round_bytes // sizes.unit, fleet.ranks_per_node)
-    return _plan(FleetTables(shape, fleet, table, engine, sizes=sizes, max_numel=max_numel), sizes.unit, round_bytes)
+    return _plan(
+        FleetTables(shape, fleet, table, engine, sizes=sizes, max_numel=max_numel),
+        sizes.unit,
+        round_bytes,
+    )
 
 
 def plan_recorded(
@@ -202,8 +219,13 @@ def _max_numel(round_numel: int, ranks_per_node: int) -> int:
 
 
 def _plan(placement: Placement, itemsize: int, round_bytes: int) -> Plan:
-    hops, sizes = assign_senders(placement), np.array([group.numel for group in placement.groups], dtype=np.int64)
-    rounds = assign_rounds(hops, sizes[hops.group], placement, round_numel=max(1, round_bytes // itemsize))
+    hops, sizes = (
+        assign_senders(placement),
+        np.array([group.numel for group in placement.groups], dtype=np.int64),
+    )
+    rounds = assign_rounds(
+        hops, sizes[hops.group], placement, round_numel=max(1, round_bytes // itemsize)
+    )
     rows = _rows(hops, rounds, sizes)
     first = _first_rows(rows.sender, rows.receiver, rows.round)
     return Plan(
@@ -227,7 +249,14 @@ def _rows(hops: Hops, rounds: Ints, sizes: Ints) -> TransferRows:
     rounds = np.concatenate([rounds, rounds[relayed] + 1])
     order = np.lexsort((receiver, sender, rounds))
     hop = np.concatenate([np.arange(count), relayed])[order]
-    columns = (hops.group[hop], hops.layer[hop], hops.expert[hop], sender[order], receiver[order], rounds[order])
+    columns = (
+        hops.group[hop],
+        hops.layer[hop],
+        hops.expert[hop],
+        sender[order],
+        receiver[order],
+        rounds[order],
+    )
     numel, first = sizes[columns[0]], _first_rows(*columns[3:])
     before = np.cumsum(numel) - numel
     offset = before - np.repeat(before[first[:-1]], np.diff(first))
@@ -246,13 +275,17 @@ def _first_rows(*columns: Ints) -> Ints:
 
 def first_few(names: Sequence[str], most: int = 4, separator: str = ", ") -> str:
     """Returns the first names and the number of the others, for an error."""
-    return separator.join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return separator.join(names[:most]) + (
+        f" and {len(names) - most} more" if len(names) > most else ""
+    )
 
 
 def find_gaps(expected: Mapping[str, tuple[int, ...]], slices: SlicesByRank) -> list[str]:
     """Describes expected tensors that the ranks' slices do not cover, and slices of unexpected tensors."""
     numel: Counter[str] = Counter()
-    for name, _, shape in sorted({(part.name, part.start, part.shape) for of_rank in slices for part in of_rank}):
+    for name, _, shape in sorted(
+        {(part.name, part.start, part.shape) for of_rank in slices for part in of_rank}
+    ):
         numel[name] += prod(shape)
     gaps = [
         f"{name} ({numel[name]} of {prod(shape)} elements)" if name in numel else f"{name} (absent)"

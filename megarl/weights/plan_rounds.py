@@ -32,7 +32,9 @@ def assign_rounds(hops: Hops, numel: Ints, placement: Placement, *, round_numel:
         rounds = scheduler.rounds
         end = int(rounds.max()) + 1
         opened = np.full((int(hops.layer.max()) + 2, world), end, dtype=np.int32)
-        np.minimum.at(opened, (hops.layer[travelling] + 1, hops.receiver[travelling]), rounds[travelling])
+        np.minimum.at(
+            opened, (hops.layer[travelling] + 1, hops.receiver[travelling]), rounds[travelling]
+        )
         begin = opened[hops.layer[staying] + 1, hops.receiver[staying]]
         begin = np.where(begin < end, begin, due[staying] * end // scheduler.num_rounds)
         order = np.argsort(begin, kind="stable")
@@ -43,7 +45,9 @@ def assign_rounds(hops: Hops, numel: Ints, placement: Placement, *, round_numel:
 class _Scheduler:
     """Assigns rounds to hops. A resource is one kind of capacity of one rank."""
 
-    def __init__(self, hops: Hops, numel: Ints, world: int, ranks_per_node: int, round_numel: int) -> None:
+    def __init__(
+        self, hops: Hops, numel: Ints, world: int, ranks_per_node: int, round_numel: int
+    ) -> None:
         self.rounds = np.zeros(len(numel), dtype=np.int32)
         self._hops, self._numel, self._world, self._round_numel = hops, numel, world, round_numel
         self._is_far = hops.sender // ranks_per_node != hops.receiver // ranks_per_node
@@ -52,16 +56,22 @@ class _Scheduler:
         total = self._total()
         far, both = int(total[: OUT * world].max()), int(total[OUT * world :].max())
         capacity = np.full(KINDS, round_numel, dtype=np.int64)
-        if 0 < far < both:  # the network gets a share of each round, so that links within nodes are busy too
+        if (
+            0 < far < both
+        ):  # the network gets a share of each round, so that links within nodes are busy too
             capacity[[FAR_OUT, FAR_IN]] = max(1, min(round_numel // 2, round_numel * far // both))
         self._full = np.repeat(capacity, world)
-        self.num_rounds = int(np.ceil(total / self._full[: len(total)]).max(initial=1))  # a lower bound
+        self.num_rounds = int(
+            np.ceil(total / self._full[: len(total)]).max(initial=1)
+        )  # a lower bound
 
     def _total(self) -> Ints:
         """Elements of all hops and relays, by resource up to STAYS."""
         world, total = self._world, np.zeros(KINDS * self._world, dtype=np.int64)
         for first in range(0, len(self._numel), 1 << 20):
-            _, resource, numel = self._entries(np.arange(first, min(first + (1 << 20), len(self._numel))))
+            _, resource, numel = self._entries(
+                np.arange(first, min(first + (1 << 20), len(self._numel)))
+            )
             total += np.bincount(resource, weights=numel, minlength=len(total)).astype(np.int64)
         total[OUT * world : STAYS * world] += total[NEXT_OUT * world :]
         return total[: NEXT_OUT * world]
@@ -74,7 +84,9 @@ class _Scheduler:
         stays, copies = np.flatnonzero(sender == receiver), self._copies[chosen]
         relaying = np.flatnonzero(copies)
         each = np.repeat(relaying, copies[relaying])
-        number = np.arange(len(each)) - np.repeat(np.cumsum(copies[relaying]) - copies[relaying], copies[relaying])
+        number = np.arange(len(each)) - np.repeat(
+            np.cumsum(copies[relaying]) - copies[relaying], copies[relaying]
+        )
         relay_receiver = hops.relay_receiver[self._first_copy[chosen[each]] + number]
         entries = (
             (FAR_OUT, far, sender[far], numel[far]),
@@ -92,7 +104,9 @@ class _Scheduler:
     def run(self, hops: Ints, due: Ints) -> None:
         """Sets the rounds of `hops`, which are sorted by `due`."""
         room, number, taken = self._full.copy(), 0, 0
-        now, following = (slice(kind * self._world, (kind + 2) * self._world) for kind in (OUT, NEXT_OUT))
+        now, following = (
+            slice(kind * self._world, (kind + 2) * self._world) for kind in (OUT, NEXT_OUT)
+        )
         waiting = np.zeros(0, dtype=np.int64)
         while taken < len(hops) or len(waiting):
             upto = int(np.searchsorted(due, number, side="right"))
@@ -123,7 +137,9 @@ class _Scheduler:
             fits = able.copy()
             fits[place[(before + numel > room[resource]) & (before > 0)]] = False
             chosen = fits[place]
-            room -= np.bincount(resource[chosen], weights=numel[chosen], minlength=len(room)).astype(np.int64)
+            room -= np.bincount(
+                resource[chosen], weights=numel[chosen], minlength=len(room)
+            ).astype(np.int64)
             accepted |= fits
             able &= ~fits
         return accepted
@@ -131,7 +147,9 @@ class _Scheduler:
 
 def _before(key: Ints, numel: Ints) -> Ints:
     """The sum of `numel` over all earlier entries of the same key."""
-    order = np.argsort(key.astype(np.uint16) if key.max(initial=0) < 1 << 16 else key, kind="stable")  # a radix sort
+    order = np.argsort(
+        key.astype(np.uint16) if key.max(initial=0) < 1 << 16 else key, kind="stable"
+    )  # a radix sort
     size, key = numel[order], key[order]
     before = np.cumsum(size) - size
     first = np.flatnonzero(np.diff(key, prepend=-1))

@@ -33,7 +33,14 @@ import torch
 from torch import Tensor
 
 from megarl.models.fp8 import SCALE
-from megarl.models.shards import ElementSizes, ShardSlice, as_pairs, first_mismatch, in_units, shapes_in_units
+from megarl.models.shards import (
+    ElementSizes,
+    ShardSlice,
+    as_pairs,
+    first_mismatch,
+    in_units,
+    shapes_in_units,
+)
 from megarl.platform.device import device_bytes, free_host_bytes, host_bytes
 from megarl.types import CheckFailed, PublishReport
 from megarl.weights.execute import Encoder, PlanExecutor
@@ -41,7 +48,9 @@ from megarl.weights.placement_check import PlacementCheck, slice_checksum, sums_
 from megarl.weights.plan import Message, Plan, SlicesByRank, find_gaps, first_few, plan_recorded
 from megarl.weights.transports import Transport
 
-SPARE_BYTES = 2 << 30  # of device memory, kept free next to staged messages for the layers that are open at the time
+SPARE_BYTES = (
+    2 << 30
+)  # of device memory, kept free next to staged messages for the layers that are open at the time
 KEEPS = "The engine keeps its previous version"
 REFUSES = "The engine refuses prompts until a sync succeeds"
 
@@ -52,8 +61,12 @@ class WeightFormat:
 
     shapes: Mapping[str, tuple[int, ...]]  # every HF tensor with its full shape
     dtype: torch.dtype
-    fp32: frozenset[str] = frozenset()  # HF tensors that are fp32 on both sides, whatever `dtype` is
-    fp8: frozenset[str] = frozenset()  # HF tensors that are FP8 in the engine, and `dtype` in the trainer
+    fp32: frozenset[str] = (
+        frozenset()
+    )  # HF tensors that are fp32 on both sides, whatever `dtype` is
+    fp8: frozenset[str] = (
+        frozenset()
+    )  # HF tensors that are FP8 in the engine, and `dtype` in the trainer
 
     def dtype_of(self, name: str) -> torch.dtype:
         """The dtype of a tensor in the trainer."""
@@ -142,16 +155,35 @@ def plan_slices(
     CheckFailed naming tensors that are incomplete in the trainer or the engine."""
     shapes = weights.moved_shapes()
     sources = [weights.moved_slices(slices) for slices in sources]
-    paired = {part.name for slices in sources for part in slices if len(part.shape) > len(shapes[part.name])}
-    destinations = [[as_pairs(part) if part.name in paired else part for part in slices] for slices in destinations]
-    holders, receivers = {"the trainer": sources}, [rank for rank, slices in enumerate(destinations) if slices]
+    paired = {
+        part.name
+        for slices in sources
+        for part in slices
+        if len(part.shape) > len(shapes[part.name])
+    }
+    destinations = [
+        [as_pairs(part) if part.name in paired else part for part in slices]
+        for slices in destinations
+    ]
+    holders, receivers = (
+        {"the trainer": sources},
+        [rank for rank, slices in enumerate(destinations) if slices],
+    )
     for first in range(0, len(receivers), ranks_per_replica):
         ranks = receivers[first : first + ranks_per_replica]
-        holders[f"the engine on ranks {ranks[0]}..{ranks[-1]}"] = [destinations[rank] for rank in ranks]
+        holders[f"the engine on ranks {ranks[0]}..{ranks[-1]}"] = [
+            destinations[rank] for rank in ranks
+        ]
     for where, slices in holders.items():
         if gaps := find_gaps(shapes, slices):
-            raise CheckFailed(f"tensors of {where} do not match the checkpoint's: {first_few(gaps)}")
-    sizes = {"itemsize": weights.unit.itemsize, "round_bytes": round_bytes, "ranks_per_node": ranks_per_node}
+            raise CheckFailed(
+                f"tensors of {where} do not match the checkpoint's: {first_few(gaps)}"
+            )
+    sizes = {
+        "itemsize": weights.unit.itemsize,
+        "round_bytes": round_bytes,
+        "ranks_per_node": ranks_per_node,
+    }
     try:
         return plan_recorded(sources, destinations, **sizes)
     except ValueError as error:
@@ -162,7 +194,9 @@ class Publisher:
     """roles.Weights."""
 
     span: Callable[[str], AbstractContextManager[Any]] = nullcontext  # of "staging"
-    base: Publisher | None = None  # of the frozen weights below adapters: publishes once, before this one
+    base: Publisher | None = (
+        None  # of the frozen weights below adapters: publishes once, before this one
+    )
 
     def __init__(
         self,
@@ -173,7 +207,8 @@ class Publisher:
         weights: WeightFormat,
         *,
         ranks_per_replica: int,
-        table: Sequence[ShardSlice] | None = None,  # the slices that this rank of the engine keeps, from its table
+        table: Sequence[ShardSlice]
+        | None = None,  # the slices that this rank of the engine keeps, from its table
         probe: Probe | None = None,
         is_atomic: bool = True,
         ranks_per_node: int | None = None,  # None: all ranks are on one node
@@ -184,17 +219,31 @@ class Publisher:
         self.plan, self.receiver, self.transport = plan, receiver, transport
         self.weights, self.probe, self.is_atomic = weights, probe, is_atomic
         self.ranks_per_node = ranks_per_node or transport.world
-        self._device = receiver.device if receiver else next(iter(self.sender.parameters().values())).device
+        self._device = (
+            receiver.device if receiver else next(iter(self.sender.parameters().values())).device
+        )
         self._pinned = 0  # bytes staged on the host so far: torch keeps them for the next sync
-        self.executor = PlanExecutor(plan, transport, weights.unit, self._device, self.sender.encoder)
+        self.executor = PlanExecutor(
+            plan, transport, weights.unit, self._device, self.sender.encoder
+        )
         self._is_proven, self._began = False, 0.0
-        mismatch = first_mismatch(weights.moved_slices(table), receiver.slices) if receiver and table else None
+        mismatch = (
+            first_mismatch(weights.moved_slices(table), receiver.slices)
+            if receiver and table
+            else None
+        )
         reports = transport.gather((mismatch, plan.fingerprint, receiver is not None))
         mismatches, fingerprints, is_receiver = zip(*reports, strict=True)
         if wrong := [f"rank {rank}: {text}" for rank, text in enumerate(mismatches) if text]:
-            raise CheckFailed(f"{wrong[0]}: this vLLM lays out weights differently from the versions megarl supports")
-        if odd := [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]:
-            raise CheckFailed(f"ranks {odd} have a different plan from rank 0; start all ranks with the same config")
+            raise CheckFailed(
+                f"{wrong[0]}: this vLLM lays out weights differently from the versions megarl supports"
+            )
+        if odd := [
+            rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]
+        ]:
+            raise CheckFailed(
+                f"ranks {odd} have a different plan from rank 0; start all ranks with the same config"
+            )
         receivers = [rank for rank, is_one in enumerate(is_receiver) if is_one]
         self.placement = PlacementCheck(weights.moved_shapes(), receivers, ranks_per_replica)
 
@@ -209,7 +258,9 @@ class Publisher:
                 self.probe.check()
         report = self.commit(version)
         sums = ("num_tensors", "bytes_kept", "bytes_received", "seconds") if before else ()
-        return replace(report, **{name: getattr(before, name) + getattr(report, name) for name in sums})
+        return replace(
+            report, **{name: getattr(before, name) + getattr(report, name) for name in sums}
+        )
 
     def transfer(self, version: int) -> bool:
         """All of a sync but the probe, after which `commit` or `abort` ends it; returns whether the probe is due.
@@ -218,8 +269,12 @@ class Publisher:
         with _stating(KEEPS, self.transport.leave):
             self.transport.barrier(f"the weight sync of version {version}")
             parameters = self.sender.parameters()
-            is_staged = self.is_atomic and self._count(self.receiver is not None and self.receiver.version is not None)
-            self._agree(self._parameter_fault(parameters) or (self._memory_fault() if is_staged else None))
+            is_staged = self.is_atomic and self._count(
+                self.receiver is not None and self.receiver.version is not None
+            )
+            self._agree(
+                self._parameter_fault(parameters) or (self._memory_fault() if is_staged else None)
+            )
             staged = self._stage(parameters) if is_staged else None
         prove = not self._is_proven or (self.probe is not None and self.probe.always)
         with _stating(REFUSES, self.abort, self.transport.leave):
@@ -241,7 +296,9 @@ class Publisher:
         if self.receiver:
             self.receiver.finish(version)
         sizes = (len(self.weights.shapes), self.plan.bytes_kept, self.plan.bytes_received)
-        return PublishReport(version, *sizes, verified=True, seconds=time.perf_counter() - self._began)
+        return PublishReport(
+            version, *sizes, verified=True, seconds=time.perf_counter() - self._began
+        )
 
     def _parameter_fault(self, parameters: Mapping[str, Tensor]) -> str | None:
         """Describes a parameter that is missing or differs from the sender's slices."""
@@ -251,7 +308,11 @@ class Publisher:
             if tensor is None:
                 return f"the trainer has no parameter {part.param}"
             bytes_read[part.param] += part.numel * expected.itemsize
-            if tensor.dtype != expected or tensor.nbytes < bytes_read[part.param] or not tensor.is_contiguous():
+            if (
+                tensor.dtype != expected
+                or tensor.nbytes < bytes_read[part.param]
+                or not tensor.is_contiguous()
+            ):
                 contiguous = "contiguous" if tensor.is_contiguous() else "not contiguous"
                 return (
                     f"parameter {part.param} has {tensor.numel()} elements of {tensor.dtype}, {contiguous}; the plan "
@@ -261,7 +322,9 @@ class Publisher:
 
     def _memory_fault(self) -> str | None:
         """Describes a shortage of host memory for staging. All ranks of a node need about as much at once."""
-        beyond = self.executor.bytes_arriving - (0 if self._device.type == "cpu" else self._device_room())
+        beyond = self.executor.bytes_arriving - (
+            0 if self._device.type == "cpu" else self._device_room()
+        )
         needed, free = self.ranks_per_node * (beyond - self._pinned), free_host_bytes()
         if needed <= free:
             return None
@@ -282,7 +345,11 @@ class Publisher:
             nonlocal room
             room -= flat.nbytes
             if room < 0:
-                flat = host_bytes(flat.nbytes, self._device).view(flat.dtype).copy_(flat, non_blocking=True)
+                flat = (
+                    host_bytes(flat.nbytes, self._device)
+                    .view(flat.dtype)
+                    .copy_(flat, non_blocking=True)
+                )
                 self._pinned = max(self._pinned, -room)
             staged[message.index] = flat
 
@@ -290,9 +357,13 @@ class Publisher:
             self._compare(self.executor.run(parameters, stage, include_local=False))
         return staged
 
-    def _write(self, parameters: Mapping[str, Tensor], staged: dict[int, Tensor] | None) -> str | None:
+    def _write(
+        self, parameters: Mapping[str, Tensor], staged: dict[int, Tensor] | None
+    ) -> str | None:
         """Writes every message into the engine, on arrival or from `staged`, which it empties; returns the problem."""
-        read_back: list[tuple[Message, Tensor]] = []  # message, number of transfers that read back differently
+        read_back: list[
+            tuple[Message, Tensor]
+        ] = []  # message, number of transfers that read back differently
         errors: list[str] = []  # reported after all rounds, as peers wait for them
 
         def write(message: Message, flat: Tensor) -> None:
@@ -300,7 +371,9 @@ class Publisher:
                 try:
                     read_back.append((message, self.receiver.write(message, flat)))
                 except Exception as error:  # noqa: BLE001 (raised on all ranks later)
-                    errors.append(f"{self.executor.describe(message)}: {type(error).__name__}: {error}")
+                    errors.append(
+                        f"{self.executor.describe(message)}: {type(error).__name__}: {error}"
+                    )
 
         if staged is None:
             self._compare(self.executor.run(parameters, write, include_local=True))
@@ -310,8 +383,14 @@ class Publisher:
                 flat = self.executor.pack(message, parameters) if flat is None else flat
                 write(message, flat.to(self._device, non_blocking=True))
         if not errors and read_back:
-            counts = torch.stack([count for _, count in read_back]).tolist()  # synchronizes the device once
-            wrong = [self.executor.describe(m) for (m, _), count in zip(read_back, counts, strict=True) if count]
+            counts = torch.stack(
+                [count for _, count in read_back]
+            ).tolist()  # synchronizes the device once
+            wrong = [
+                self.executor.describe(m)
+                for (m, _), count in zip(read_back, counts, strict=True)
+                if count
+            ]
             if wrong:
                 return f"{len(wrong)} messages differ when read back after writing: {wrong[0]}"
         return errors[0] if errors else None
@@ -322,7 +401,11 @@ class Publisher:
         changed = set((sent != received).nonzero().flatten().tolist())
         if not changed:
             return
-        mine = [m for m in self.executor.messages if m.index in changed and m.receiver == self.transport.rank]
+        mine = [
+            m
+            for m in self.executor.messages
+            if m.index in changed and m.receiver == self.transport.rank
+        ]
         texts = self.transport.gather([self.executor.describe(message) for message in mine[:4]])
         shown = [text for of_rank in texts for text in of_rank]
         raise CheckFailed(
@@ -341,12 +424,24 @@ class Publisher:
         kept: Counter[str] = Counter()
         for part in self.receiver.slices:
             kept[part.name] += part.numel
-        wrong = sorted(name for name in kept.keys() | loaded.keys() if kept[name] != loaded.get(name, 0))
-        return f"loaded tensors differ from the expected ones: {', '.join(wrong[:4])}" if wrong else None
+        wrong = sorted(
+            name for name in kept.keys() | loaded.keys() if kept[name] != loaded.get(name, 0)
+        )
+        return (
+            f"loaded tensors differ from the expected ones: {', '.join(wrong[:4])}"
+            if wrong
+            else None
+        )
 
     def _check_placement(self, parameters: Mapping[str, Tensor]) -> None:
-        shapes, nothing = self.placement.shapes, torch.zeros(0, dtype=torch.int64, device=self._device)
-        slices, read = self.weights.moved_slices(self.sender.slices), (self.weights.unit, self.sender.encoder)
+        shapes, nothing = (
+            self.placement.shapes,
+            torch.zeros(0, dtype=torch.int64, device=self._device),
+        )
+        slices, read = (
+            self.weights.moved_slices(self.sender.slices),
+            (self.weights.unit, self.sender.encoder),
+        )
         checksums = [slice_checksum(part, parameters, shapes[part.name], *read) for part in slices]
         sent = sums_by_tensor(shapes, slices, torch.stack(checksums) if checksums else nothing)
         kept, checksums_kept = (), nothing
@@ -357,7 +452,11 @@ class Publisher:
     def _agree(self, problem: str | None) -> None:
         """Raises CheckFailed on every rank if any has a problem."""
         if self._count(problem is not None):
-            problems = [f"rank {rank}: {text}" for rank, text in enumerate(self.transport.gather(problem)) if text]
+            problems = [
+                f"rank {rank}: {text}"
+                for rank, text in enumerate(self.transport.gather(problem))
+                if text
+            ]
             raise CheckFailed(f"weights were not published: {'; '.join(problems[:4])}")
 
     def _count(self, flag: bool) -> int:

@@ -25,7 +25,16 @@ DTYPES = {
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 E4M3_MAX = 448.0
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the magnitude of codes 0 to 7; 8 to 15 are negative
+E2M1 = (
+    0.0,
+    0.5,
+    1.0,
+    1.5,
+    2.0,
+    3.0,
+    4.0,
+    6.0,
+)  # the magnitude of codes 0 to 7; 8 to 15 are negative
 Block = tuple[int, int]
 
 
@@ -53,7 +62,9 @@ def to_fp8(x: Tensor, scales: Tensor, block: Block, start: Block = (0, 0)) -> Te
     return quotient.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
-def from_fp8(values: Tensor, scales: Tensor, block: Block, dtype: torch.dtype, start: Block = (0, 0)) -> Tensor:
+def from_fp8(
+    values: Tensor, scales: Tensor, block: Block, dtype: torch.dtype, start: Block = (0, 0)
+) -> Tensor:
     """Returns value x scale, rounded once to `dtype`. start: row and column of the first value within its block, the
     first of `scales`."""
     return values.float().mul_(_spread(scales.float(), block, start, values.shape[-2:])).to(dtype)
@@ -77,16 +88,23 @@ def quantize(w: Tensor, fmt: BlockFormat) -> dict[str, Tensor]:
     shape = tuple(w.shape)
     w = w.transpose(-1, -2) if fmt.is_transposed else w
     if (inputs := w.shape[-1]) % fmt.column_step:
-        raise ValueError(f"{shape} has {inputs} inputs, not a multiple of {fmt.column_step} as {fmt.name} requires")
+        raise ValueError(
+            f"{shape} has {inputs} inputs, not a multiple of {fmt.column_step} as {fmt.name} requires"
+        )
     amax, extra = block_amax(w, fmt.block), {}
     if fmt.element == "e4m3":
         scales = fp8_scales(amax, power_of_2=fmt.power_of_2).to(DTYPES[fmt.scale_dtype])
-        stored, values = scales.view(1) if fmt.block == (0, 0) else scales, to_fp8(w, scales, fmt.block)
+        stored, values = (
+            scales.view(1) if fmt.block == (0, 0) else scales,
+            to_fp8(w, scales, fmt.block),
+        )
     else:
         divisor = torch.ones(1, device=w.device)
         if fmt.global_scale:
             largest = amax.amax()
-            extra[fmt.global_scale] = divisor = (E4M3_MAX * 6 / largest.where(largest > 0, 1)).view(1)
+            extra[fmt.global_scale] = divisor = (E4M3_MAX * 6 / largest.where(largest > 0, 1)).view(
+                1
+            )
         stored = _small_scales(amax, divisor, fmt)
         quotient = w.float() / _spread(_decode(stored) / divisor, fmt.block, (0, 0), w.shape[-2:])
         values = _pack(_codes(quotient, fmt), fmt)
@@ -96,7 +114,11 @@ def quantize(w: Tensor, fmt: BlockFormat) -> dict[str, Tensor]:
 
 
 def dequantize(
-    parts: Mapping[str, Tensor], fmt: BlockFormat, shape: Sequence[int], dtype: torch.dtype, start: Block = (0, 0)
+    parts: Mapping[str, Tensor],
+    fmt: BlockFormat,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    start: Block = (0, 0),
 ) -> Tensor:
     """Returns [..., rows, columns] of `shape` as stored (transposed if the format says so), rounded once to `dtype`.
 
@@ -122,9 +144,13 @@ def _decode(scales: Tensor) -> Tensor:
 def _small_scales(amax: Tensor, divisor: Tensor, fmt: BlockFormat) -> Tensor:
     """The stored scales of 4-bit elements. Those of a zero block are any, of one that is not finite NaN."""
     if fmt.scale_dtype == "U8":
-        exponents = (amax.view(torch.int32) + (1 << 21)) >> 23  # a mantissa of 1.75 or more counts as 2
+        exponents = (
+            amax.view(torch.int32) + (1 << 21)
+        ) >> 23  # a mantissa of 1.75 or more counts as 2
         return torch.where(amax.isfinite(), (exponents - 2).clamp(0, 254), 255).to(torch.uint8)
-    scales = torch.where(amax.isfinite(), amax * divisor / (7 if fmt.element == "int4" else 6), torch.nan)
+    scales = torch.where(
+        amax.isfinite(), amax * divisor / (7 if fmt.element == "int4" else 6), torch.nan
+    )
     scales = scales.to(DTYPES[fmt.scale_dtype])
     smallest = torch.finfo(scales.dtype).eps
     return scales.where(scales != 0, smallest)
@@ -135,7 +161,9 @@ def _codes(quotient: Tensor, fmt: BlockFormat) -> Tensor:
     if fmt.element == "int4":
         return (quotient.nan_to_num_().round_().clamp_(-8, 7) + 8).to(torch.uint8)
     # the middles of two elements; a tie goes to the even code, so up at every second: those are an ulp lower
-    middles = torch.tensor([0.25, 0.75 - 2**-24, 1.25, 1.75 - 2**-23, 2.5, 3.5 - 2**-22, 5.0], device=quotient.device)
+    middles = torch.tensor(
+        [0.25, 0.75 - 2**-24, 1.25, 1.75 - 2**-23, 2.5, 3.5 - 2**-22, 5.0], device=quotient.device
+    )
     codes = torch.bucketize(quotient.abs().contiguous(), middles)
     return (codes + 8 * quotient.signbit()).to(torch.uint8)
 
@@ -154,7 +182,9 @@ class Storage:
     format: BlockFormat = FORMATS["fp8_block"]
     names: frozenset[str] = frozenset()
 
-    def parts(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, tuple[str, tuple[int, ...]]]:
+    def parts(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Returns the dtype (safetensors' name) and shape of each stored tensor of the tensor `name`, by name."""
         parts = self.format.parts(shape) if name in self.names else {"": (NAMES[dtype], shape)}
         return {name + suffix: part for suffix, part in parts.items()}
@@ -166,12 +196,18 @@ class Storage:
         if tensor.dim() == 2 or self.format.global_scale:
             return {name + suffix: part for suffix, part in quantize(tensor, self.format).items()}
         stack = [quantize(matrix, self.format) for matrix in tensor]  # temporaries of one
-        return {name + suffix: torch.stack([parts[suffix] for parts in stack]) for suffix in stack[0]}
+        return {
+            name + suffix: torch.stack([parts[suffix] for parts in stack]) for suffix in stack[0]
+        }
 
     def round(self, matrix: Tensor) -> Tensor:
         """Returns a quantised tensor's matrix as it will be read."""
         turned = (lambda x: x.T) if self.format.is_transposed else (lambda x: x)
-        return turned(dequantize(quantize(matrix, self.format), self.format, turned(matrix).shape, matrix.dtype))
+        return turned(
+            dequantize(
+                quantize(matrix, self.format), self.format, turned(matrix).shape, matrix.dtype
+            )
+        )
 
 
 PLAIN = Storage()
@@ -180,5 +216,9 @@ PLAIN = Storage()
 @cache
 def _pairs(fmt: BlockFormat) -> Tensor:
     """[256, 2]: the two elements in each byte."""
-    values = torch.arange(16.0) - 8 if fmt.element == "int4" else torch.tensor([*E2M1, *(-x for x in E2M1)])
+    values = (
+        torch.arange(16.0) - 8
+        if fmt.element == "int4"
+        else torch.tensor([*E2M1, *(-x for x in E2M1)])
+    )
     return torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=-1)

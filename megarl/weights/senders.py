@@ -33,7 +33,11 @@ class Hops:
 
 
 def assign_senders(placement: Placement) -> Hops:
-    per_node, receivers, starts = placement.ranks_per_node, placement.receivers, placement.layer_starts
+    per_node, receivers, starts = (
+        placement.ranks_per_node,
+        placement.receivers,
+        placement.layer_starts,
+    )
     nodes, lanes, period = list(_by_node(receivers, per_node)), placement.lanes, placement.period
     offsets = np.zeros(placement.world, dtype=np.int64)  # position where each rank starts
     for index, rank in enumerate(receivers):
@@ -62,7 +66,9 @@ def assign_senders(placement: Placement) -> Hops:
     return Hops(group, layer, expert, sender, receiver, position[order], *relayed)
 
 
-def _hops(placement: Placement, nodes: Sequence[int]) -> Iterator[tuple[tuple[Ints, ...], Ints, Ints]]:
+def _hops(
+    placement: Placement, nodes: Sequence[int]
+) -> Iterator[tuple[tuple[Ints, ...], Ints, Ints]]:
     """Yields (columns of hops, those of them that come over the network, the ranks to which they are relayed)."""
     per_node = placement.ranks_per_node
     for number in range(len(placement.groups)):
@@ -71,20 +77,36 @@ def _hops(placement: Placement, nodes: Sequence[int]) -> Iterator[tuple[tuple[In
             chosen = np.flatnonzero(instances.part == part)
             sources = all_sources[instances.key[chosen]]  # [instances, sources]
             count = sources.shape[1]
-            for node, receivers in _by_node(placement.destination_ranks(number, part), per_node).items():
+            for node, receivers in _by_node(
+                placement.destination_ranks(number, part), per_node
+            ).items():
                 # counts up, to alternate senders and relaying ranks
-                rotation, ranks = instances.rotation[chosen] + number + nodes.index(node), np.array(receivers)
+                rotation, ranks = (
+                    instances.rotation[chosen] + number + nodes.index(node),
+                    np.array(receivers),
+                )
                 near = sources // per_node == node
                 is_near, first = near.any(1), ranks[rotation % len(ranks)]
                 # the next source in the rotation, on the same node if possible
-                order = np.where(near | ~is_near[:, None], (np.arange(count) - rotation[:, None]) % count, count)
+                order = np.where(
+                    near | ~is_near[:, None], (np.arange(count) - rotation[:, None]) % count, count
+                )
                 sender = np.take_along_axis(sources, order.argmin(1)[:, None], 1)[:, 0]
                 for receiver in receivers:
                     direct = np.flatnonzero(is_near | (first == receiver))
                     is_local = (sources[direct] == receiver).any(1)
                     taken, same = chosen[direct], np.zeros_like(direct)
-                    what = (instances.layer[taken], instances.expert[taken], instances.position[taken])
-                    columns = (same + number, *what, np.where(is_local, receiver, sender[direct]), same + receiver)
+                    what = (
+                        instances.layer[taken],
+                        instances.expert[taken],
+                        instances.position[taken],
+                    )
+                    columns = (
+                        same + number,
+                        *what,
+                        np.where(is_local, receiver, sender[direct]),
+                        same + receiver,
+                    )
                     yield columns, np.flatnonzero(~is_near[direct]), ranks[ranks != receiver]
 
 

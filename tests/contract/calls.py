@@ -37,9 +37,13 @@ CONCRETE = {  # what a value is, where its annotation says less
         f"{_SCHEDULES}_pipelining_without_interleaving",
     ),
 }
-OPTIONAL = {("megatron.core.dist_checkpointing.save", "async_strategy")}  # given only if the installed version takes it
+OPTIONAL = {
+    ("megatron.core.dist_checkpointing.save", "async_strategy")
+}  # given only if the installed version takes it
 _OPTIMIZER = "megatron.core.optimizer.MegatronOptimizer()"
-RENAMED = {f"{_OPTIMIZER}.get_grads_for_grad_norm": f"{_OPTIMIZER}.get_main_grads_for_grad_norm"}  # either is called
+RENAMED = {
+    f"{_OPTIMIZER}.get_grads_for_grad_norm": f"{_OPTIMIZER}.get_main_grads_for_grad_norm"
+}  # either is called
 RENAMED |= {old: new for new, old in RENAMED.items()}
 CONTAINERS = ("Sequence", "list", "Iterable", "Iterator", "tuple")
 KINDS = inspect.Parameter
@@ -72,7 +76,11 @@ def signature(arguments: ast.arguments, *, skip: int = 0) -> inspect.Signature:
     if arguments.vararg:
         found.append(inspect.Parameter(arguments.vararg.arg, KINDS.VAR_POSITIONAL))
     for x, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        found.append(inspect.Parameter(x.arg, KINDS.KEYWORD_ONLY, default=KINDS.empty if default is None else ...))
+        found.append(
+            inspect.Parameter(
+                x.arg, KINDS.KEYWORD_ONLY, default=KINDS.empty if default is None else ...
+            )
+        )
     if arguments.kwarg:
         found.append(inspect.Parameter(arguments.kwarg.arg, KINDS.VAR_KEYWORD))
     return inspect.Signature(found)
@@ -101,12 +109,19 @@ def uses(sources: Sources) -> list[Use]:
 def _returned(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
     """(`f()`, a dictionary with its keys) of each function that returns one, or one and others that are not known."""
     for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and isinstance(last := node.body[-1], ast.Return) and last.value:
+        if (
+            isinstance(node, ast.FunctionDef)
+            and isinstance(last := node.body[-1], ast.Return)
+            and last.value
+        ):
             values = {x.target.id: x.value for x in node.body if isinstance(x, ast.AnnAssign) and x.value and
                       isinstance(x.target, ast.Name)}  # fmt: skip
             value = last.value.left if isinstance(last.value, ast.BinOp) else last.value
             if keys := _spread(value, values):
-                yield f"{node.name}()", ast.Dict([ast.Constant(key) for key in keys], [ast.Constant(0)] * len(keys))
+                yield (
+                    f"{node.name}()",
+                    ast.Dict([ast.Constant(key) for key in keys], [ast.Constant(0)] * len(keys)),
+                )
 
 
 def _concrete(path: str) -> list[str]:
@@ -121,11 +136,17 @@ class _File:
         self.uses: list[Use] = []
         self.added: set[str] = set()  # paths that are assigned to
         self.imports: dict[str, str] = {}
-        self.results: dict[str, dict[str, str]] = {}  # of the file's own functions, as _annotated gives them
+        self.results: dict[
+            str, dict[str, str]
+        ] = {}  # of the file's own functions, as _annotated gives them
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom | ast.Import):
                 for alias in node.names:
-                    name = f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
+                    name = (
+                        f"{node.module}.{alias.name}"
+                        if isinstance(node, ast.ImportFrom)
+                        else alias.name
+                    )
                     if any(is_in(name, package) for package in PROVIDES.values()):
                         self.imports[alias.asname or alias.name] = name
                         self._add(node, name)
@@ -137,7 +158,9 @@ class _File:
     def _add(self, node: ast.AST, path: str, **more: object) -> None:
         self.uses.append(Use(f"{self.path}:{node.lineno}", path, **more))  # type: ignore[attr-defined, arg-type]
 
-    def _body(self, body: list[ast.stmt], types: dict[str, str], values: dict[str, ast.expr]) -> None:
+    def _body(
+        self, body: list[ast.stmt], types: dict[str, str], values: dict[str, ast.expr]
+    ) -> None:
         """`types`: {variable: path of its value}; `x[]` is the path of an element of x. `values`: what was assigned."""
         for node in body:
             if isinstance(node, Function):
@@ -147,8 +170,12 @@ class _File:
             else:
                 self._statement(node, types, values)
 
-    def _statement(self, node: ast.stmt, types: dict[str, str], values: dict[str, ast.expr]) -> None:
-        nested = [getattr(node, name) for name in ("body", "orelse", "finalbody") if hasattr(node, name)]
+    def _statement(
+        self, node: ast.stmt, types: dict[str, str], values: dict[str, ast.expr]
+    ) -> None:
+        nested = [
+            getattr(node, name) for name in ("body", "orelse", "finalbody") if hasattr(node, name)
+        ]
         for field, value in ast.iter_fields(node):
             if field not in ("body", "orelse", "finalbody", "handlers"):
                 for expression in value if isinstance(value, list) else [value]:
@@ -158,7 +185,9 @@ class _File:
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
             if isinstance(target, ast.Name):
                 values[target.id] = node.value
-                found = self._annotated(node.annotation) if isinstance(node, ast.AnnAssign) else None
+                found = (
+                    self._annotated(node.annotation) if isinstance(node, ast.AnnAssign) else None
+                )
                 self._learn(types, target.id, found or {"": self._path(node.value, types)})
         elif isinstance(node, ast.For):
             self._element(node, types)
@@ -191,11 +220,17 @@ class _File:
                 self._expression(x.annotation, {}, {})
         self._body(node.body, types, values)
 
-    def _class(self, node: ast.ClassDef, types: dict[str, str], values: dict[str, ast.expr]) -> None:
+    def _class(
+        self, node: ast.ClassDef, types: dict[str, str], values: dict[str, ast.expr]
+    ) -> None:
         """A subclass of a package's class sees that class through `self` and `super()`, less what it defines itself."""
         bases = [path for base in node.bases if (path := self._path(base, types))]
         members = {x.name for x in node.body if isinstance(x, Function)}
-        stored = [x for x in ast.walk(node) if isinstance(x, ast.Attribute) and isinstance(x.ctx, ast.Store)]
+        stored = [
+            x
+            for x in ast.walk(node)
+            if isinstance(x, ast.Attribute) and isinstance(x.ctx, ast.Store)
+        ]
         members |= {x.attr for x in stored} | {
             target.id for x in node.body if isinstance(x, ast.Assign | ast.AnnAssign)
             for target in (x.targets if isinstance(x, ast.Assign) else [x.target]) if isinstance(target, ast.Name)
@@ -205,7 +240,10 @@ class _File:
             own |= {"super()": f"{bases[0]}()", "self": f"{bases[0]}()"}
         for x in node.body:
             if isinstance(x, ast.AnnAssign) and isinstance(x.target, ast.Name):
-                own |= {f"self.{x.target.id}{suffix}": path for suffix, path in self._annotated(x.annotation).items()}
+                own |= {
+                    f"self.{x.target.id}{suffix}": path
+                    for suffix, path in self._annotated(x.annotation).items()
+                }
             if isinstance(x, Function) and x.name == "__init__":
                 own |= self._attributes(x)
         for x in node.body:
@@ -223,8 +261,15 @@ class _File:
                 if isinstance(x.targets[0], ast.Tuple) and isinstance(x.value, ast.Tuple):
                     pairs = list(zip(x.targets[0].elts, x.value.elts, strict=True))
                 for target, value in pairs:
-                    if isinstance(target, ast.Attribute) and isinstance(value, ast.Name) and value.id in annotated:
-                        found |= {_dotted(target) + suffix: path for suffix, path in annotated[value.id].items()}
+                    if (
+                        isinstance(target, ast.Attribute)
+                        and isinstance(value, ast.Name)
+                        and value.id in annotated
+                    ):
+                        found |= {
+                            _dotted(target) + suffix: path
+                            for suffix, path in annotated[value.id].items()
+                        }
         return found
 
     def _annotated(self, node: ast.expr) -> dict[str, str]:
@@ -252,7 +297,9 @@ class _File:
             return f"{path}()" if path else self.results.get(_dotted(node.func), {}).get("")
         return None
 
-    def _expression(self, node: ast.AST, types: dict[str, str], values: dict[str, ast.expr]) -> None:
+    def _expression(
+        self, node: ast.AST, types: dict[str, str], values: dict[str, ast.expr]
+    ) -> None:
         if isinstance(node, ast.Call) and (path := self._path(node.func, types)):
             self._add(node, path, call=node, values=dict(values))
         elif isinstance(node, ast.Attribute) and (path := self._path(node, types)):
@@ -293,7 +340,13 @@ def _spread(node: ast.expr, values: Mapping[str, ast.expr]) -> set[str] | None:
         return None
     keys: set[str] = set()
     for key, value in zip(node.keys, node.values, strict=True):
-        found = {key.value} if isinstance(key, ast.Constant) else _spread(value, values) if key is None else None
+        found = (
+            {key.value}
+            if isinstance(key, ast.Constant)
+            else _spread(value, values)
+            if key is None
+            else None
+        )
         if found is None:
             return None
         keys |= found
@@ -302,7 +355,10 @@ def _spread(node: ast.expr, values: Mapping[str, ast.expr]) -> set[str] | None:
 
 def _arguments(call: ast.Call, values: Mapping[str, ast.expr]) -> tuple[int, set[str], bool]:
     """How many positional arguments, which keywords, and whether there may be more."""
-    keywords, is_open = {x.arg for x in call.keywords if x.arg}, any(isinstance(x, ast.Starred) for x in call.args)
+    keywords, is_open = (
+        {x.arg for x in call.keywords if x.arg},
+        any(isinstance(x, ast.Starred) for x in call.args),
+    )
     for x in call.keywords:
         if x.arg is None:
             spread = _spread(x.value, values)
@@ -323,13 +379,17 @@ def check(found: Sequence[Use], recorded: Sequence[Mapping[str, Any]]) -> list[s
         lines += [f"{entry['package']} {entry['version']}: {line}" for line in wrong]
     packages = [PROVIDES[entry["package"]] for entry in recorded]
     unknown = [use for use in found if not any(is_in(use.path, package) for package in packages)]
-    return lines + [f"{use.where}: {use.path} is of a package without recorded signatures" for use in unknown]
+    return lines + [
+        f"{use.where}: {use.path} is of a package without recorded signatures" for use in unknown
+    ]
 
 
 def prefixes(path: str) -> Iterator[str]:
     """`a.b().c` -> a, a.b, a.b(), a.b().c"""
     segments = path.replace("()", ".()").split(".")
-    return accumulate(segments, lambda start, segment: start + ("" if segment == "()" else ".") + segment)
+    return accumulate(
+        segments, lambda start, segment: start + ("" if segment == "()" else ".") + segment
+    )
 
 
 def problems(found: Sequence[Use], signatures: Signatures) -> list[str]:
@@ -371,6 +431,12 @@ def _override(base: inspect.Signature, own: inspect.Signature) -> None:
     """Raises TypeError unless `own` accepts all that `base` accepts by name."""
     if any(x.kind == KINDS.VAR_KEYWORD for x in own.parameters.values()):
         return
-    named = [x for x in base.parameters.values() if x.kind not in (KINDS.VAR_POSITIONAL, KINDS.VAR_KEYWORD)]
+    named = [
+        x
+        for x in base.parameters.values()
+        if x.kind not in (KINDS.VAR_POSITIONAL, KINDS.VAR_KEYWORD)
+    ]
     positional = [x for x in named if x.kind != KINDS.KEYWORD_ONLY and x.default is KINDS.empty]
-    own.bind(*[None] * len(positional), **dict.fromkeys(x.name for x in named if x not in positional))
+    own.bind(
+        *[None] * len(positional), **dict.fromkeys(x.name for x in named if x not in positional)
+    )

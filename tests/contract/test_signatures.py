@@ -20,7 +20,10 @@ from megarl.trainer import megatron_config
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = json.loads(Path(__file__).with_name("signatures.json").read_text())
-SOURCES = {f"megarl/{x.relative_to(ROOT / 'megarl')}": x.read_text() for x in sorted((ROOT / "megarl").rglob("*.py"))}
+SOURCES = {
+    f"megarl/{x.relative_to(ROOT / 'megarl')}": x.read_text()
+    for x in sorted((ROOT / "megarl").rglob("*.py"))
+}
 USES = uses(SOURCES)
 CONFIG = "megatron.core.transformer.transformer_config"
 
@@ -33,17 +36,42 @@ def test_every_call_fits():
 @pytest.mark.parametrize(
     ("path", "old", "new", "message"),
     [
-        ("megatron.core.optimizer.get_megatron_optimizer", "use_gloo_process_groups", "use_gloo", "unexpected keyword"),
-        ("megatron.core.optimizer.OptimizerConfig", "optimizer_cpu_offload=", "cpu_offload=", "unexpected keyword"),
-        ("megatron.core.models.gpt.GPTModel", "config,", "config, tokenizer,", "missing a required argument"),
-        ("megatron.core.tensor_parallel.RowParallelLinear().forward", "input_", "x, name=...", "unexpected keyword"),
+        (
+            "megatron.core.optimizer.get_megatron_optimizer",
+            "use_gloo_process_groups",
+            "use_gloo",
+            "unexpected keyword",
+        ),
+        (
+            "megatron.core.optimizer.OptimizerConfig",
+            "optimizer_cpu_offload=",
+            "cpu_offload=",
+            "unexpected keyword",
+        ),
+        (
+            "megatron.core.models.gpt.GPTModel",
+            "config,",
+            "config, tokenizer,",
+            "missing a required argument",
+        ),
+        (
+            "megatron.core.tensor_parallel.RowParallelLinear().forward",
+            "input_",
+            "x, name=...",
+            "unexpected keyword",
+        ),
         (
             "megatron.core.pipeline_parallel.schedules.forward_backward_no_pipelining",
             "model,",
             "",
             "unexpected keyword",
         ),
-        ("vllm.EngineArgs", "enable_sleep_mode", "sleep_mode", "unexpected keyword argument 'enable_sleep_mode'"),
+        (
+            "vllm.EngineArgs",
+            "enable_sleep_mode",
+            "sleep_mode",
+            "unexpected keyword argument 'enable_sleep_mode'",
+        ),
         ("vllm.LLM().sleep", "level", "depth", "unexpected keyword argument 'level'"),
         ("vllm.LLM().apply_model", "func", "", "too many positional"),
     ],
@@ -58,27 +86,81 @@ def test_a_change_of_a_package_is_seen(path, old, new, message):
     assert problems and all(message in problem for problem in problems)
 
 
-@pytest.mark.parametrize("path", ["vllm.SamplingParams", "megatron.core.optimizer.MegatronOptimizer().prepare_grads"])
+@pytest.mark.parametrize(
+    "path", ["vllm.SamplingParams", "megatron.core.optimizer.MegatronOptimizer().prepare_grads"]
+)
 def test_a_name_that_is_gone_is_seen(path):
     changed = copy.deepcopy(RECORDED)
     for entry in changed:
         entry["signatures"].pop(path, None)
-    assert any(f"{path}: is not in the recorded packages" in problem for problem in check(USES, changed))
+    assert any(
+        f"{path}: is not in the recorded packages" in problem for problem in check(USES, changed)
+    )
 
 
 @pytest.mark.parametrize(
     ("file", "old", "new", "message"),
     [
-        ("rollout/engine.py", "wake_up(tags=", "wake_up(parts=", "unexpected keyword argument 'parts'"),
-        ("rollout/arguments.py", "prompt_logprobs=0", "prompts_logprobs=0", "unexpected keyword argument"),
-        ("trainer/optimizer.py", '"pin_cpu_grads"', '"pin_grads"', "unexpected keyword argument 'pin_grads'"),
-        ("trainer/optimizer.py", "chunk.zero_grad_buffer()", "chunk.zero_grads()", "is not in the recorded packages"),
-        ("trainer/optimizer.py", "part.get_parameters()", "part.parameters()", "is not in the recorded packages"),
-        ("trainer/optimizer.py", "part.get_main_grads", "part.main_grads", "is not in the recorded packages"),
-        ("trainer/layers.py", '"qk_layernorm": config', '"qk_norm": config', "unexpected keyword argument 'qk_norm'"),
-        ("trainer/layers.py", "super().forward(input_)", "super().forward()", "missing a required argument: 'input_'"),
-        ("trainer/parallel_groups.py", "seed, force_reset_rng", "force_reset_rng", "missing a required argument"),
-        ("rollout/loader_trace.py", "_place_kernel_tensors(layer, ", "_place_kernel_tensors(", "missing a required"),
+        (
+            "rollout/engine.py",
+            "wake_up(tags=",
+            "wake_up(parts=",
+            "unexpected keyword argument 'parts'",
+        ),
+        (
+            "rollout/arguments.py",
+            "prompt_logprobs=0",
+            "prompts_logprobs=0",
+            "unexpected keyword argument",
+        ),
+        (
+            "trainer/optimizer.py",
+            '"pin_cpu_grads"',
+            '"pin_grads"',
+            "unexpected keyword argument 'pin_grads'",
+        ),
+        (
+            "trainer/optimizer.py",
+            "chunk.zero_grad_buffer()",
+            "chunk.zero_grads()",
+            "is not in the recorded packages",
+        ),
+        (
+            "trainer/optimizer.py",
+            "part.get_parameters()",
+            "part.parameters()",
+            "is not in the recorded packages",
+        ),
+        (
+            "trainer/optimizer.py",
+            "part.get_main_grads",
+            "part.main_grads",
+            "is not in the recorded packages",
+        ),
+        (
+            "trainer/layers.py",
+            '"qk_layernorm": config',
+            '"qk_norm": config',
+            "unexpected keyword argument 'qk_norm'",
+        ),
+        (
+            "trainer/layers.py",
+            "super().forward(input_)",
+            "super().forward()",
+            "missing a required argument: 'input_'",
+        ),
+        (
+            "trainer/parallel_groups.py",
+            "seed, force_reset_rng",
+            "force_reset_rng",
+            "missing a required argument",
+        ),
+        (
+            "rollout/loader_trace.py",
+            "_place_kernel_tensors(layer, ",
+            "_place_kernel_tensors(",
+            "missing a required",
+        ),
     ],
 )
 def test_a_mistake_of_ours_is_named_with_its_line(file, old, new, message):
@@ -98,7 +180,11 @@ def test_settings_of_every_family_are_fields(family, monkeypatch):
     config = hf_config(Create.model_validate(create)) if FAMILIES[family].architecture else None
     shape = parse_model(config, family) if config else read_model(ROOT / "configs/models" / family)
     name, settings = megatron_config.transformer_config(  # type: ignore[misc]
-        shape, Layout.of(Parallel(tensor=2), 2, 0), dtype=torch.bfloat16, dispatcher="alltoall", use_te=True
+        shape,
+        Layout.of(Parallel(tensor=2), 2, 0),
+        dtype=torch.bfloat16,
+        dispatcher="alltoall",
+        use_te=True,
     )
     for entry in RECORDED:
         if entry["package"] == "megatron-core":
@@ -109,11 +195,15 @@ def test_settings_of_every_family_are_fields(family, monkeypatch):
 
 
 def test_recorded_versions_are_those_that_are_pinned():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     for requirement in map(Requirement, (*extras["gpu"], *extras["ray"])):
         for entry in RECORDED:
             pythons = entry["python"].split()
-            applies = not requirement.marker or any(requirement.marker.evaluate({"python_version": x}) for x in pythons)
+            applies = not requirement.marker or any(
+                requirement.marker.evaluate({"python_version": x}) for x in pythons
+            )
             if entry["package"] == requirement.name and applies:
                 assert requirement.specifier.contains(entry["version"]), (
                     f"{requirement}: {entry['version']} is recorded"

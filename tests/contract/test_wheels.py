@@ -93,7 +93,13 @@ def test_read(wheel, path, text):
 
 @pytest.mark.parametrize(
     "path",
-    ["engine.Base", "engine.Settings().open", "engine.core.Layer().weights", "engine.core.fast", "engine.gone.x"],
+    [
+        "engine.Base",
+        "engine.Settings().open",
+        "engine.core.Layer().weights",
+        "engine.core.fast",
+        "engine.gone.x",
+    ],
 )
 def test_what_is_missing(wheel, path):
     with pytest.raises(Missing):

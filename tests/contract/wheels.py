@@ -97,7 +97,9 @@ class Wheel:
         texts: dict[str, str] = {}
         for prefix in prefixes(path):
             name = prefix.rpartition(".")[2]
-            found = self._call(found) if prefix.endswith("()") and found else self._member(found, name)
+            found = (
+                self._call(found) if prefix.endswith("()") and found else self._member(found, name)
+            )
             texts[prefix] = self._text(found)
             if isinstance(found, Unknown):
                 break
@@ -105,10 +107,14 @@ class Wheel:
 
     def _file(self, module: str) -> str | None:
         stem = module.replace(".", "/")
-        return next((name for name in (f"{stem}/__init__.py", f"{stem}.py") if name in self._files), None)
+        return next(
+            (name for name in (f"{stem}/__init__.py", f"{stem}.py") if name in self._files), None
+        )
 
     def _exists(self, module: str) -> bool:
-        return any(name.startswith(f"{module.replace('.', '/')}/") for name in self._files) or bool(self._file(module))
+        return any(name.startswith(f"{module.replace('.', '/')}/") for name in self._files) or bool(
+            self._file(module)
+        )
 
     def _text(self, found: Found) -> str:
         if isinstance(found, Callable):
@@ -126,9 +132,13 @@ class Wheel:
             return self._in_class(found, name)
         raise Missing
 
-    def _in_module(self, module: str, name: str, seen: frozenset[tuple[str, str]] = frozenset()) -> Found:
+    def _in_module(
+        self, module: str, name: str, seen: frozenset[tuple[str, str]] = frozenset()
+    ) -> Found:
         inner = f"{module}.{name}" if module else name
-        statements = self._statements(module) if (module, name) not in seen else ()  # a package may import itself
+        statements = (
+            self._statements(module) if (module, name) not in seen else ()
+        )  # a package may import itself
         seen |= {(module, name)}
         for node in statements:
             if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
@@ -160,7 +170,9 @@ class Wheel:
             else:
                 yield node
 
-    def _bindings(self, module: str, node: ast.stmt, seen: frozenset[tuple[str, str]]) -> Iterator[tuple[str, Any]]:
+    def _bindings(
+        self, module: str, node: ast.stmt, seen: frozenset[tuple[str, str]]
+    ) -> Iterator[tuple[str, Any]]:
         if isinstance(node, ast.ClassDef):
             yield node.name, lambda: Class(module, node)
         elif isinstance(node, Function):
@@ -168,10 +180,16 @@ class Wheel:
         elif isinstance(node, ast.ImportFrom):
             source = self._source(module, node)
             for alias in node.names:
-                yield alias.asname or alias.name, lambda alias=alias: self._imported(source, alias.name, seen)
+                yield (
+                    alias.asname or alias.name,
+                    lambda alias=alias: self._imported(source, alias.name, seen),
+                )
         elif isinstance(node, ast.Import):
             for alias in node.names:
-                yield alias.asname or alias.name.split(".")[0], lambda alias=alias: self._imported("", alias.name, seen)
+                yield (
+                    alias.asname or alias.name.split(".")[0],
+                    lambda alias=alias: self._imported("", alias.name, seen),
+                )
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             value = node.value
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
@@ -199,7 +217,9 @@ class Wheel:
         try:
             if isinstance(node, ast.Name):
                 return self._in_module(module, node.id)
-            if isinstance(node, ast.Attribute) and not isinstance(found := self._typed(module, node.value), Unknown):
+            if isinstance(node, ast.Attribute) and not isinstance(
+                found := self._typed(module, node.value), Unknown
+            ):
                 return self._member(found, node.attr)
             if isinstance(node, ast.Call):
                 return self._call(self._typed(module, node.func))
@@ -217,7 +237,11 @@ class Wheel:
     def _call(self, found: Found) -> Found:
         if isinstance(found, Class):
             return Instance(found)
-        return self._annotated(found.module, found.node.returns) if isinstance(found, Callable) else Unknown()
+        return (
+            self._annotated(found.module, found.node.returns)
+            if isinstance(found, Callable)
+            else Unknown()
+        )
 
     def _bases(self, owner: Class) -> Iterator[Class | Unknown]:
         """The class itself, then its bases, depth first."""
@@ -249,7 +273,9 @@ class Wheel:
                     return Unknown()
                 continue
             nodes = [x for x in base.node.body if isinstance(x, Function) and x.name == name]
-            decorators = {ast.unparse(x).rpartition(".")[2] for node in nodes for x in node.decorator_list}
+            decorators = {
+                ast.unparse(x).rpartition(".")[2] for node in nodes for x in node.decorator_list
+            }
             if nodes and decorators & {"property", "cached_property"}:
                 return self._annotated(base.module, nodes[0].returns)
             if nodes:  # the last of its overloads
@@ -266,14 +292,24 @@ class Wheel:
     def _attribute(self, owner: Class, name: str) -> Found | None:
         """A field or variable of the class, or what a method assigns to `self.name`."""
         for node in ast.walk(owner.node):
-            targets = node.targets if isinstance(node, ast.Assign) else getattr(node, "target", None)
+            targets = (
+                node.targets if isinstance(node, ast.Assign) else getattr(node, "target", None)
+            )
             for target in targets if isinstance(targets, list) else [targets]:
-                is_field = isinstance(target, ast.Name) and target.id == name and node in owner.node.body
-                if is_field or (isinstance(target, ast.Attribute) and ast.unparse(target) == f"self.{name}"):
+                is_field = (
+                    isinstance(target, ast.Name) and target.id == name and node in owner.node.body
+                )
+                if is_field or (
+                    isinstance(target, ast.Attribute) and ast.unparse(target) == f"self.{name}"
+                ):
                     if isinstance(node, ast.AnnAssign):
                         return self._annotated(owner.module, node.annotation)
                     value = node.value if isinstance(node, ast.Assign) and not is_field else None
-                    return self._typed(owner.module, value) if isinstance(value, ast.Call) else Unknown()
+                    return (
+                        self._typed(owner.module, value)
+                        if isinstance(value, ast.Call)
+                        else Unknown()
+                    )
         return None
 
     def _constructor(self, owner: Class) -> inspect.Signature:
@@ -285,13 +321,21 @@ class Wheel:
                     return signature(node.args, skip=1)
             if self._has_fields(base):
                 # a dataclass may list keyword-only fields first
-                return inspect.Signature(sorted(self._fields(base).values(), key=lambda field: field.kind))
-        anything = inspect.Parameter("args", KINDS.VAR_POSITIONAL), inspect.Parameter("kwargs", KINDS.VAR_KEYWORD)
+                return inspect.Signature(
+                    sorted(self._fields(base).values(), key=lambda field: field.kind)
+                )
+        anything = (
+            inspect.Parameter("args", KINDS.VAR_POSITIONAL),
+            inspect.Parameter("kwargs", KINDS.VAR_KEYWORD),
+        )
         is_plain = not [x for x in self._bases(owner) if isinstance(x, Unknown)]
         return inspect.Signature(() if is_plain else anything)
 
     def _has_fields(self, owner: Class) -> bool:
-        is_struct = any(isinstance(base, Unknown) and base.name == "msgspec.Struct" for base in self._bases(owner))
+        is_struct = any(
+            isinstance(base, Unknown) and base.name == "msgspec.Struct"
+            for base in self._bases(owner)
+        )
         return is_struct or any("dataclass" in ast.unparse(x) for x in owner.node.decorator_list)
 
     def _fields(self, owner: Class) -> dict[str, inspect.Parameter]:
@@ -304,11 +348,15 @@ class Wheel:
         for node in owner.node.body if self._has_fields(owner) else ():
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 value = ast.unparse(node.value) if node.value else None
-                if "ClassVar" not in ast.unparse(node.annotation) and "init=False" not in (value or ""):
+                if "ClassVar" not in ast.unparse(node.annotation) and "init=False" not in (
+                    value or ""
+                ):
                     is_given = value and (not value.startswith("field(") or "default" in value)
                     kind = KINDS.KEYWORD_ONLY if only else KINDS.POSITIONAL_OR_KEYWORD
                     default = ... if is_given else KINDS.empty
-                    fields[node.target.id] = inspect.Parameter(node.target.id, kind, default=default)
+                    fields[node.target.id] = inspect.Parameter(
+                        node.target.id, kind, default=default
+                    )
         return fields
 
 
@@ -333,14 +381,24 @@ def pins(text: str) -> list[tuple[Requirement, str]]:
 
 
 def download(requirement: Requirement, python: str, folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--only-binary=:all:",
+    ]
     command += ["--python-version", python, "--dest", str(folder / python)]
     command += [option for platform in PLATFORMS for option in ("--platform", platform)]
     subprocess.run([*command, f"{requirement.name}{requirement.specifier}"], check=True)
     return next((folder / python).glob(f"{requirement.name.replace('-', '_')}-*.whl"))
 
 
-def read(path: Path, found: Sequence[Use], package: str, python: str) -> tuple[dict[str, Any], list[str]]:
+def read(
+    path: Path, found: Sequence[Use], package: str, python: str
+) -> tuple[dict[str, Any], list[str]]:
     """One entry of signatures.json, and the uses that the wheel does not have."""
     wheel, texts, missing = Wheel(path), dict[str, str](), list[Use]()
     wanted = [Use("", name) for name in FORWARDED.values()] + list(found)
@@ -362,7 +420,11 @@ def read(path: Path, found: Sequence[Use], package: str, python: str) -> tuple[d
         "python": python,
         "wheel": path.name,
         "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
-        "signatures": {name: text for name, text in sorted(texts.items()) if text != f": {name}" or name in paths},
+        "signatures": {
+            name: text
+            for name, text in sorted(texts.items())
+            if text != f": {name}" or name in paths
+        },
     }
     return entry, wrong
 
@@ -373,7 +435,9 @@ def sources() -> dict[str, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--wheels", metavar="DIR", type=Path)
     given: Path | None = parser.parse_args().wheels
     found, entries, missing = uses(sources()), dict[str, Any](), list[str]()
@@ -384,7 +448,9 @@ def main() -> int:
                 continue
             stem = requirement.name.replace("-", "_")
             if given:
-                versions = (path for path in sorted(given.glob(f"{stem}-*.whl")) if _fits(path, requirement))
+                versions = (
+                    path for path in sorted(given.glob(f"{stem}-*.whl")) if _fits(path, requirement)
+                )
                 path = next(versions)
             else:
                 path = download(requirement, python, Path(temporary))

@@ -30,7 +30,12 @@ from megarl.weights.publish import Publisher, WeightFormat, WeightSender, plan_s
 from megarl.weights.transports.collective import Collective
 
 WORLD = 2
-TP2, PP2, VPP2, EP2 = {"tensor": 2}, {"pipeline": 2}, {"pipeline": 2, "virtual_pipeline": 2}, {"expert": 2}
+TP2, PP2, VPP2, EP2 = (
+    {"tensor": 2},
+    {"pipeline": 2},
+    {"pipeline": 2, "virtual_pipeline": 2},
+    {"expert": 2},
+)
 WITH_TABLES = {
     "qwen3@5": [{}, TP2, PP2, VPP2],
     "llama@5": [TP2, PP2],
@@ -66,16 +71,23 @@ def compare_tables(bench: Bench) -> dict[str, Any]:
 def _disputed(policy: Policy, fault: str = "") -> list[ShardSlice]:
     trainer = policy.trainer
     shape = replace(trainer.shape, bridge=policy.folder)
-    bridged = Bridged.of(shape, trainer.layout, dtype=torch.float32, dispatcher="alltoall", use_te=False)
+    bridged = Bridged.of(
+        shape, trainer.layout, dtype=torch.float32, dispatcher="alltoall", use_te=False
+    )
     chunks: Any = [chunk.module for chunk in trainer.model]
-    recorded = record(chunks, _Faulty(bridged.bridge, fault), hf_shapes(trainer.shape), trainer.layout.ep)
+    recorded = record(
+        chunks, _Faulty(bridged.bridge, fault), hf_shapes(trainer.shape), trainer.layout.ep
+    )
     table = trainer.slices_by_rank()[trainer.layout.rank]
     return sorted({_normal(part) for part in recorded} ^ {_normal(part) for part in table}, key=str)
 
 
 def _normal(part: ShardSlice) -> ShardSlice:
     """Strides of dims of one element say nothing."""
-    return replace(part, strides=tuple(0 if n == 1 else s for n, s in zip(part.shape, part.strides, strict=True)))
+    return replace(
+        part,
+        strides=tuple(0 if n == 1 else s for n, s in zip(part.shape, part.strides, strict=True)),
+    )
 
 
 @dataclass(frozen=True)
@@ -152,7 +164,10 @@ def _synced(bench: Bench, model: str, parallel: dict[str, int], tensor: int) -> 
         weights=WeightFormat(hf_shapes(shape), torch.float32, fp32_tensors(shape)),
     )
     policy = bench.policy(model, config_of(parallel), shape)
-    weights, transport = WeightFormat(policy.trainer.hf_shapes(), torch.float32, fp32_tensors(shape)), Collective()
+    weights, transport = (
+        WeightFormat(policy.trainer.hf_shapes(), torch.float32, fp32_tensors(shape)),
+        Collective(),
+    )
     plan = plan_slices(
         weights,
         policy.trainer.slices_by_rank(),
@@ -160,7 +175,9 @@ def _synced(bench: Bench, model: str, parallel: dict[str, int], tensor: int) -> 
         ranks_per_replica=tensor,
         round_bytes=256 << 20,
     )
-    prompts = torch.randint(shape.vocab, (4, 8), generator=torch.Generator().manual_seed(20)).tolist()
+    prompts = torch.randint(
+        shape.vocab, (4, 8), generator=torch.Generator().manual_seed(20)
+    ).tolist()
     parity = ParityChecks(
         transport,
         partial(measure_logprobs, policy.trainer),

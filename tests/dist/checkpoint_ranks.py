@@ -29,7 +29,15 @@ from megarl.trainer.trainer import Trainer
 from megarl.types import ObjectiveState
 
 WORLD = 4
-SIZES = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 67, "tokenizer": "none"}
+SIZES = {
+    "layers": 4,
+    "hidden": 32,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 16,
+    "vocab": 67,
+    "tokenizer": "none",
+}
 CHAINS: dict[str, tuple[str, dict[str, Any], list[dict[str, int]]]] = {  # dtype, model, layouts
     "dense bf16": ("bf16", {}, [{}, {"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "pipeline": 2}]),
     "dense fp32": ("fp32", {}, [{"pipeline": 2, "virtual_pipeline": 2}, {}]),
@@ -53,7 +61,10 @@ def gathered_by_megatron(trainer: Trainer, folder: Path) -> None:
     if dist.get_rank() == 0:
         folder.mkdir()
     dist.barrier()
-    model = {f"model{number}": chunk.module.sharded_state_dict() for number, chunk in enumerate(trainer.model)}
+    model = {
+        f"model{number}": chunk.module.sharded_state_dict()
+        for number, chunk in enumerate(trainer.model)
+    }
     metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
     optimizer = trainer.optimizer.sharded_state_dict(model, metadata=metadata)
     Writing({}, {**model, "optimizer": optimizer}, folder).finish()
@@ -61,7 +72,9 @@ def gathered_by_megatron(trainer: Trainer, folder: Path) -> None:
 
 def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     """All that this rank trains."""
-    state = {name: parameter.detach().clone() for name, parameter in trainer.parameters_by_name().items()}
+    state = {
+        name: parameter.detach().clone() for name, parameter in trainer.parameters_by_name().items()
+    }
     for number, part in enumerate(rank_state.parts_of(trainer.optimizer)):
         for order, (main, moments) in enumerate(part.optimizer.state.items()):
             for name, tensor in {"main": main, **moments}.items():
@@ -71,10 +84,14 @@ def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 def differences(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
     names = sorted(one.keys() & other.keys())
-    return sorted(one.keys() ^ other.keys()) + [name for name in names if not torch.equal(one[name], other[name])]
+    return sorted(one.keys() ^ other.keys()) + [
+        name for name in names if not torch.equal(one[name], other[name])
+    ]
 
 
-def run_chain(folder: Path, model: Path, dtype: str, layouts: list[dict[str, int]]) -> dict[str, list[str]]:
+def run_chain(
+    folder: Path, model: Path, dtype: str, layouts: list[dict[str, int]]
+) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for number, parallel in enumerate(layouts):
         train = Train(dtype=dtype, lr=1e-2, max_tokens_per_microbatch=64)  # type: ignore[arg-type]
@@ -82,7 +99,9 @@ def run_chain(folder: Path, model: Path, dtype: str, layouts: list[dict[str, int
         device = torch.device("cpu")
         trainer = Trainer.build(read_model(model), layout, train=train, folder=model, device=device)
         state, last = ObjectiveState(0.0), folder / f"checkpoints/step_{number}"
-        checkpoints = Checkpoints(folder / "checkpoints", trainer, Cursor(), state, every=1, keep=9, last_step=9)
+        checkpoints = Checkpoints(
+            folder / "checkpoints", trainer, Cursor(), state, every=1, keep=9, last_step=9
+        )
         if number:
             assert checkpoints.restore(str(last))[0] == number
             resumed = state_of(trainer)
@@ -91,7 +110,11 @@ def run_chain(folder: Path, model: Path, dtype: str, layouts: list[dict[str, int
                 for moments in part.optimizer.state.values():
                     moments["exp_avg"].zero_()
                     moments["exp_avg_sq"].zero_()
-            rank_state.load([chunk.module for chunk in trainer.model], folder / f"megatron_{number}", trainer.optimizer)
+            rank_state.load(
+                [chunk.module for chunk in trainer.model],
+                folder / f"megatron_{number}",
+                trainer.optimizer,
+            )
             found[f"{number} from Megatron's files"] = differences(resumed, state_of(trainer))
         train_supervised(trainer, random_batch(num_rows=8, seed=number))
         gathered_by_megatron(trainer, folder / f"megatron_{number + 1}")

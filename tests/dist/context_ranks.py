@@ -62,7 +62,10 @@ SPARSE: dict[int, list[Sizes]] = {
         {"pipeline": 2, "expert": 2},
         {"pipeline": 2, "virtual_pipeline": 2, "context": 2},
     ],
-    8: [{"tensor": 2, "pipeline": 2, "expert": 2}, {"tensor": 2, "context": 2, "expert": 4, "pipeline": 2}],
+    8: [
+        {"tensor": 2, "pipeline": 2, "expert": 2},
+        {"tensor": 2, "context": 2, "expert": 4, "pipeline": 2},
+    ],
 }
 # of four ranks: context with every other axis; the others are those of test_trainer.py and of the checks below
 FEW_DENSE: list[Sizes] = [
@@ -78,7 +81,13 @@ FEW_SPARSE: list[Sizes] = [
     {"context": 4, "expert": 4},
     {"pipeline": 2, "virtual_pipeline": 2, "context": 2},
 ]
-TRAIN = {"dtype": "fp32", "lr": 1e-2, "max_tokens_per_microbatch": 64, "clip_grad": 1.0, "logprob_chunk": 16}
+TRAIN = {
+    "dtype": "fp32",
+    "lr": 1e-2,
+    "max_tokens_per_microbatch": 64,
+    "clip_grad": 1.0,
+    "logprob_chunk": 16,
+}
 
 
 def config_of(parallel: dict[str, int], **sections: Any) -> Config:
@@ -125,7 +134,9 @@ def whole_gradients(trainer: Trainer) -> dict[str, Tensor]:
             for bucket in buffer.buckets:  # reduced, but only this rank's part of it
                 group = buffer.data_parallel_group
                 parts = list(bucket.grad_data.chunk(group.size()))
-                dist.all_gather(parts, parts[group.rank()].clone(), group=group)  # into the bucket itself
+                dist.all_gather(
+                    parts, parts[group.rank()].clone(), group=group
+                )  # into the bucket itself
     gradients = {}
     for number, chunk in enumerate(trainer.model):
         prefix = f"chunk{number}." if len(trainer.model) > 1 else ""
@@ -135,7 +146,11 @@ def whole_gradients(trainer: Trainer) -> dict[str, Tensor]:
         if box.param in gradients:
             part = gradients[box.param]
             mine.append(
-                (box.name, box.start, part.as_strided(box.shape, box.strides, box.offset + part.storage_offset()))
+                (
+                    box.name,
+                    box.start,
+                    part.as_strided(box.shape, box.strides, box.offset + part.storage_offset()),
+                )
             )
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, [(name, start, part.clone()) for name, start, part in mine])
@@ -151,7 +166,9 @@ def _assembled(parts: list[tuple[str, tuple[int, ...], Tensor]]) -> dict[str, Te
     for name, start, part in parts:
         view = whole[name][tuple(slice(a, a + b) for a, b in zip(start, part.shape, strict=True))]
         if not view.isnan().any():
-            assert torch.allclose(view, part, rtol=1e-4, atol=1e-6), f"replicas of the gradient of {name} differ"
+            assert torch.allclose(view, part, rtol=1e-4, atol=1e-6), (
+                f"replicas of the gradient of {name} differ"
+            )
         view.copy_(part)
     return whole
 
@@ -185,7 +202,11 @@ def update(policy: Policy, scored: ScoredBatch, plan: MicrobatchPlan) -> dict[st
 
 def router_biases(trainer: Trainer) -> Tensor:
     """Of this rank's layers, end to end."""
-    found = [tensor for name, tensor in trainer.parameters_by_name().items() if name.endswith("expert_bias")]
+    found = [
+        tensor
+        for name, tensor in trainer.parameters_by_name().items()
+        if name.endswith("expert_bias")
+    ]
     return torch.cat([torch.zeros(0), *(bias.detach().clone() for bias in found)])
 
 
@@ -194,7 +215,9 @@ def compared(found: dict[str, Any], true: dict[str, Any]) -> dict[str, Any]:
     differ = found["gradients"].keys() ^ true["gradients"].keys()
     assert not differ, sorted(differ)
     worst = {
-        name: float((gradient - true["gradients"][name]).abs().max() / true["gradients"][name].abs().max())
+        name: float(
+            (gradient - true["gradients"][name]).abs().max() / true["gradients"][name].abs().max()
+        )
         for name, gradient in found["gradients"].items()
     }
     name = max(worst, key=lambda name: worst[name])
@@ -215,7 +238,9 @@ def oracle(model: torch.nn.Module, scored: ScoredBatch, config: Config) -> dict[
     logits: list[tuple[torch.nn.Module, Tensor]] = []  # of each router, row after row
     for module in model.modules():
         if type(module).__name__.endswith(("TopKRouter", "TopkRouter")):
-            module.register_forward_hook(lambda gate, x, _y: logits.append((gate, x[0].flatten(0, -2) @ gate.weight.T)))
+            module.register_forward_hook(
+                lambda gate, x, _y: logits.append((gate, x[0].flatten(0, -2) @ gate.weight.T))
+            )
     ratio = (oracle_logprobs(model, scored) - scored.old_logprobs).exp()
     clipped = ratio.clamp(1 - config.algorithm.clip_low, 1 + config.algorithm.clip_high)
     loss_T = torch.maximum(-scored.advantages * ratio, -scored.advantages * clipped)
@@ -231,7 +256,12 @@ def oracle(model: torch.nn.Module, scored: ScoredBatch, config: Config) -> dict[
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     norm = torch.stack([g.norm() for g in gradients.values()]).norm()
     gradients = {part: g for name, whole in gradients.items() for part, g in saved_as(name, whole)}
-    return {"loss": float(loss), "grad_norm": float(norm), "gradients": gradients, "terms": float(terms)}
+    return {
+        "loss": float(loss),
+        "grad_norm": float(norm),
+        "gradients": gradients,
+        "terms": float(terms),
+    }
 
 
 def saved_as(name: str, gradient: Tensor) -> list[tuple[str, Tensor]]:
@@ -278,7 +308,11 @@ def check_layouts(
         scored = score(policy, batch, logprobs)
         if ask and not true and dist.get_rank() == 0:
             true = oracle(load_model(bench.folder / model), scored, config)
-        plan = plans[number] if plans else plan_microbatches(scored, policy.trainer.layout, config.train)
+        plan = (
+            plans[number]
+            if plans
+            else plan_microbatches(scored, policy.trainer.layout, config.train)
+        )
         one = update(policy, scored, plan)
         true = true or one
         if dist.get_rank() == 0:
@@ -295,12 +329,16 @@ def check_dense(bench: Bench, layouts: list[Sizes] | None = None) -> list[dict[s
 
 
 def check_sparse(bench: Bench, layouts: list[Sizes] | None = None) -> list[dict[str, Any]]:
-    return check_layouts(bench, "qwen3_moe@4", layouts or SPARSE[bench.world], random_batch(num_rows=8), moe=MOE)
+    return check_layouts(
+        bench, "qwen3_moe@4", layouts or SPARSE[bench.world], random_batch(num_rows=8), moe=MOE
+    )
 
 
 def check_plans(bench: Bench) -> list[dict[str, Any]]:
     """Rows dealt out at random, in 1 to 16 micro-batches a rank: whatever lies together, the same gradient."""
-    layouts: list[Sizes] = [size for size in ({}, {"context": 2}, {"tensor": 2}, {"pipeline": 2}) if bench.fits(size)]
+    layouts: list[Sizes] = [
+        size for size in ({}, {"context": 2}, {"tensor": 2}, {"pipeline": 2}) if bench.fits(size)
+    ]
     layouts = (6 * layouts)[:6]
     batch, draw = random_batch(num_rows=16, seed=5), Random(bench.world)
     plans = []
@@ -318,9 +356,13 @@ def check_plans(bench: Bench) -> list[dict[str, Any]]:
 def check_idle(bench: Bench) -> list[dict[str, Any]]:
     """A data rank without rows; context ranks with no token to learn, as only the last chunk of each row has one."""
     batch = random_batch(num_rows=3, seed=3)
-    is_last = torch.zeros_like(batch.mask).index_put((batch.cu_seqlens[1:] - 2,), torch.tensor(True))
+    is_last = torch.zeros_like(batch.mask).index_put(
+        (batch.cu_seqlens[1:] - 2,), torch.tensor(True)
+    )
     batch = replace(batch, mask=batch.mask & is_last)
-    return check_layouts(bench, "qwen3_moe", [{}, {"context": 4}, {"tensor": 2, "context": 2}], batch, moe=MOE)
+    return check_layouts(
+        bench, "qwen3_moe", [{}, {"context": 4}, {"tensor": 2, "context": 2}], batch, moe=MOE
+    )
 
 
 def check_families(bench: Bench) -> list[dict[str, Any]]:
@@ -328,7 +370,11 @@ def check_families(bench: Bench) -> list[dict[str, Any]]:
     layouts: list[Sizes] = [{}, {"context": 2, "expert": 2}]
     batch, moe = random_batch(num_rows=6, seed=2), MOE | {"bias_update_rate": 0.01}
     models = ("deepseek_v3", "glm4_moe")
-    return [one for model in models for one in check_layouts(bench, model, layouts, batch, ask=False, moe=moe)]
+    return [
+        one
+        for model in models
+        for one in check_layouts(bench, model, layouts, batch, ask=False, moe=moe)
+    ]
 
 
 def check_objectives(bench: Bench) -> list[dict[str, Any]]:
@@ -340,7 +386,9 @@ def check_objectives(bench: Bench) -> list[dict[str, Any]]:
         "kl": {"estimator": "k3+", "where": "loss", "coef": 0.2},
     }
     layouts: list[Sizes] = [{}, {"context": 4}, {"tensor": 2, "context": 2}]
-    return check_layouts(bench, "qwen3", layouts, random_batch(num_rows=8), ask=False, algorithm=objective)
+    return check_layouts(
+        bench, "qwen3", layouts, random_batch(num_rows=8), ask=False, algorithm=objective
+    )
 
 
 def check_dispatcher(bench: Bench) -> list[dict[str, Any]]:
@@ -361,7 +409,9 @@ def check_recompute(bench: Bench) -> list[dict[str, Any]]:
     for how in ({"recompute": "full"}, {"recompute": "selective", "recompute_modules": ("moe",)}):
         train = how | {"max_tokens_per_microbatch": 30}
         layouts: list[Sizes] = [{"pipeline": 2, "context": 2}]
-        found += check_layouts(bench, "qwen3_moe", layouts, random_batch(num_rows=8), train=train, moe=MOE)
+        found += check_layouts(
+            bench, "qwen3_moe", layouts, random_batch(num_rows=8), train=train, moe=MOE
+        )
     return found
 
 
@@ -391,4 +441,6 @@ def work(rank: int, results: str, folder: str, world: int, checks: list[str]) ->
 if __name__ == "__main__":
     with TemporaryDirectory() as scratch:
         arguments = (sys.argv[1], scratch, int(sys.argv[2]), sys.argv[3:])
-        mp.start_processes(work, arguments, int(sys.argv[2]), start_method="fork")  # imports are slow, and done
+        mp.start_processes(
+            work, arguments, int(sys.argv[2]), start_method="fork"
+        )  # imports are slow, and done

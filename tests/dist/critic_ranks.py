@@ -67,7 +67,9 @@ class Job:
         path = create_model(MODELS[model], folder)
         layout = Layout.of(config.parallel.sizes, dist.get_world_size(), dist.get_rank())
         train, critic = config.train, config.critic
-        self.actor = Trainer.build(read_model(path), layout, train=train, folder=path, device=device)
+        self.actor = Trainer.build(
+            read_model(path), layout, train=train, folder=path, device=device
+        )
         objective = Objective(config.algorithm, bootstrap_truncated=True)
         values = Trainer.build(
             read_model(path),
@@ -86,18 +88,34 @@ class Job:
     def take(self, step: int) -> list[float]:
         batch = random_batch(num_rows=8, seed=step)
         batch.finish[::3] = 1  # cut by length
-        scored, self.state = self.learner.actor.objective.advantages(batch, self.learner.score(batch), self.state)
+        scored, self.state = self.learner.actor.objective.advantages(
+            batch, self.learner.score(batch), self.state
+        )
         report: StepReport = self.learner.update(scored)
-        numbers = [number for update in report.updates for number in (update.loss, update.grad_norm)]
-        names = ("value/loss", "value/grad_norm", "value/clip_frac", "value/explained_variance", "value/mean")
+        numbers = [
+            number for update in report.updates for number in (update.loss, update.grad_norm)
+        ]
+        names = (
+            "value/loss",
+            "value/grad_norm",
+            "value/clip_frac",
+            "value/explained_variance",
+            "value/mean",
+        )
         return [*numbers, *(report.metrics[name] for name in names)]
 
     def tensors(self) -> list[torch.Tensor]:
         found = []
         for trainer in (self.actor, self.learner.critic):
-            found += [parameter.detach().clone() for parameter in trainer.parameters_by_name().values()]
+            found += [
+                parameter.detach().clone() for parameter in trainer.parameters_by_name().values()
+            ]
             for part in rank_state.parts_of(trainer.optimizer):
-                found += [state[name].clone() for state in part.optimizer.state.values() for name in sorted(state)]
+                found += [
+                    state[name].clone()
+                    for state in part.optimizer.state.values()
+                    for name in sorted(state)
+                ]
         return found
 
     def close(self) -> None:
@@ -116,7 +134,10 @@ def run(folder: Path, model: str, parallel: dict[str, int]) -> dict[str, Any]:
     expected = whole.tensors()
     whole.close()
     found: dict[str, Any] = {"numbers": numbers}
-    for name, sizes in {"again": parallel, **({"other": OTHER} if world > 1 and not parallel else {})}.items():
+    for name, sizes in {
+        "again": parallel,
+        **({"other": OTHER} if world > 1 and not parallel else {}),
+    }.items():
         job = Job(folder, model, sizes, saves)
         assert job.saves.restore("auto") == (1, whole.state)
         found[name] = job.take(1)

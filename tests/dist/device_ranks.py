@@ -53,7 +53,10 @@ class DeviceMemory(Memory):
 
     def __init__(self, slices: list[ShardSlice]) -> None:
         super().__init__(slices)
-        self.memory, self.device = {name: there(tensor) for name, tensor in self.memory.items()}, DEVICE
+        self.memory, self.device = (
+            {name: there(tensor) for name, tensor in self.memory.items()},
+            DEVICE,
+        )
 
     def write(self, message, flat):
         wrong = torch.zeros((), dtype=torch.int64, device=flat.device)
@@ -74,17 +77,24 @@ class Staged(Publisher):
 
     def _stage(self, parameters):
         staged = super()._stage(parameters)
-        sizes = [sum(x.nbytes for x in staged.values() if isinstance(x, There) == on_device) for on_device in (1, 0)]
+        sizes = [
+            sum(x.nbytes for x in staged.values() if isinstance(x, There) == on_device)
+            for on_device in (1, 0)
+        ]
         assert sum(sizes) == self.executor.bytes_arriving
         self.staged = sizes[0], sizes[1]
         return staged
 
 
-def weights_of(fleet: Fleet, rank: int) -> tuple[dict[str, Tensor], list[ShardSlice], dict[str, Tensor]]:
+def weights_of(
+    fleet: Fleet, rank: int
+) -> tuple[dict[str, Tensor], list[ShardSlice], dict[str, Tensor]]:
     """All tensors, this trainer rank's slices, and its parameters on the device."""
     generator = torch.Generator().manual_seed(0)
     full = {name: torch.randn(size, generator=generator) for name, size in SHAPES.items()}
-    slices = slices_of(megatron_table(SHAPE, spec="local", padded_vocab=PADDED), SHAPE, fleet.trainer_layout(rank))
+    slices = slices_of(
+        megatron_table(SHAPE, spec="local", padded_vocab=PADDED), SHAPE, fleet.trainer_layout(rank)
+    )
     parameters = room_for(slices)
     for part in slices:
         view(parameters, part).copy_(slice_of(full, part))
@@ -94,13 +104,17 @@ def weights_of(fleet: Fleet, rank: int) -> tuple[dict[str, Tensor], list[ShardSl
 def publish(kind: str) -> None:
     is_split, rank = kind == "split", dist.get_rank()
     parallel = Parallel() if is_split else Parallel(tensor=2)
-    fleet = Fleet(parallel, 1 if is_split else 2, tensor=1, replicas=1 if is_split else 2, is_split=is_split)
+    fleet = Fleet(
+        parallel, 1 if is_split else 2, tensor=1, replicas=1 if is_split else 2, is_split=is_split
+    )
     full, slices, parameters = weights_of(fleet, 0 if is_split else rank)
     receives, sends = rank >= fleet.first_receiver, rank < fleet.trainers
     table = slices_of(engine_table(SHAPE), SHAPE, fleet.engine_layout(rank)) if receives else None
     engine = DeviceMemory(table) if table else None
     publisher = (Staged if kind == "staged" else Publisher)(
-        plan_transfers(SHAPE, fleet, padded_vocab=PADDED, itemsize=4, round_bytes=4096, spec="local"),
+        plan_transfers(
+            SHAPE, fleet, padded_vocab=PADDED, itemsize=4, round_bytes=4096, spec="local"
+        ),
         WeightSender(slices, lambda: parameters) if sends else None,
         engine,
         OnDevice(),
@@ -133,7 +147,9 @@ def export(folder: Path) -> None:
         file_bytes=16 * 1024,
     )
     written = {
-        name: tensor for file in (folder / "hf").glob("*.safetensors") for name, tensor in load_file(file).items()
+        name: tensor
+        for file in (folder / "hf").glob("*.safetensors")
+        for name, tensor in load_file(file).items()
     }
     assert written.keys() == full.keys()
     assert all(torch.equal(full[name], tensor) for name, tensor in written.items())
@@ -167,13 +183,22 @@ class Rewards:
 
 
 def exchange() -> None:
-    requests = [Request(Prompt(number, (1,), ""), index, 0, 1.0) for number in range(2) for index in range(2)]
+    requests = [
+        Request(Prompt(number, (1,), ""), index, 0, 1.0)
+        for number in range(2)
+        for index in range(2)
+    ]
     rank = dist.get_rank()
     before = There.bytes_made
     samples = Exchange(Sampler(), Rewards(), Axis(2, rank), Axis(1))(requests, 3)
     print(f"exchange: {There.bytes_made - before} bytes on the device")
     assert There.bytes_made == before
-    assert [(x.prompt_id, x.index, x.reward) for x in samples] == [(0, 0, 0), (0, 1, 0), (1, 0, 1), (1, 1, 1)]
+    assert [(x.prompt_id, x.index, x.reward) for x in samples] == [
+        (0, 0, 0),
+        (0, 1, 0),
+        (1, 0, 1),
+        (1, 1, 1),
+    ]
 
 
 def main(folder: Path) -> None:

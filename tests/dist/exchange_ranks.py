@@ -42,7 +42,9 @@ class Sampler:
             Sample(
                 r.prompt.prompt_id,
                 r.index,
-                torch.tensor([self.drift, r.prompt.prompt_id] + [r.index] * (1 + r.prompt.prompt_id)),
+                torch.tensor(
+                    [self.drift, r.prompt.prompt_id] + [r.index] * (1 + r.prompt.prompt_id)
+                ),
                 torch.ones(3 + r.prompt.prompt_id, dtype=torch.bool),
                 torch.full((3 + r.prompt.prompt_id,), -0.1 * r.index),
                 torch.full((3 + r.prompt.prompt_id,), version, dtype=torch.int32),
@@ -83,7 +85,10 @@ def main(folder: Path) -> None:
     sampler, rewards = Sampler(), Rewards()
     got = exchange(sampler, rewards)(requests, 8)
     seen = {
-        "samples": [(s.prompt_id, s.index, s.tokens.tolist(), s.rollout_logprobs.tolist(), s.reward) for s in got],
+        "samples": [
+            (s.prompt_id, s.index, s.tokens.tolist(), s.rollout_logprobs.tolist(), s.reward)
+            for s in got
+        ],
         "sampled": sampler.calls,
         "scored": rewards.calls,
     }
@@ -97,7 +102,9 @@ def main(folder: Path) -> None:
             seen[name] = f"{type(error).__name__}: {error}"
     slow = Sampler(seconds=1.5 * TIMEOUT_S if rank < 2 else 0.0)
     seen["slow"] = len(exchange(slow, rewards)(requests, 8))
-    seen["after"] = len(exchange(sampler, rewards)(requests[:1], 9))  # fewer requests than replicas; nobody is stuck
+    seen["after"] = len(
+        exchange(sampler, rewards)(requests[:1], 9)
+    )  # fewer requests than replicas; nobody is stuck
     (folder / f"rank_{rank}.json").write_text(json.dumps(seen))
     dist.destroy_process_group()
 

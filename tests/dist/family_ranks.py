@@ -30,8 +30,16 @@ from megarl.weights.transports.collective import Collective
 DENSE = ["llama@5", "qwen2@5", "qwen3@5", "qwen3_untied@5"]  # 5 layers: no even stages
 SPARSE = ["qwen3_moe@5", "mixtral@5", "deepseek_v3@5", "deepseek_v3_direct@5", "glm4_moe@5"]
 DENSE_LAYOUTS = [{"tensor": 2}, {"pipeline": 2}, {"pipeline": 2, "virtual_pipeline": 2}]
-SPARSE_LAYOUTS = [*DENSE_LAYOUTS, {"expert": 2}, {"tensor": 2, "expert": 2}, {"tensor": 2, "expert_tensor": 2}]
-GPT_OSS = [*SPARSE_LAYOUTS[:5], {"context": 2, "expert": 2}]  # Megatron's biased experts are not split among ranks
+SPARSE_LAYOUTS = [
+    *DENSE_LAYOUTS,
+    {"expert": 2},
+    {"tensor": 2, "expert": 2},
+    {"tensor": 2, "expert_tensor": 2},
+]
+GPT_OSS = [
+    *SPARSE_LAYOUTS[:5],
+    {"context": 2, "expert": 2},
+]  # Megatron's biased experts are not split among ranks
 WORLDS = {"each_once": 4, "every": 4, "all_axes": 8}  # ranks
 ALL_AXES = {"tensor": 2, "pipeline": 2, "expert": 2}
 
@@ -60,7 +68,12 @@ def layouts(which: str) -> list[tuple[str, dict[str, int]]]:
         return [*every, ("deepseek_v3@5", ALL_AXES | {"virtual_pipeline": 2})]
     dense = [(model, parallel) for model in DENSE for parallel in DENSE_LAYOUTS]
     sparse = [(model, parallel) for model in SPARSE for parallel in SPARSE_LAYOUTS]
-    return dense + sparse + [("gpt_oss@5", parallel) for parallel in GPT_OSS] + [("qwen3_yarn@5", {"tensor": 2})]
+    return (
+        dense
+        + sparse
+        + [("gpt_oss@5", parallel) for parallel in GPT_OSS]
+        + [("qwen3_yarn@5", {"tensor": 2})]
+    )
 
 
 def round_trip(policy: Policy) -> list[str]:
@@ -70,7 +83,9 @@ def round_trip(policy: Policy) -> list[str]:
     export_hf(
         back,
         origin=origin,
-        weights=WeightFormat(hf_shapes(trainer.shape), DTYPES[trainer.train.dtype], fp32_tensors(trainer.shape)),
+        weights=WeightFormat(
+            hf_shapes(trainer.shape), DTYPES[trainer.train.dtype], fp32_tensors(trainer.shape)
+        ),
         sources=trainer.slices_by_rank(),
         parameters=trainer.parameters_by_name,
         transport=Collective(),
@@ -87,7 +102,8 @@ def round_trips_in_bf16(bench: Bench, which: str) -> dict[str, list[str]]:
     parallel = ALL_AXES if which == "all_axes" else {"tensor": 2, "expert": 2}
     models = ["deepseek_v3@5"] if which == "each_once" else SPARSE
     return {
-        model: round_trip(bench.policy(in_bf16(bench, model), config_of(parallel, dtype="bf16"))) for model in models
+        model: round_trip(bench.policy(in_bf16(bench, model), config_of(parallel, dtype="bf16")))
+        for model in models
     }
 
 
@@ -115,7 +131,10 @@ def in_bf16(bench: Bench, model: str) -> str:
 
 def work(rank: int, results: str, folder: str, which: str) -> None:
     bench, start = join(rank, WORLDS[which], folder), perf_counter()
-    found = {"layouts": measure(bench, layouts(which), round_trip), "bf16": round_trips_in_bf16(bench, which)}
+    found = {
+        "layouts": measure(bench, layouts(which), round_trip),
+        "bf16": round_trips_in_bf16(bench, which),
+    }
     if rank == 0:
         print(f"{len(layouts(which))} layouts: {perf_counter() - start:.1f} s", flush=True)
         Path(results).write_text(json.dumps(found))
@@ -128,4 +147,6 @@ if __name__ == "__main__":
     with TemporaryDirectory() as scratch:
         for name in [*DENSE, *SPARSE, "gpt_oss@5", "qwen3_yarn@5"]:
             save_model(name, Path(scratch))
-        mp.start_processes(work, (sys.argv[1], scratch, sys.argv[2]), WORLDS[sys.argv[2]], start_method="fork")
+        mp.start_processes(
+            work, (sys.argv[1], scratch, sys.argv[2]), WORLDS[sys.argv[2]], start_method="fork"
+        )

@@ -24,7 +24,10 @@ WIDE = {"num_key_value_heads": 4, "moe_intermediate_size": 128}
 sync_ranks.CONFIGS |= {
     "dense": (transformers.Qwen3Config, TIED | {"vocab_size": 67, "num_key_value_heads": 2}),
     "experts": (transformers.Qwen3MoeConfig, UNTIED | EXPERTS | WIDE | {"vocab_size": 67}),
-    "halves": (transformers.Qwen3Config, UNTIED | WIDE | {"vocab_size": 70, "head_dim": 64, "intermediate_size": 256}),
+    "halves": (
+        transformers.Qwen3Config,
+        UNTIED | WIDE | {"vocab_size": 70, "head_dim": 64, "intermediate_size": 256},
+    ),
     "experts_halves": (
         transformers.Qwen3MoeConfig,
         UNTIED | EXPERTS | WIDE | {"vocab_size": 70, "head_dim": 64, "moe_intermediate_size": 256},

@@ -17,7 +17,9 @@ TIMEOUT = timedelta(seconds=60)
 
 
 def join(store: str, rank: int, world: int, name: str) -> Collective:
-    group = Group.join(open_store(store, name, TIMEOUT), rank, world, name=name, is_cuda=False, timeout=TIMEOUT)
+    group = Group.join(
+        open_store(store, name, TIMEOUT), rank, world, name=name, is_cuda=False, timeout=TIMEOUT
+    )
     return Collective(timeout_s=60, group=group)
 
 

@@ -30,10 +30,28 @@ import megarl
 
 aten = torch.ops.aten
 DEVICE, HOST = torch.device("cpu", 0), torch.device("cpu")
-DYNAMIC = (aten.nonzero.default, aten.masked_select.default, aten._unique2.default, aten.repeat_interleave.Tensor)
-INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
-LOCAL = ("trainer/layers.py", "trainer/context_parallel.py", "embeddings/rope_utils.py", "moe/experts.py")
-ROOTS = (f"{Path(megarl.__file__).parent}/", "/megatron/core/")  # a clone may be in a folder of that name
+DYNAMIC = (
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten._unique2.default,
+    aten.repeat_interleave.Tensor,
+)
+INDEXING = (
+    aten.index.Tensor,
+    aten.index_put.default,
+    aten.index_put_.default,
+    aten._index_put_impl_.default,
+)
+LOCAL = (
+    "trainer/layers.py",
+    "trainer/context_parallel.py",
+    "embeddings/rope_utils.py",
+    "moe/experts.py",
+)
+ROOTS = (
+    f"{Path(megarl.__file__).parent}/",
+    "/megatron/core/",
+)  # a clone may be in a folder of that name
 
 
 class HostSyncs(TorchDispatchMode):
@@ -71,7 +89,9 @@ class HostSyncs(TorchDispatchMode):
         lands = any(is_there) if target is None else torch.device(target) == DEVICE
         if func is aten._local_scalar_dense.default and any(is_there):
             self.count("read")
-        elif (func in DYNAMIC and any(is_there)) or (func in INDEXING and is_there[0] and self._syncs(tensors[1:])):
+        elif (func in DYNAMIC and any(is_there)) or (
+            func in INDEXING and is_there[0] and self._syncs(tensors[1:])
+        ):
             self.count(f"shape ({func.__name__})")
         elif func is aten._to_copy.default and target is not None and lands != any(is_there):
             self._copy(given.get("non_blocking", False))
@@ -89,7 +109,10 @@ class HostSyncs(TorchDispatchMode):
             self.count("copy")
 
     def _syncs(self, indices: list[Tensor]) -> bool:
-        return any(x.dtype == torch.bool or (not x.is_floating_point() and not self.on_device(x)) for x in indices)
+        return any(
+            x.dtype == torch.bool or (not x.is_floating_point() and not self.on_device(x))
+            for x in indices
+        )
 
 
 @contextmanager
@@ -120,7 +143,9 @@ def host_syncs() -> Iterator[HostSyncs]:
         torch.tensor, Tensor.tolist, Tensor.numpy = plain_tensor, tolist, numpy  # type: ignore[method-assign]
 
 
-def measure(folder: Path, *, num_rows: int, experts: int = 0, **algorithm: Any) -> tuple[Counter[str], Counter[str]]:
+def measure(
+    folder: Path, *, num_rows: int, experts: int = 0, **algorithm: Any
+) -> tuple[Counter[str], Counter[str]]:
     """Returns what one step with a micro-batch per row does inside the schedule, and outside of it."""
     from trainer_cases import Policy, random_batch
 
@@ -128,14 +153,24 @@ def measure(folder: Path, *, num_rows: int, experts: int = 0, **algorithm: Any) 
     from megarl.launch.random_model import create_model
     from megarl.trainer import trainer as module
 
-    sizes = {"layers": 2, "hidden": 32, "heads": 2, "kv_heads": 2, "head_dim": 16, "vocab": 67, "tokenizer": "none"}
+    sizes = {
+        "layers": 2,
+        "hidden": 32,
+        "heads": 2,
+        "kv_heads": 2,
+        "head_dim": 16,
+        "vocab": 67,
+        "tokenizer": "none",
+    }
     if experts:
         sizes |= {"family": "qwen3_moe", "experts": experts, "moe_intermediate": 32}
     model = create_model(Create.model_validate(sizes), folder)
     train = {"dtype": "fp32", "max_tokens_per_microbatch": 1}  # rows that exceed it are alone
     moe = {"aux_loss": 1e-3} if experts else {}
     policy = Policy.build(
-        Config.model_validate({"train": train, "algorithm": algorithm, "moe": moe}), model, device=DEVICE
+        Config.model_validate({"train": train, "algorithm": algorithm, "moe": moe}),
+        model,
+        device=DEVICE,
     )
     scored = policy.score(random_batch(num_rows=num_rows))
     inside: Counter[str] = Counter()
@@ -151,7 +186,11 @@ def measure(folder: Path, *, num_rows: int, experts: int = 0, **algorithm: Any) 
         with host_syncs() as mode:
             for chunk in policy.trainer.model:
                 parameters = list(chunk.parameters())
-                for tensor in (*parameters, *chunk.module.buffers(), *(x.main_grad for x in parameters)):
+                for tensor in (
+                    *parameters,
+                    *chunk.module.buffers(),
+                    *(x.main_grad for x in parameters),
+                ):
                     mode.tag(tensor)
             policy.trainer.forward(scored)
             policy.update(scored)

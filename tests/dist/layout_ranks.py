@@ -22,7 +22,15 @@ from megarl.trainer.trainer import Trainer
 from megarl.types import Prompt
 
 WORLD = 4
-SIZES = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 67, "tokenizer": "none"}
+SIZES = {
+    "layers": 4,
+    "hidden": 32,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 16,
+    "vocab": 67,
+    "tokenizer": "none",
+}
 LAYOUTS = {
     "dense": ["1", "tp2", "cp2", "pp2,vpp2"],
     "moe": ["1", "tp2", "pp2,ep2"],
@@ -38,11 +46,17 @@ def main(file: Path) -> None:
         dist.barrier()
         model = create_model(Create(**SIZES, **more), file.parent)
         train = Train(dtype="fp32", max_tokens_per_microbatch=48)
-        batch = prompt_rows([Prompt(n, tuple(range(n, n + 4 + n)), "") for n in range(8)], num_tokens=5, vocab=67)
+        batch = prompt_rows(
+            [Prompt(n, tuple(range(n, n + 4 + n)), "") for n in range(8)], num_tokens=5, vocab=67
+        )
 
-        def build(layout: Layout, *, fault: bool, model: Path = model, train: Train = train) -> Trainer:
+        def build(
+            layout: Layout, *, fault: bool, model: Path = model, train: Train = train
+        ) -> Trainer:
             device = torch.device("cpu")
-            trainer = Trainer.build(read_model(model), layout, train=train, folder=model, device=device)
+            trainer = Trainer.build(
+                read_model(model), layout, train=train, folder=model, device=device
+            )
             if fault and layout.tp.size == 2:
                 for held, parameter in trainer.parameters_by_name().items():
                     if "layers.2.mlp" in held and layout.tp.rank == 1:
@@ -51,7 +65,9 @@ def main(file: Path) -> None:
 
         for fault in (False, True):
             layouts = LAYOUTS[name] if not fault else LAYOUTS[name][:2]
-            found = check_layouts(layouts, batch, partial(build, fault=fault), world=WORLD, rank=rank)
+            found = check_layouts(
+                layouts, batch, partial(build, fault=fault), world=WORLD, rank=rank
+            )
             said[f"{name} fault" if fault else name] = compare(found, "fp32")
     if rank == 0:
         file.write_text(json.dumps(said))

@@ -29,11 +29,18 @@ def adapter_shapes(trainer: Trainer) -> dict[str, tuple[int, ...]]:
 
 
 def random_adapter(
-    model: Path, folder: Path, targets: Sequence[str] = ("all-linear",), *, rank: int = RANK, scale: float = 0.2
+    model: Path,
+    folder: Path,
+    targets: Sequence[str] = ("all-linear",),
+    *,
+    rank: int = RANK,
+    scale: float = 0.2,
 ) -> None:
     """Writes a PEFT folder."""
     shape, generator = read_model(model), torch.Generator().manual_seed(1)
-    table = adapter_table(megatron_table(shape, spec="local", padded_vocab=shape.vocab), targets, rank)
+    table = adapter_table(
+        megatron_table(shape, spec="local", padded_vocab=shape.vocab), targets, rank
+    )
     sizes = shapes_of(table, shape)
     folder.mkdir()
     tensors = {name: scale * torch.randn(size, generator=generator) for name, size in sizes.items()}
@@ -42,7 +49,9 @@ def random_adapter(
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
-def tensors_by_name(slices: Sequence[ShardSlice], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def tensors_by_name(
+    slices: Sequence[ShardSlice], parameters: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """Each slice as a tensor, named with its place."""
     found = {}
     for part in slices:
@@ -78,7 +87,9 @@ class LoraOracle:
                 result[name] = parameters[name] + delta
         for name, parameter in parameters.items():
             block, _, kind = name.rpartition(".")
-            parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind, ())
+            parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(
+                kind, ()
+            )
             if not block.endswith(".experts") or not parts:
                 continue
             names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}

@@ -51,13 +51,22 @@ MORE = [
 ]
 
 
-def build(bench: Bench, model: str, parallel: dict[str, int], *, path: str | None, **train: Any) -> Trainer:
+def build(
+    bench: Bench, model: str, parallel: dict[str, int], *, path: str | None, **train: Any
+) -> Trainer:
     folder = bench.saved(model)
     layout = Layout.of(Parallel(**parallel), WORLD, dist.get_rank())
-    settings = Train.model_validate({"dtype": "fp32", "lr": 1e-2, "max_tokens_per_microbatch": 64, **train})
+    settings = Train.model_validate(
+        {"dtype": "fp32", "lr": 1e-2, "max_tokens_per_microbatch": 64, **train}
+    )
     lora = Lora(rank=RANK, alpha=5.0, path=path)
     return Trainer.build(
-        read_model(folder), layout, train=settings, folder=folder, device=torch.device("cpu"), head=lora
+        read_model(folder),
+        layout,
+        train=settings,
+        folder=folder,
+        device=torch.device("cpu"),
+        head=lora,
     )
 
 
@@ -74,12 +83,18 @@ def replicas_differ(trainer: Trainer) -> list[str]:
     """Parts of adapters that are not bit-equal on all ranks that hold them; and those that no rank holds."""
     assert trainer.adapters is not None
     everywhere: list[Any] = [None] * WORLD
-    dist.all_gather_object(everywhere, tensors_by_name(trainer.adapters.slices, trainer.adapters.parameters))
+    dist.all_gather_object(
+        everywhere, tensors_by_name(trainer.adapters.slices, trainer.adapters.parameters)
+    )
     seen: dict[str, list[torch.Tensor]] = {}
     for rank in everywhere:
         for name, value in rank.items():
             seen.setdefault(name, []).append(value)
-    return [name for name, values in seen.items() if any(not torch.equal(values[0], x) for x in values[1:])]
+    return [
+        name
+        for name, values in seen.items()
+        if any(not torch.equal(values[0], x) for x in values[1:])
+    ]
 
 
 def memory_of(trainer: Trainer) -> dict[str, int]:
@@ -108,7 +123,9 @@ def measure(bench: Bench, layouts: list[tuple[str, dict[str, int]]]) -> list[dic
         trainer = build(bench, model, parallel, path=str(adapter))
         assert trainer.adapters is not None
         if dist.get_rank() == 0 and model not in oracles:
-            oracles[model] = LoraOracle(load_model(bench.folder / model), adapter).steps(batch, trainer.train, STEPS)
+            oracles[model] = LoraOracle(load_model(bench.folder / model), adapter).steps(
+                batch, trainer.train, STEPS
+            )
         before, mine = state_of(trainer), trainer.logprobs(batch)
         base = {name: x.clone() for name, x in trainer.parameters_by_name().items()}
         merged = trainer.merged_parameters()
@@ -148,14 +165,20 @@ def check_start(bench: Bench) -> dict[str, Any]:
         assert trainer.adapters is not None
         parts: list[Any] = [None] * WORLD
         dist.all_gather_object(parts, (trainer.adapters.slices, dict(trainer.adapters.parameters)))
-        whole = {name: torch.full(shape, torch.nan) for name, shape in adapter_shapes(trainer).items()}
+        whole = {
+            name: torch.full(shape, torch.nan) for name, shape in adapter_shapes(trainer).items()
+        }
         for slices, parameters in parts:
             for part in slices:
                 place = tuple(slice(a, a + n) for a, n in zip(part.start, part.shape, strict=True))
                 whole[part.name][place] = (
                     parameters[part.param]
                     .detach()
-                    .as_strided(part.shape, part.strides, part.offset + parameters[part.param].storage_offset())
+                    .as_strided(
+                        part.shape,
+                        part.strides,
+                        part.offset + parameters[part.param].storage_offset(),
+                    )
                 )
         wholes.append(whole)
         trainer.close()
@@ -166,9 +189,15 @@ def check_start(bench: Bench) -> dict[str, Any]:
         norms.append(train_supervised(trainer, random_batch(num_rows=8)).updates[0].grad_norm)
         trainer.close()
     return {
-        "same": all(torch.equal(x, other[name]) for other in wholes[1:] for name, x in wholes[0].items()),
+        "same": all(
+            torch.equal(x, other[name]) for other in wholes[1:] for name, x in wholes[0].items()
+        ),
         "b_is_zero": not any(x.any() for name, x in wholes[0].items() if ".lora_B." in name),
-        "a_std": [float(x.std() * x.shape[1] ** 0.5) for name, x in wholes[0].items() if ".lora_A." in name],
+        "a_std": [
+            float(x.std() * x.shape[1] ** 0.5)
+            for name, x in wholes[0].items()
+            if ".lora_A." in name
+        ],
         "recomputed": norms,
     }
 
@@ -179,7 +208,9 @@ def check_resume(bench: Bench) -> dict[str, Any]:
     chain = [{"tensor": 2, "expert": 2}, {}, {"pipeline": 2, "tensor": 2, "expert_tensor": 2}]
     for number, parallel in enumerate(chain, 1):
         trainer = build(bench, "qwen3_moe", parallel, path=None)
-        checkpoints = Checkpoints(folder, trainer, Cursor(), ObjectiveState(0.0), every=1, keep=9, last_step=9)  # type: ignore[arg-type]
+        checkpoints = Checkpoints(
+            folder, trainer, Cursor(), ObjectiveState(0.0), every=1, keep=9, last_step=9
+        )  # type: ignore[arg-type]
         if number == 1:
             train_supervised(trainer, random_batch(num_rows=8))
         else:
@@ -191,7 +222,9 @@ def check_resume(bench: Bench) -> dict[str, Any]:
             went_on = trained(trainer)
         trainer.close()
     trainer = build(bench, "qwen3_moe", chain[0], path=None)
-    checkpoints = Checkpoints(folder, trainer, Cursor(), ObjectiveState(0.0), every=1, keep=9, last_step=9)  # type: ignore[arg-type]
+    checkpoints = Checkpoints(
+        folder, trainer, Cursor(), ObjectiveState(0.0), every=1, keep=9, last_step=9
+    )  # type: ignore[arg-type]
     checkpoints.restore(str(folder / "step_1"))
     train_supervised(trainer, random_batch(num_rows=8, seed=1))
     resumed = trained(trainer)
@@ -201,7 +234,9 @@ def check_resume(bench: Bench) -> dict[str, Any]:
     name, weight = next(iter(trainer.parameters_by_name().items()))
     with torch.no_grad():
         weight.view(-1)[0] += 1
-    checkpoints = Checkpoints(folder, trainer, Cursor(), ObjectiveState(0.0), every=1, keep=9, last_step=9)  # type: ignore[arg-type]
+    checkpoints = Checkpoints(
+        folder, trainer, Cursor(), ObjectiveState(0.0), every=1, keep=9, last_step=9
+    )  # type: ignore[arg-type]
     try:
         checkpoints.restore(str(folder / "step_1"))
     except ValueError as error:
@@ -217,7 +252,9 @@ def check_resume(bench: Bench) -> dict[str, Any]:
 
 def trained(trainer: Trainer) -> dict[str, torch.Tensor]:
     assert trainer.adapters is not None
-    return state_of(trainer) | {name: x.detach().clone() for name, x in trainer.adapters.parameters.items()}
+    return state_of(trainer) | {
+        name: x.detach().clone() for name, x in trainer.adapters.parameters.items()
+    }
 
 
 CHECKS = {

@@ -30,27 +30,49 @@ from megarl.models.registry import read_model
 from megarl.stages.sft import train_supervised
 from megarl.trainer.trainer import Trainer
 
-LARGE = {"layers": 8, "hidden": 512, "heads": 8, "kv_heads": 4, "vocab": 32_000, "tokenizer": "none"}
+LARGE = {
+    "layers": 8,
+    "hidden": 512,
+    "heads": 8,
+    "kv_heads": 4,
+    "vocab": 32_000,
+    "tokenizer": "none",
+}
 SETTINGS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "recompute core_attn": {"recompute": "selective", "recompute_modules": ["core_attn"]},
     "recompute mlp": {"recompute": "selective", "recompute_modules": ["mlp"]},
-    "recompute core_attn, mlp": {"recompute": "selective", "recompute_modules": ["core_attn", "mlp"]},
+    "recompute core_attn, mlp": {
+        "recompute": "selective",
+        "recompute_modules": ["core_attn", "mlp"],
+    },
     "recompute full": {"recompute": "full"},
     "offload gradients": {"offload": ["gradients"]},
     "offload optimizer": {"offload": ["optimizer"]},
     "offload weights": {"offload": ["weights"]},
     "offload all": {"offload": ["gradients", "optimizer", "weights"]},
-    "offload all, recompute full": {"offload": ["gradients", "optimizer", "weights"], "recompute": "full"},
+    "offload all, recompute full": {
+        "offload": ["gradients", "optimizer", "weights"],
+        "recompute": "full",
+    },
 }
 Peaks = dict[str, float]  # of each phase
 
 
 def build(
-    folder: Path, create: Mapping[str, Any], train: Mapping[str, Any], *, device: torch.device = DEVICE
+    folder: Path,
+    create: Mapping[str, Any],
+    train: Mapping[str, Any],
+    *,
+    device: torch.device = DEVICE,
 ) -> Trainer:
-    model, settings = create_model(Create(**create), folder), Train.model_validate({"lr": 1e-3, **train})
-    return Trainer.build(read_model(model), Layout.of(Parallel(), 1, 0), train=settings, folder=model, device=device)
+    model, settings = (
+        create_model(Create(**create), folder),
+        Train.model_validate({"lr": 1e-3, **train}),
+    )
+    return Trainer.build(
+        read_model(model), Layout.of(Parallel(), 1, 0), train=settings, folder=model, device=device
+    )
 
 
 def peaks(
@@ -94,7 +116,12 @@ def main(setting: str) -> None:
     with TemporaryDirectory() as folder:
         counted, resident = peaks(Path(folder), LARGE, train, rows=4, longest=512)
     said = {"counted": counted, "resident": resident}
-    print(json.dumps({"setting": setting} | {k: {n: round(v / 1e6) for n, v in p.items()} for k, p in said.items()}))
+    print(
+        json.dumps(
+            {"setting": setting}
+            | {k: {n: round(v / 1e6) for n, v in p.items()} for k, p in said.items()}
+        )
+    )
     dist.destroy_process_group()
 
 

@@ -38,8 +38,12 @@ class Recorded(Collective):
         self._round = 0
 
     def start(self, outgoing, incoming):
-        self.sent += [(self._round, self.rank, peer, flat.nbytes) for peer, flat in outgoing.items()]
-        self.received += [(self._round, peer, self.rank, flat.nbytes) for peer, flat in incoming.items()]
+        self.sent += [
+            (self._round, self.rank, peer, flat.nbytes) for peer, flat in outgoing.items()
+        ]
+        self.received += [
+            (self._round, peer, self.rank, flat.nbytes) for peer, flat in incoming.items()
+        ]
         self._round += 1
         return super().start(outgoing, incoming)
 
@@ -67,13 +71,19 @@ def sync(arguments: list[str]) -> dict:
         ranks_per_node=fleet.ranks_per_node,
     )
     publisher.publish(version=1)
-    wrong = [part.name for part in table or () if not torch.equal(view(receiver.memory, part), slice_of(full, part))]
+    wrong = [
+        part.name
+        for part in table or ()
+        if not torch.equal(view(receiver.memory, part), slice_of(full, part))
+    ]
     return {"sent": transport.sent, "received": transport.received, "wrong": wrong}
 
 
 def _sender(shape, fleet, rank: int, full: Mapping[str, torch.Tensor]) -> WeightSender:
     padded = padded_vocab(shape.vocab, fleet.parallel.tensor)
-    slices = slices_of(megatron_table(shape, spec="local", padded_vocab=padded), shape, fleet.trainer_layout(rank))
+    slices = slices_of(
+        megatron_table(shape, spec="local", padded_vocab=padded), shape, fleet.trainer_layout(rank)
+    )
     parameters = room_for(slices)
     for part in slices:
         view(parameters, part).copy_(slice_of(full, part))

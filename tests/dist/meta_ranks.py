@@ -45,7 +45,11 @@ def chosen(parallel: Parallel, world: int) -> list[int]:
     found: dict[tuple[int, ...], int] = {}
     for rank in range(world):
         at = Layout.of(parallel, world, rank)
-        if (at.tp.first or at.tp.last) and (at.ep.first or at.ep.last) and (at.etp.first or at.etp.last):
+        if (
+            (at.tp.first or at.tp.last)
+            and (at.ep.first or at.ep.last)
+            and (at.etp.first or at.etp.last)
+        ):
             found.setdefault((at.pp.rank, at.tp.rank, at.ep.rank, at.etp.rank), rank)
     return list(found.values())
 
@@ -54,7 +58,9 @@ def build(shape: ModelShape, parallel: Parallel, world: int, rank: int) -> dict[
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     layout = Layout.of(parallel, world, rank)
     init_parallel(layout)
-    config = transformer_config(shape, layout, dtype=torch.bfloat16, dispatcher="alltoall", use_te=False)
+    config = transformer_config(
+        shape, layout, dtype=torch.bfloat16, dispatcher="alltoall", use_te=False
+    )
     with torch.device("meta"), OnMeta():
         held = local_tensors(build_model(shape, layout, config, use_te=False))
     wide = {name for name, tensor in held.items() if tensor.dtype == torch.float32}
@@ -69,7 +75,9 @@ def with_prediction(shape: ModelShape) -> dict[str, list[int]]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     layout = Layout.of(Parallel(), 1, 0)
     init_parallel(layout)
-    config = transformer_config(shape, layout, dtype=torch.bfloat16, dispatcher="alltoall", use_te=False)
+    config = transformer_config(
+        shape, layout, dtype=torch.bfloat16, dispatcher="alltoall", use_te=False
+    )
     config.mtp_num_layers = shape.mtp_layers
     with torch.device("meta"), OnMeta():
         model = build_model(shape, layout, config, use_te=False)

@@ -16,7 +16,9 @@ from trainer_ranks import WORLD, Bench, config_of, fingerprints, join, replicas_
 
 from megarl.config.schema import Config
 
-CASES: list[tuple[str, dict[str, int]]] = [  # 4 and 2 data-parallel ranks; experts; stages of several chunks
+CASES: list[
+    tuple[str, dict[str, int]]
+] = [  # 4 and 2 data-parallel ranks; experts; stages of several chunks
     ("qwen3_untied", {}),
     ("qwen3", {"tensor": 2}),
     ("qwen3_moe", {"tensor": 2, "expert": 2}),

@@ -39,13 +39,17 @@ def stored(seed: int) -> PreferenceBatch:
     """Seven prompts with three ranked responses each: the ranks get different numbers of pairs."""
     rows = ranked_tokens(split="train", vocab=67, size=7, responses=3, seed=seed)
     prompts = [(tuple(map(int, row["prompt"].split())), row) for row in rows]
-    return preference_batch(TokenIds((2,), 67), [Prompt(n, ids, "", extra=row) for n, (ids, row) in enumerate(prompts)])
+    return preference_batch(
+        TokenIds((2,), 67), [Prompt(n, ids, "", extra=row) for n, (ids, row) in enumerate(prompts)]
+    )
 
 
 def build(model: Path, parallel: Parallel, **train: Any) -> Trainer:
     layout = Layout.of(parallel, dist.get_world_size(), dist.get_rank())
     settings = Train.model_validate(TRAIN | train)
-    return Trainer.build(read_model(model), layout, train=settings, folder=model, device=torch.device("cpu"))
+    return Trainer.build(
+        read_model(model), layout, train=settings, folder=model, device=torch.device("cpu")
+    )
 
 
 def on_stored_pairs(model: Path, parallel: Parallel) -> list[StepReport]:
@@ -57,7 +61,9 @@ def on_stored_pairs(model: Path, parallel: Parallel) -> list[StepReport]:
     return reports
 
 
-def on_samples(model: Path, parallel: Parallel, objective: Objective, **train: Any) -> list[StepReport]:
+def on_samples(
+    model: Path, parallel: Parallel, objective: Objective, **train: Any
+) -> list[StepReport]:
     is_sft, reports = not isinstance(objective, DpoObjective), []
     learner = SelectingLearner(
         PolicyLearner.of(build(model, parallel, **train), objective),
@@ -77,13 +83,18 @@ def main(model: Path, results: Path) -> None:
     for parallel in LAYOUTS[dist.get_world_size()]:
         cases = {
             "dpo": on_stored_pairs(model, parallel),
-            "previous": on_samples(model, parallel, DpoObjective(Algorithm(), options=Dpo(reference="previous"))),
+            "previous": on_samples(
+                model, parallel, DpoObjective(Algorithm(), options=Dpo(reference="previous"))
+            ),
             "initial": on_samples(model, parallel, DpoObjective(Algorithm()), updates_per_step=2),
             "best_of_n": on_samples(model, parallel, Objective(Algorithm(loss="sft"))),
         }
         for name, reports in cases.items():
             found[f"{name} {parallel}"] = [
-                [{"loss": u.loss, "grad_norm": u.grad_norm, **u.metrics, **report.metrics} for u in report.updates]
+                [
+                    {"loss": u.loss, "grad_norm": u.grad_norm, **u.metrics, **report.metrics}
+                    for u in report.updates
+                ]
                 for report in reports
             ]
     if dist.get_rank() == 0:

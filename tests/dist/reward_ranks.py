@@ -36,11 +36,16 @@ CASES = {
 
 def batch_of(head: RewardHead) -> TokenBatch:
     rows = ranked_tokens(split="train", vocab=50, size=7, responses=3)
-    prompts = [Prompt(n, TOKENIZER.encode_prompt(row["prompt"], None), "", None, row) for n, row in enumerate(rows)]
+    prompts = [
+        Prompt(n, TOKENIZER.encode_prompt(row["prompt"], None), "", None, row)
+        for n, row in enumerate(rows)
+    ]
     if head.kind != "process":
         return preference_batch(TOKENIZER, prompts)
     for prompt in prompts:
-        prompt.extra.update(completions=prompt.extra["responses"], labels=[True, prompt.prompt_id % 2 == 0, False])
+        prompt.extra.update(
+            completions=prompt.extra["responses"], labels=[True, prompt.prompt_id % 2 == 0, False]
+        )
     return step_batch(TOKENIZER, prompts, separator="")
 
 
@@ -56,7 +61,12 @@ def measure(folder: Path, model: str, parallel: dict[str, int]) -> dict[str, Any
     layout = Layout.of(config.parallel.sizes, dist.get_world_size(), dist.get_rank())
     shape = read_model(folder / model)
     trainer = Trainer.build(
-        shape, layout, train=config.train, folder=folder / model, device=torch.device("cpu"), head=head
+        shape,
+        layout,
+        train=config.train,
+        folder=folder / model,
+        device=torch.device("cpu"),
+        head=head,
     )
     generator = torch.Generator().manual_seed(0)
     for name, parameter in trainer.parameters_by_name().items():

@@ -13,7 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForSequenceClassification, Qwen3Config, Qwen3ForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    Qwen3Config,
+    Qwen3ForSequenceClassification,
+)
 
 from megarl.config.schema import Config, Create
 from megarl.launch.build import Rank, make_trainer
@@ -24,7 +28,15 @@ from megarl.platform.env import Env
 from megarl.types import Sample
 
 LAYOUTS: dict[str, dict[str, int]] = {"dp2": {}, "tp2": {"tensor": 2}, "pp2": {"pipeline": 2}}
-SMALL = {"layers": 2, "hidden": 32, "heads": 2, "kv_heads": 2, "head_dim": 16, "vocab": 67, "tokenizer": "none"}
+SMALL = {
+    "layers": 2,
+    "hidden": 32,
+    "heads": 2,
+    "kv_heads": 2,
+    "head_dim": 16,
+    "vocab": 67,
+    "tokenizer": "none",
+}
 
 
 class Engine:
@@ -73,15 +85,23 @@ def transformers_scores(folder: Path, rows: list[list[int]]) -> list[float]:
 def measure(policy: Path, classifier: Path, parallel: dict[str, int]) -> dict[str, Any]:
     reward = {"name": "model", "weight": 2.0, "options": {"path": str(classifier)}}
     sections = {"model": {"path": str(policy)}, "parallel": parallel, "rewards": [reward]}
-    config = Config.model_validate(sections | {"train": {"dtype": "fp32", "max_tokens_per_microbatch": 40}})
+    config = Config.model_validate(
+        sections | {"train": {"dtype": "fp32", "max_tokens_per_microbatch": 40}}
+    )
     env = Env.read()
     rank, engine = Rank.of(config, env, pick_device(env.local_rank)), Engine()
     trainer = make_trainer(rank)
     reward_model = make_reward_model(rank, trainer)
     assert reward_model is not None
     scored = reward_model.score(engine, lambda name: nullcontext(), make_samples())
-    bytes_left = sum(p.untyped_storage().nbytes() for p in reward_model.trainer.parameters_by_name().values())
-    found = {"rewards": [sample.reward for sample in scored], "engine": engine.said, "bytes_left": bytes_left}
+    bytes_left = sum(
+        p.untyped_storage().nbytes() for p in reward_model.trainer.parameters_by_name().values()
+    )
+    found = {
+        "rewards": [sample.reward for sample in scored],
+        "engine": engine.said,
+        "bytes_left": bytes_left,
+    }
     reward_model.trainer.close()
     trainer.close()
     return found
@@ -94,10 +114,14 @@ def main(folder: Path, results: Path) -> None:
         create_model(Create.model_validate(SMALL), folder).rename(policy)
         save_classifier(classifier)
     dist.barrier()
-    found: dict[str, Any] = {name: measure(policy, classifier, parallel) for name, parallel in LAYOUTS.items()}
+    found: dict[str, Any] = {
+        name: measure(policy, classifier, parallel) for name, parallel in LAYOUTS.items()
+    }
     if dist.get_rank() == 0:
         rows = [sample.tokens.tolist() for sample in make_samples()]
-        results.write_text(json.dumps(found | {"transformers": transformers_scores(classifier, rows)}))
+        results.write_text(
+            json.dumps(found | {"transformers": transformers_scores(classifier, rows)})
+        )
     dist.barrier()
     dist.destroy_process_group()
 

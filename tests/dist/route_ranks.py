@@ -36,7 +36,11 @@ from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, Prompt, TokenOutputs, TrainBatch
 
 MODEL = "qwen3_moe_32@4"  # four layers
-RECOMPUTED = [{"recompute": "none"}, {"recompute": "full"}, {"recompute": "selective", "recompute_modules": ["moe"]}]
+RECOMPUTED = [
+    {"recompute": "none"},
+    {"recompute": "full"},
+    {"recompute": "selective", "recompute_modules": ["moe"]},
+]
 
 
 class Prompts:
@@ -76,13 +80,17 @@ def plant(engine: Engine) -> None:
         router._compute_routing = _rerouted(router._compute_routing)
 
 
-def _rerouted(compute: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+def _rerouted(
+    compute: Callable[..., tuple[Tensor, Tensor]],
+) -> Callable[..., tuple[Tensor, Tensor]]:
     def routing(hidden: Tensor, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         weights, ids = compute(hidden, logits, *args, **kwargs)
         worst = (-logits).topk(ids.shape[1]).indices
         is_planted = (logits.float().contiguous().view(torch.int32).sum(1) % 10 == 0)[:, None]
         others = logits.float().gather(1, worst).softmax(1)
-        return torch.where(is_planted, others, weights), torch.where(is_planted, worst.to(ids.dtype), ids)
+        return torch.where(is_planted, others, weights), torch.where(
+            is_planted, worst.to(ids.dtype), ids
+        )
 
     return routing
 
@@ -95,23 +103,38 @@ def sampled(rank: Rank, engine: Engine) -> tuple[TrainBatch, int]:
     for sample in samples:
         assert sample.routes is not None
         owner = sample.routes.owners[0]
-        assert (sample.routes.experts is not None) == (owner == dist.get_rank()), "wide data on its owner only"
+        assert (sample.routes.experts is not None) == (owner == dist.get_rank()), (
+            "wide data on its owner only"
+        )
         if (experts := sample.routes.experts) is not None:
             is_known = (experts != experts[..., :1]).any(-1)
-            assert experts.dtype == torch.uint8 and is_known[:, :-1].all() and not is_known[:, -1].any()
+            assert (
+                experts.dtype == torch.uint8
+                and is_known[:, :-1].all()
+                and not is_known[:, -1].any()
+            )
     computed = sum(sample.prompt_tokens_computed for sample in samples)
-    return collate(rollout.groups, temperature=1.0), sum(4 * len(p.tokens) for p in Prompts().take(4)) - computed
+    return collate(rollout.groups, temperature=1.0), sum(
+        4 * len(p.tokens) for p in Prompts().take(4)
+    ) - computed
 
 
 def routers(trainer: Trainer) -> list[BalancedRouter]:
-    return [module for chunk in trainer.model for module in chunk.modules() if isinstance(module, BalancedRouter)]
+    return [
+        module
+        for chunk in trainer.model
+        for module in chunk.modules()
+        if isinstance(module, BalancedRouter)
+    ]
 
 
 def step(trainer: Trainer, batch: TrainBatch) -> tuple[Tensor, float, dict[str, float]]:
     """Log-probs of the update's own forward pass, the norm of the gradient, metrics."""
     seen: list[TokenOutputs] = []
     plan = plan_microbatches(batch, trainer.layout, trainer.train)
-    report = trainer.step(batch, plan, supervised_loss, loss_weights(batch, plan), before_step=seen.append)
+    report = trainer.step(
+        batch, plan, supervised_loss, loss_weights(batch, plan), before_step=seen.append
+    )
     assert all(router.router_replay is None for router in routers(trainer)), "nothing is left"
     assert seen[0].logprobs_T is not None
     return seen[0].logprobs_T, report.grad_norm, dict(report.metrics)
@@ -126,12 +149,16 @@ def layout_found(rank: Rank, parallel: dict[str, int], batch: TrainBatch) -> dic
     for recompute in RECOMPUTED:
         layout = Layout.of(sizes, rank.env.world_size, rank.env.rank)
         train = rank.config.train.model_copy(update=recompute)
-        trainer = Trainer.build(rank.shape, layout, train=train, folder=rank.model_folder, device=rank.device)
+        trainer = Trainer.build(
+            rank.shape, layout, train=train, folder=rank.model_folder, device=rank.device
+        )
         if recompute["recompute"] == "none":
             found["without"] = mean_diff(trainer.logprobs(replace(batch, routes=())))
             found["replayed"] = mean_diff(trainer.logprobs(batch))
             own, routes = trainer.logprobs(replace(batch, routes=()), taken := []), tuple(taken)
-            found["recorded"] = float((trainer.logprobs(replace(batch, routes=routes)) - own).abs().max())
+            found["recorded"] = float(
+                (trainer.logprobs(replace(batch, routes=routes)) - own).abs().max()
+            )
             found["recorded differs"] = trainer.router_replay.metrics()
             found["micro-batches"] = len(trainer.microbatches(batch))
         logprobs_T, grad_norm, metrics = step(trainer, batch)
@@ -166,7 +193,9 @@ def changed_on_the_way(trainer: Trainer, batch: TrainBatch) -> str:
 def verdict(rank: Rank, trainer: Trainer, engine: Engine, batch: TrainBatch) -> str:
     """What the gate says of a run that does not replay."""
     plain, objective = replace(batch, routes=()), Objective(rank.config.algorithm, 24)
-    scores = objective.advantages(plain, _scores(trainer.logprobs(plain)), objective.initial_state())[0]
+    scores = objective.advantages(
+        plain, _scores(trainer.logprobs(plain)), objective.initial_state()
+    )[0]
     try:
         parity_checks(rank, trainer, engine).parity(scores)
         return ""
@@ -189,7 +218,9 @@ def main(folder: Path, layouts: list[dict[str, int]]) -> None:
     config, env = config_of(folder, world), Env(this, world, this, world, job_id=f"routes{world}")
     rank = Rank.of(config, env, pick_device(this))
     trainer, engine, parity, _ = _synced(rank)
-    found: dict[str, Any] = {"probe": [[excess.statistic, excess.limit] for excess in parity.probe()[1]]}
+    found: dict[str, Any] = {
+        "probe": [[excess.statistic, excess.limit] for excess in parity.probe()[1]]
+    }
     plant(engine)
     engine.receiver._reset_cache()
     batch, cached = sampled(rank, engine)
@@ -200,9 +231,13 @@ def main(folder: Path, layouts: list[dict[str, int]]) -> None:
     found["verdict"] = verdict(rank, trainer, engine, batch)
     found["gate"] = parity.parity(_replayed(rank, trainer, again))
     trainer.close()
-    found["layouts"] = {json.dumps(parallel): layout_found(rank, parallel, again) for parallel in layouts}
+    found["layouts"] = {
+        json.dumps(parallel): layout_found(rank, parallel, again) for parallel in layouts
+    }
     seconds = [[_seconds(rank, engine, captures=captures) for captures in (0, 1)] for _ in range(6)]
-    found["sampling's CPU seconds, without and with capture"] = [min(column) for column in zip(*seconds, strict=True)]
+    found["sampling's CPU seconds, without and with capture"] = [
+        min(column) for column in zip(*seconds, strict=True)
+    ]
     engine.close()
     if this == 0:
         (folder / "found.json").write_text(json.dumps(found, indent=1))
@@ -212,7 +247,9 @@ def main(folder: Path, layouts: list[dict[str, int]]) -> None:
 
 def _replayed(rank: Rank, trainer: Trainer, batch: TrainBatch) -> Any:
     objective = Objective(rank.config.algorithm, 24)
-    return objective.advantages(batch, _scores(trainer.logprobs(batch)), objective.initial_state())[0]
+    return objective.advantages(batch, _scores(trainer.logprobs(batch)), objective.initial_state())[
+        0
+    ]
 
 
 def _seconds(rank: Rank, engine: Engine, *, captures: int) -> float:

@@ -46,7 +46,12 @@ from megarl.weights.quantize import dequantize, quantize
 from megarl.weights.transports.collective import Collective
 
 UNTIED, TIED = {"tie_word_embeddings": False}, {"tie_word_embeddings": True}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
 SIGMOID_ROUTED = {
     "n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "n_shared_experts": 1,
     "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0,
@@ -74,17 +79,29 @@ GPT_OSS = {
 }  # fmt: skip
 CONFIGS = {
     "qwen3": (transformers.Qwen3Config, TIED | {"vocab_size": 67, "num_key_value_heads": 2}),
-    "qwen3_untied_kv1": (transformers.Qwen3Config, UNTIED | {"vocab_size": 70, "num_key_value_heads": 1}),
+    "qwen3_untied_kv1": (
+        transformers.Qwen3Config,
+        UNTIED | {"vocab_size": 70, "num_key_value_heads": 1},
+    ),
     "qwen2": (transformers.Qwen2Config, UNTIED | {"vocab_size": 70, "num_key_value_heads": 2}),
     "llama": (transformers.LlamaConfig, UNTIED | {"vocab_size": 67, "num_key_value_heads": 4}),
     "mixtral": (
         transformers.MixtralConfig,
         UNTIED | {"vocab_size": 67, "num_key_value_heads": 2, "num_local_experts": 4},
     ),
-    "deepseek_v3": (transformers.DeepseekV3Config, UNTIED | LATENT | SIGMOID_ROUTED | {"vocab_size": 67}),
+    "deepseek_v3": (
+        transformers.DeepseekV3Config,
+        UNTIED | LATENT | SIGMOID_ROUTED | {"vocab_size": 67},
+    ),
     "glm4_moe": (transformers.Glm4MoeConfig, UNTIED | SIGMOID_ROUTED | GLM | {"vocab_size": 70}),
-    "gpt_oss": (transformers.GptOssConfig, UNTIED | GPT_OSS | {"vocab_size": 70, "num_key_value_heads": 2}),
-    "qwen3_moe": (transformers.Qwen3MoeConfig, UNTIED | EXPERTS | {"vocab_size": 67, "num_key_value_heads": 2}),
+    "gpt_oss": (
+        transformers.GptOssConfig,
+        UNTIED | GPT_OSS | {"vocab_size": 70, "num_key_value_heads": 2},
+    ),
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        UNTIED | EXPERTS | {"vocab_size": 67, "num_key_value_heads": 2},
+    ),
 }
 SIZES = {
     "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32,
@@ -111,14 +128,18 @@ def layouts(shape: ModelShape, world: int) -> list[Parallel]:
         found += [EP2] if shape.is_moe else []
     if world > 2 and splits:
         found += [TP2_PP2]
-        found += [Parallel(tensor=2, expert=2), Parallel(pipeline=2, expert=2)] if shape.is_moe else []
+        found += (
+            [Parallel(tensor=2, expert=2), Parallel(pipeline=2, expert=2)] if shape.is_moe else []
+        )
     return found
 
 
 class Reference:
     """The model's weights under HF names, and what transformers makes of a checkpoint that holds them."""
 
-    def __init__(self, home: Path, shape: ModelShape, dtype: torch.dtype, fp8: BlockFormat | None = None) -> None:
+    def __init__(
+        self, home: Path, shape: ModelShape, dtype: torch.dtype, fp8: BlockFormat | None = None
+    ) -> None:
         self.fp8 = fp8  # transformers has what remains of the weights in that format
         self.shapes, self.dtype, self.fp32 = hf_shapes(shape), dtype, fp32_tensors(shape)
         self._shape = shape
@@ -135,11 +156,15 @@ class Reference:
             noise = torch.randn(size, generator=generator)
             noise = 1 + 0.3 * noise if len(size) == 1 and "norm" in name else 0.12 * noise
             self.weights[name] = noise if name in self.fp32 else noise.to(self.dtype)
-        save_file(self.engine_weights(), self._folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(
+            self.engine_weights(), self._folder / "model.safetensors", metadata={"format": "pt"}
+        )
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             self._folder, dtype=self.dtype, output_loading_info=True
         )
-        assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+        assert not any(
+            info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        ), info
         self.model = model.eval()
 
     def engine_weights(self) -> dict[str, Tensor]:
@@ -147,7 +172,9 @@ class Reference:
             return self.weights
         names = {name.removesuffix(SCALE) for name in scale_shapes(self._shape, self.fp8)}
         return {
-            name: dequantize(quantize(w, self.fp8), self.fp8, w.shape, w.dtype) if name in names else w
+            name: dequantize(quantize(w, self.fp8), self.fp8, w.shape, w.dtype)
+            if name in names
+            else w
             for name, w in self.weights.items()
         }
 
@@ -158,13 +185,17 @@ class Reference:
 
     def measure(self, batch: TokenBatch) -> Measured:
         rows = batch.tokens.split(batch.cu_seqlens.diff().tolist())
-        logprobs_T = torch.cat([torch.cat([self.logprobs(row[None])[0], torch.zeros(1)]) for row in rows])
+        logprobs_T = torch.cat(
+            [torch.cat([self.logprobs(row[None])[0], torch.zeros(1)]) for row in rows]
+        )
         floor = Quantiles(1.0, 1.0, 1.0, 1)  # a bound is set
         return Measured(logprobs_T[batch.mask], floor, floor)
 
     def errors(self, samples: Sequence[Sample], temperature: float) -> Tensor:
         rows = [
-            (self.logprobs(sample.tokens[None], temperature)[0] - sample.rollout_logprobs[1:])[sample.trainable[1:]]
+            (self.logprobs(sample.tokens[None], temperature)[0] - sample.rollout_logprobs[1:])[
+                sample.trainable[1:]
+            ]
             for sample in samples
         ]
         return torch.cat(rows).abs()
@@ -180,7 +211,10 @@ def holder(slices: Sequence[ShardSlice], weights: Mapping[str, Tensor]) -> dict[
         last = sum((n - 1) * stride for n, stride in zip(part.shape, part.strides, strict=True))
         sizes[part.param] = max(sizes.get(part.param, 0), part.offset + last + 1)
     dtypes = {part.param: weights[part.name].dtype for part in slices}
-    found = {name: torch.full((size + 3,), torch.nan, dtype=dtypes[name])[:size] for name, size in sizes.items()}
+    found = {
+        name: torch.full((size + 3,), torch.nan, dtype=dtypes[name])[:size]
+        for name, size in sizes.items()
+    }
     for part in slices:
         whole = weights[part.name]
         if len(part.shape) > whole.dim():
@@ -264,12 +298,18 @@ class Launch:
         )
         padded = -(-self.shape.vocab // (2 * parallel.tensor)) * 2 * parallel.tensor
         self.slices = slices_of(
-            megatron_table(self.shape, spec="local", padded_vocab=padded), self.shape, fleet.trainer_layout(self.rank)
+            megatron_table(self.shape, spec="local", padded_vocab=padded),
+            self.shape,
+            fleet.trainer_layout(self.rank),
         )
         self.held = holder(self.slices, self.reference.weights)
         weights = WeightFormat(self.reference.shapes, self.dtype, self.fp32)
         transport = transport or Collective()
-        sender, table, fp8 = WeightSender(self.slices, lambda: self.held), engine_table(self.shape), self.fp8
+        sender, table, fp8 = (
+            WeightSender(self.slices, lambda: self.held),
+            engine_table(self.shape),
+            self.fp8,
+        )
         if fp8 is not None:
             weights = weights.in_fp8(scale_shapes(self.shape, fp8))
             sender, table = self.fp8_sender(padded, fleet, transport, fp8), with_scales(table, fp8)
@@ -289,7 +329,9 @@ class Launch:
             transport,
             self.reference.measure,
             [self.engine],
-            torch.randint(0, self.shape.vocab, (4, 8), generator=torch.Generator().manual_seed(7)).tolist(),
+            torch.randint(
+                0, self.shape.vocab, (4, 8), generator=torch.Generator().manual_seed(7)
+            ).tolist(),
             max_tokens=16,
             max_diff=1e-4 if self.dtype == torch.float32 else math.inf,  # near-ties of two experts
             always=True,
@@ -306,8 +348,12 @@ class Launch:
             is_atomic=is_atomic,
         )
 
-    def fp8_sender(self, padded: int, fleet: Fleet, transport: Collective, fp8: BlockFormat) -> WeightSender:
-        table = with_scales(megatron_table(self.shape, spec="local", padded_vocab=padded), fp8, is_whole=True)
+    def fp8_sender(
+        self, padded: int, fleet: Fleet, transport: Collective, fp8: BlockFormat
+    ) -> WeightSender:
+        table = with_scales(
+            megatron_table(self.shape, spec="local", padded_vocab=padded), fp8, is_whole=True
+        )
         layouts = [fleet.trainer_layout(rank) for rank in range(self.world)]
 
         def reduce_max(values: Tensor, is_expert: bool) -> None:
@@ -323,7 +369,9 @@ class Launch:
     reduces = True  # scales over ranks, as it should
 
     def sample(self, version: int, temperature: float = 0.7) -> list[Sample]:
-        prompts = [Prompt(i, (5, 6, 7, i), "") for i in range(4)] + [Prompt(9, tuple(range(2, 60)) * 3, "")]
+        prompts = [Prompt(i, (5, 6, 7, i), "") for i in range(4)] + [
+            Prompt(9, tuple(range(2, 60)) * 3, "")
+        ]
         requests = [Request(prompt, 0, 100 + prompt.prompt_id, temperature) for prompt in prompts]
         return self.engine.sample(requests, version=version)
 
@@ -349,7 +397,11 @@ def syncs(launch: Launch) -> dict:
         launch.reference.change(version + 1)
         publisher = launch.connect(parallel)
         report = publisher.publish(version=version)
-        assert report.verified and report.version == version and report.num_tensors == len(launch.reference.shapes)
+        assert (
+            report.verified
+            and report.version == version
+            and report.num_tensors == len(launch.reference.shapes)
+        )
         where = str(Layout.of(parallel, launch.world, 0))
         samples = launch.sample(version)
         seen["errors"][where] = launch.reference.error(samples, 0.7)
@@ -407,7 +459,9 @@ def faults(launch: Launch) -> dict:
     seen["missing tensor"] = refused(
         lambda: launch.connect(TP2 if launch.world > 1 else Parallel(), drop="model.norm.weight")
     )
-    seen["table"] = refused(lambda: launch.connect(Parallel(), moved="model.layers.1.self_attn.v_proj.weight"))
+    seen["table"] = refused(
+        lambda: launch.connect(Parallel(), moved="model.layers.1.self_attn.v_proj.weight")
+    )
     good = launch.connect(TP2 if launch.world > 1 else Parallel())
     if launch.rank == 0:
         del launch.held["decoder.layers.1.self_attention.linear_proj.weight"]

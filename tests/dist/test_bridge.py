@@ -23,15 +23,31 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.skipif(not is_installed("megatron.bridge"), reason="Megatron-Bridge is not installed"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in would hide the real Transformer Engine"),
+    pytest.mark.skipif(
+        not is_installed("megatron.bridge"), reason="Megatron-Bridge is not installed"
+    ),
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="the stand-in would hide the real Transformer Engine"
+    ),
 ]
 needs_vllm = pytest.mark.skipif(not is_installed("vllm"), reason="vLLM is not installed")
-CHECKS = ("tables", "faults", "refused", "families", "bf16", *(["engines"] if is_installed("vllm") else []))
+CHECKS = (
+    "tables",
+    "faults",
+    "refused",
+    "families",
+    "bf16",
+    *(["engines"] if is_installed("vllm") else []),
+)
 
 
 def environment() -> dict[str, str]:
-    paths = [HERE / "te_standin", HERE, ROOT, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    paths = [
+        HERE / "te_standin",
+        HERE,
+        ROOT,
+        *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
+    ]
     return os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
 
 
@@ -51,7 +67,10 @@ def test_what_was_recorded_is_what_our_tables_say(found: dict[str, Any]) -> None
 
 def test_a_fault_in_the_conversion_is_seen(found: dict[str, Any]) -> None:
     """Planted in Bridge's own: rows that are swapped, a norm that is computed, a tensor that has no rule."""
-    assert "decoder.final_layernorm.weight is computed from model.norm.weight" in found["faults"]["computed"]
+    assert (
+        "decoder.final_layernorm.weight is computed from model.norm.weight"
+        in found["faults"]["computed"]
+    )
     assert "o_proj.weight" in found["faults"]["swapped"]
     assert "decoder.final_layernorm.weight" in found["faults"]["no rule"]
 
@@ -60,7 +79,9 @@ def test_logprobs_and_updates_are_those_of_transformers(found: dict[str, Any]) -
     for name, case in each({"layouts": found["families"]}):
         assert case["logprob_error"] < 1e-4, name
         for step, tolerance in ((0, 1e-5), (1, 1e-3)):
-            assert case["steps"][step] == pytest.approx(case["oracle"][step], rel=tolerance, abs=tolerance / 10), name
+            assert case["steps"][step] == pytest.approx(
+                case["oracle"][step], rel=tolerance, abs=tolerance / 10
+            ), name
         assert not case["replicas_differ"], name
 
 
@@ -79,8 +100,14 @@ def test_engines_hold_what_was_trained(found: dict[str, Any]) -> None:
 
 
 def test_families_that_a_cpu_cannot_build_are_refused(found: dict[str, Any]) -> None:
-    assert "olmoe has its own layer spec, which only Transformer Engine supports" in found["refused"]["olmoe@2"]
-    assert "'olmo2' has no table, and Megatron-Bridge does not support it" in found["refused"]["olmo2@2"]
+    assert (
+        "olmoe has its own layer spec, which only Transformer Engine supports"
+        in found["refused"]["olmoe@2"]
+    )
+    assert (
+        "'olmo2' has no table, and Megatron-Bridge does not support it"
+        in found["refused"]["olmo2@2"]
+    )
 
 
 @needs_vllm
@@ -90,13 +117,28 @@ def test_the_whole_loop(tmp_path: Path) -> None:
 
     model, run = save_model("mistral", tmp_path), tmp_path / "loop"
     command = [
-        *(sys.executable, "-m", "megarl.cli", "train", ROOT / "configs" / "tiny_dense.yaml", f"model.path={model}"),
+        *(
+            sys.executable,
+            "-m",
+            "megarl.cli",
+            "train",
+            ROOT / "configs" / "tiny_dense.yaml",
+            f"model.path={model}",
+        ),
         *(f"run.dir={tmp_path}", "run.name=loop", "train.steps=2", "train.prompts_per_step=4"),
         *("rollout.samples_per_prompt=4", "parallel.tensor=2", "checkpoint.export_hf=end"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=580, env=environment(), cwd=tmp_path)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=580, env=environment(), cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [step["weights/version"] for step in steps] == [1, 2] and all(step["weights/verified"] for step in steps)
-    assert max(step["logprob_diff/max"] for step in steps) < 1e-4 < min(step["grad_norm"] for step in steps)
+    assert [step["weights/version"] for step in steps] == [1, 2] and all(
+        step["weights/verified"] for step in steps
+    )
+    assert (
+        max(step["logprob_diff/max"] for step in steps)
+        < 1e-4
+        < min(step["grad_norm"] for step in steps)
+    )
     assert (run / "hf" / "model.safetensors").is_file() and (run / "report.html").is_file()

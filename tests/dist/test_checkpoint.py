@@ -21,11 +21,16 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     stored, tensors = MegatronFolder(folder), {}
     for key, entry in stored.tensors.items():
         shape = tuple(entry.size)
-        tensor = tensors[re.sub(r"^chained_\d+\.", "", key)] = torch.empty(shape, dtype=entry.properties.dtype)
+        tensor = tensors[re.sub(r"^chained_\d+\.", "", key)] = torch.empty(
+            shape, dtype=entry.properties.dtype
+        )
         stored.expect(key, shape, 0, False)
         stored.copy(whole_tensor(key, shape), tensor)
     vocab = SIZES["vocab"]  # more rows are padding, which depends on the layout
-    return {key: tensor[:vocab] if "word_embeddings" in key else tensor for key, tensor in tensors.items()}
+    return {
+        key: tensor[:vocab] if "word_embeddings" in key else tensor
+        for key, tensor in tensors.items()
+    }
 
 
 def same(one: Path, other: Path) -> int:
@@ -42,7 +47,9 @@ def test_a_checkpoint_resumes_in_every_layout(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", program, tmp_path / "found.json", tmp_path]
     subprocess.run(command, check=True, timeout=550)
     for found in json.loads((tmp_path / "found.json").read_text()):
-        assert {place: names for chain in found.values() for place, names in chain.items() if names} == {}
+        assert {
+            place: names for chain in found.values() for place, names in chain.items() if names
+        } == {}
     for name, (_, _, layouts) in CHAINS.items():
         for number in range(1, len(layouts) + 1):
             saved = tmp_path / name / "checkpoints" / f"step_{number}"

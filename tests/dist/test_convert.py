@@ -28,7 +28,11 @@ def add_prediction(folder: Path) -> None:
         return
     (folder / "config.json").write_text(json.dumps(values | {"num_nextn_predict_layers": 1}))
     shape, tensors = read_model(folder), load_file(folder / "model.safetensors")
-    extra = {name: torch.randn(size) for name, size in hf_shapes(shape, mtp=True).items() if name not in tensors}
+    extra = {
+        name: torch.randn(size)
+        for name, size in hf_shapes(shape, mtp=True).items()
+        if name not in tensors
+    }
     assert len(extra) > 10
     save_file(tensors | extra, folder / "model.safetensors", metadata={"format": "pt"})
 
@@ -41,7 +45,15 @@ def folder(tmp_path_factory) -> Path:
         sizes = Parallel(tensor=2, pipeline=2)  # files are cut so; loading is not bound to it
         options = {"config": None, "file_bytes": 1 << 30, "interactive": False}
         run_convert(folder / model, folder / f"{model}-megatron", "megatron", sizes, **options)
-    command = [sys.executable, "-W", "ignore", str(RANKS), str(folder / "results.json"), str(folder), *MODELS]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        str(RANKS),
+        str(folder / "results.json"),
+        str(folder),
+        *MODELS,
+    ]
     subprocess.run(command, check=True, timeout=500)
     return folder
 
@@ -56,8 +68,12 @@ def test_loaded_over_ranks_it_is_the_model(folder, model):
 @pytest.mark.parametrize("model", MODELS)
 def test_what_megatron_saves_converts_back(folder, model):
     options = {"config": folder / model, "file_bytes": 1 << 30, "interactive": False}
-    said = run_convert(folder / f"{model}-saved", folder / f"{model}-back", "hf", Parallel(), **options)
-    before, after = (load_file(folder / name / "model.safetensors") for name in (model, f"{model}-back"))
+    said = run_convert(
+        folder / f"{model}-saved", folder / f"{model}-back", "hf", Parallel(), **options
+    )
+    before, after = (
+        load_file(folder / name / "model.safetensors") for name in (model, f"{model}-back")
+    )
     assert ("multi-token prediction" in said) == (before.keys() != after.keys())
     assert after.keys() == hf_shapes(read_model(folder / model)).keys()
     for name in after:

@@ -27,14 +27,18 @@ def test_policy_and_critic_in_every_layout(tmp_path: Path) -> None:
             found[f"{world} {name}"] = case
             assert all(rank[name]["same"] for rank in ranks), f"{name}: resumed, other bits"
             assert case["again"] == case["numbers"][1], name
-            assert all(rank[name]["numbers"] == case["numbers"] for rank in ranks), "every rank reports the same"
+            assert all(rank[name]["numbers"] == case["numbers"] for rank in ranks), (
+                "every rank reports the same"
+            )
     assert len(found) == len(LAYOUTS) + sum(map(len, LAYOUTS.values()))
     for name, case in found.items():
         one = found[f"1 {name.split()[1]} {{}}"]["numbers"]
         assert min(one[0][1], one[0][-4]) > 1e-3, "gradients of both"
         for step, tolerance in ((0, 2e-5), (1, 1e-3)):
-            assert case["numbers"][step] == pytest.approx(one[step], rel=tolerance, abs=tolerance), (
-                f"{name} step {step}"
-            )
+            assert case["numbers"][step] == pytest.approx(
+                one[step], rel=tolerance, abs=tolerance
+            ), f"{name} step {step}"
     dp2 = found["2 dense {}"]
-    assert dp2["other"] == pytest.approx(dp2["numbers"][1], rel=1e-4, abs=1e-5), "resumed under tensor parallelism"
+    assert dp2["other"] == pytest.approx(dp2["numbers"][1], rel=1e-4, abs=1e-5), (
+        "resumed under tensor parallelism"
+    )

@@ -19,14 +19,18 @@ EVERY = [pytest.param(case, marks=pytest.mark.exhaustive) for case in ("every", 
 
 
 @pytest.fixture(scope="module", params=["each_once", *EVERY])
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     results = tmp_path_factory.mktemp("families") / "results.json"
     command = [sys.executable, "-W", "ignore", PROGRAM, results, request.param]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(results.read_text())
     for name, case in each(found):
-        print(f"{name}: log-probs differ by {case['logprob_error']:.1e}, losses and norms {case['steps']}")
+        print(
+            f"{name}: log-probs differ by {case['logprob_error']:.1e}, losses and norms {case['steps']}"
+        )
     return found
 
 
@@ -46,7 +50,9 @@ def test_logprobs_are_those_of_transformers(found: dict[str, Any]) -> None:
 def test_updates_are_those_of_plain_torch(found: dict[str, Any]) -> None:
     for name, case in each(found):
         for step, tolerance in ((0, 1e-5), (1, 1e-3)):
-            assert case["steps"][step] == pytest.approx(case["oracle"][step], rel=tolerance, abs=tolerance / 10), name
+            assert case["steps"][step] == pytest.approx(
+                case["oracle"][step], rel=tolerance, abs=tolerance / 10
+            ), name
         assert not case["replicas_differ"], name
 
 

@@ -20,11 +20,19 @@ def check(folder: Path, world: int, models: dict[str, int]) -> None:
         for name, seen in json.loads((folder / f"rank_{rank}.json").read_text()).items():
             figures = {key: value for key, value in seen.items() if key != "logprobs"}
             print(rank, name, figures)
-            assert max(seen["fp8"].values()) < 1.5 * seen["bf16"], figures  # both are rounding of bf16
-            assert seen["changed"] < 1.5 * seen["bf16"] and seen["stale"] > 50 * seen["bf16"], figures
-            assert seen["quantising"] > 3 * seen["bf16"], "the reference must have the quantised weights"
+            assert max(seen["fp8"].values()) < 1.5 * seen["bf16"], (
+                figures
+            )  # both are rounding of bf16
+            assert seen["changed"] < 1.5 * seen["bf16"] and seen["stale"] > 50 * seen["bf16"], (
+                figures
+            )
+            assert seen["quantising"] > 3 * seen["bf16"], (
+                "the reference must have the quantised weights"
+            )
             first, *others = seen["logprobs"].values()
-            assert all(found == first for found in others), "whichever layout sent them, the weights are the same"
+            assert all(found == first for found in others), (
+                "whichever layout sent them, the weights are the same"
+            )
             assert len({*seen["bytes"].values()}) == 1
             share = next(iter(seen["bytes"].values())) / seen["bf16 bytes"]
             assert 0.5 < share < 0.56, figures  # the embedding of this tiny model stays in bf16
@@ -64,10 +72,23 @@ def megarl(*arguments: str) -> str:
 @pytest.mark.long
 def test_a_run_samples_and_trains_in_fp8(tmp_path):
     """Tensor parallelism cuts blocks; parity holds before every update, with the quantiser's share in its floor."""
-    fp8 = ["rollout.quantization=fp8", "precision.fp8={recipe: blockwise, emulate: true}", "parallel.tensor=2"]
-    common = ["train.dtype=bf16", f"model.create={WIDE}", f"run.dir={tmp_path}", "train.steps=3", "checks.probe=always"]
+    fp8 = [
+        "rollout.quantization=fp8",
+        "precision.fp8={recipe: blockwise, emulate: true}",
+        "parallel.tensor=2",
+    ]
+    common = [
+        "train.dtype=bf16",
+        f"model.create={WIDE}",
+        f"run.dir={tmp_path}",
+        "train.steps=3",
+        "checks.probe=always",
+    ]
     megarl("train", "configs/tiny_dense.yaml", *common, *fp8, "algorithm.correction=tis")
-    rows = [json.loads(line) for line in (tmp_path / "tiny_dense" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "tiny_dense" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert len(rows) == 3 and all(row["weights/verified"] for row in rows)
     assert all(0 < row["logprob_diff/statistic"] <= row["logprob_diff/limit"] for row in rows), rows
     assert all(row["logprob_diff/mean"] > 1e-3 and row["grad_norm"] > 1e-3 for row in rows), rows

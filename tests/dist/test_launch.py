@@ -21,8 +21,18 @@ SHM = Path("/dev/shm")
 def start(folder: Path, name: str, *overrides: str) -> subprocess.Popen[str]:
     common = [f"run.dir={folder}", f"run.name={name}", "checkpoint.resume=never"]
     common += ["parallel.tensor=2", "rollout.tensor=2"]  # engines of two ranks share memory
-    command = [sys.executable, "-m", "megarl.cli", "train", "configs/tiny_dense.yaml", *common, *overrides]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "megarl.cli",
+        "train",
+        "configs/tiny_dense.yaml",
+        *common,
+        *overrides,
+    ]
+    return subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def wait_for_a_step(process: subprocess.Popen[str], folder: Path) -> None:
@@ -41,7 +51,15 @@ def processes_about(folder: Path) -> list[str]:
             text = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             if "-m megarl." in text and str(folder) in text:
                 status = (process / "status").read_text().splitlines()
-                found.append(" ".join([process.name, *(x for x in status if x.startswith(("State", "PPid"))), text]))
+                found.append(
+                    " ".join(
+                        [
+                            process.name,
+                            *(x for x in status if x.startswith(("State", "PPid"))),
+                            text,
+                        ]
+                    )
+                )
         except OSError:
             continue
     return found
@@ -62,10 +80,25 @@ LOOPBACK = {"00000000000000000000000001000000", "0000000000000000FFFF00000100007
 
 def listening(pids: set[str]) -> list[str]:
     """Addresses, as the kernel writes them, on which these processes wait for connections."""
-    links = [os.readlink(fd) for pid in pids for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()]
-    inodes = {link.removeprefix("socket:[").rstrip("]") for link in links if link.startswith("socket:")}
-    sockets = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()]
-    return [socket[1].partition(":")[0] for socket in sockets if socket[3] == "0A" and socket[9] in inodes]
+    links = [
+        os.readlink(fd)
+        for pid in pids
+        for fd in Path(f"/proc/{pid}/fd").iterdir()
+        if fd.is_symlink()
+    ]
+    inodes = {
+        link.removeprefix("socket:[").rstrip("]") for link in links if link.startswith("socket:")
+    }
+    sockets = [
+        line.split()
+        for kind in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{kind}").read_text().splitlines()
+    ]
+    return [
+        socket[1].partition(":")[0]
+        for socket in sockets
+        if socket[3] == "0A" and socket[9] in inodes
+    ]
 
 
 @pytest.mark.long
@@ -75,14 +108,19 @@ def test_stop_kill_and_start_again(tmp_path: Path) -> None:
     dead.wait()
     left_by_a_crash = SHM / f"{shm_prefix('killed', dead.pid)}tp:0-[0-1]-cpushm_0"
     left_by_a_crash.touch()
-    killed, stopped = start(tmp_path, "killed", "train.steps=100000"), start(tmp_path, "stopped", "train.steps=100000")
+    killed, stopped = (
+        start(tmp_path, "killed", "train.steps=100000"),
+        start(tmp_path, "stopped", "train.steps=100000"),
+    )
     wait_for_a_step(killed, tmp_path / "killed")
     wait_for_a_step(stopped, tmp_path / "stopped")
     assert not left_by_a_crash.exists()
     assert not cpu_segments() - segments, "mapped segments have no name: nothing to leak"
     addresses = listening({about.partition(" ")[0] for about in processes_about(tmp_path)})
     assert addresses, "gloo listens somewhere"
-    assert all(each in LOOPBACK or (len(each) == 8 and each.endswith("7F")) for each in addresses), addresses
+    assert all(
+        each in LOOPBACK or (len(each) == 8 and each.endswith("7F")) for each in addresses
+    ), addresses
 
     killed.kill()
     stopped.send_signal(signal.SIGINT)
@@ -100,7 +138,9 @@ def test_stop_kill_and_start_again(tmp_path: Path) -> None:
         assert json.loads(line)["weights/verified"]
     assert json.loads((tmp_path / "stopped" / "timeline.json").read_text())
 
-    again = start(tmp_path, "killed", "train.steps=1", "parallel.tensor=1", "rollout.tensor=1")  # the same samples
+    again = start(
+        tmp_path, "killed", "train.steps=1", "parallel.tensor=1", "rollout.tensor=1"
+    )  # the same samples
     out, err = again.communicate(timeout=500)
     assert again.returncode == 0, err
     assert "report.html" in out

@@ -22,7 +22,12 @@ def colocated(world: int, nodes: tuple[int, ...]) -> dict[str, list[str]]:
     for per_node in (world, *nodes):
         common = [*SMALL, f"launch.processes={world}", f"launch.processes_per_node={per_node}"]
         dense = ["parallel.tensor=2", "parallel.pipeline=2", "rollout.tensor=1"]
-        experts = ["parallel.tensor=2", "parallel.expert=2", f"parallel.pipeline={world // 4}", "rollout.tensor=2"]
+        experts = [
+            "parallel.tensor=2",
+            "parallel.expert=2",
+            f"parallel.pipeline={world // 4}",
+            "rollout.tensor=2",
+        ]
         cases[f"dense, nodes of {per_node}"] = [DENSE, *common, *dense]
         cases[f"experts, nodes of {per_node}"] = [EXPERTS, *common, *experts]
     return cases
@@ -32,7 +37,12 @@ def split(world: int) -> dict[str, list[str]]:
     """The first half sends, the other half receives; with several ranks per node, and nodes that do both."""
     half, cases = world // 2, {}
     for per_node in (2, world):
-        common = [*SMALL, "launch.topology=split", f"launch.processes={half}", f"launch.processes_per_node={per_node}"]
+        common = [
+            *SMALL,
+            "launch.topology=split",
+            f"launch.processes={half}",
+            f"launch.processes_per_node={per_node}",
+        ]
         dense = [f"parallel.pipeline={half}", "rollout.tensor=2", f"rollout.replicas={half // 2}"]
         experts = ["parallel.expert=2", f"rollout.tensor={half}", "rollout.replicas=1"]
         cases[f"dense, split, nodes of {per_node}"] = [DENSE, *common, *dense]
@@ -41,7 +51,9 @@ def split(world: int) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("world", "nodes"), [(4, (2,)), pytest.param(8, (2, 4), marks=pytest.mark.long)], ids=["4 ranks", "8 ranks"]
+    ("world", "nodes"),
+    [(4, (2,)), pytest.param(8, (2, 4), marks=pytest.mark.long)],
+    ids=["4 ranks", "8 ranks"],
 )
 def test_messages_sent_are_those_printed(tmp_path, world, nodes):
     cases = colocated(world, nodes) | split(world)
@@ -50,11 +62,16 @@ def test_messages_sent_are_those_printed(tmp_path, world, nodes):
     seen = [json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(world)]
     for name, arguments in cases.items():
         printed = tmp_path / "messages.jsonl"
-        assert main(["plan", arguments[0], "--weights", "--messages", str(printed), *arguments[1:]]) == 0
+        assert (
+            main(["plan", arguments[0], "--weights", "--messages", str(printed), *arguments[1:]])
+            == 0
+        )
         messages = [json.loads(line) for line in printed.read_text().splitlines()]
         assert messages, name
         for side in ("sent", "received"):
-            assert sorted(message for rank in seen for message in rank[name][side]) == sorted(messages), (name, side)
+            assert sorted(message for rank in seen for message in rank[name][side]) == sorted(
+                messages
+            ), (name, side)
         assert not any(rank[name]["wrong"] for rank in seen), name
         if "split" in name:
             half = world // 2

@@ -31,15 +31,30 @@ def nodes(folder: Path, *overrides: str, torchrun: bool = True) -> list[tuple[in
     """(exit code, what it said) of the script on each of two nodes, or of two ranks as srun starts them."""
     port, started = free_port(), []
     for rank in range(2):
-        values = {"NNODES": 2, "NODE_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NPROC": 1}
+        values = {
+            "NNODES": 2,
+            "NODE_RANK": rank,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "NPROC": 1,
+        }
         values |= {"PYTHON": sys.executable, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": 1}
         env = child_env(**values | ({} if torchrun else environ(rank, 2, port)))
         launcher = (
-            ["bash", "scripts/torchrun_multinode.sh"] if torchrun else [sys.executable, "-m", "megarl.cli", "train"]
+            ["bash", "scripts/torchrun_multinode.sh"]
+            if torchrun
+            else [sys.executable, "-m", "megarl.cli", "train"]
         )
         command = [*launcher, "configs/tiny_dense.yaml", f"run.dir={folder}", *overrides]
         started.append(
-            subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
         )
     try:
         said = [process.communicate(timeout=500)[0] for process in started]
@@ -52,9 +67,14 @@ def nodes(folder: Path, *overrides: str, torchrun: bool = True) -> list[tuple[in
 def test_two_nodes_are_one_job(tmp_path: Path) -> None:
     done = nodes(tmp_path, "run.name=nodes", "parallel.tensor=2", "train.steps=2")
     assert [code for code, _ in done] == [0, 0], done
-    rows = [json.loads(line) for line in (tmp_path / "nodes" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "nodes" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [row["world_size"] for row in rows] == [2, 2]
-    assert rows[0]["weights/bytes_received"] > 0 and max(row["logprob_diff/max"] for row in rows) < 1e-4
+    assert (
+        rows[0]["weights/bytes_received"] > 0
+        and max(row["logprob_diff/max"] for row in rows) < 1e-4
+    )
     assert json.loads((tmp_path / "nodes" / "exit.json").read_text())["code"] == 0
 
 
@@ -63,7 +83,14 @@ def test_a_failure_on_one_node_ends_the_other_and_is_said(tmp_path: Path, torchr
     (tmp_path / "failing.py").write_text(FAILING)
     began = time.monotonic()
     task = ["task.name=failing:rows", "task.options={}", "task.template=plain"]
-    done = nodes(tmp_path, "run.name=failed", "parallel.tensor=2", "launch.timeout_s=600", *task, torchrun=torchrun)
+    done = nodes(
+        tmp_path,
+        "run.name=failed",
+        "parallel.tensor=2",
+        "launch.timeout_s=600",
+        *task,
+        torchrun=torchrun,
+    )
     assert time.monotonic() - began < 400, "the other node waited for a collective's time-out"
     assert all(code != 0 for code, _ in done), done
     left = json.loads((tmp_path / "failed" / "exit.json").read_text())

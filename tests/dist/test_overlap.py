@@ -16,7 +16,10 @@ def test_overlap_and_buckets(tmp_path):
     results = tmp_path / "results.json"
     script = Path(__file__).with_name("overlap_ranks.py")
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", script, results], capture_output=True, text=True, timeout=550
+        [sys.executable, "-W", "ignore", script, results],
+        capture_output=True,
+        text=True,
+        timeout=550,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(results.read_text())["overlap"]
@@ -28,7 +31,10 @@ def test_overlap_and_buckets(tmp_path):
         assert case["kept outputs"] == plain, f"{name}: no bit differs"
         buckets = case["buckets"]
         assert buckets["buckets"] > plain["buckets"] and not buckets["replicas_differ"], name
-        for key in ("grad_norm", "loss"):  # of the later updates, Adam has divided small gradients by each other
+        for key in (
+            "grad_norm",
+            "loss",
+        ):  # of the later updates, Adam has divided small gradients by each other
             assert buckets[key][0] == pytest.approx(plain[key][0], rel=1e-6), name
             assert buckets[key] == pytest.approx(plain[key], rel=1e-5), name
         if case["parallel"]:  # two ranks to sum over: no order

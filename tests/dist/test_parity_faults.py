@@ -24,13 +24,30 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(
-    ("model", "dtype"), [("tiny_moe", "bf16"), pytest.param("tiny_dense", "fp32", marks=pytest.mark.long)]
+    ("model", "dtype"),
+    [("tiny_moe", "bf16"), pytest.param("tiny_dense", "fp32", marks=pytest.mark.long)],
 )
 def test_each_planted_fault_is_refused_and_named(model: str, dtype: str) -> None:
-    command = [sys.executable, "-m", "benchmarks.parity", "--faults", f"configs/{model}.yaml", f"train.dtype={dtype}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=child_env())
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.parity",
+        "--faults",
+        f"configs/{model}.yaml",
+        f"train.dtype={dtype}",
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=child_env()
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    print("\n".join(f"{each['ratio']:.3g} {each['fault']} ({each['size']}): {each['cause']}" for each in found))
-    assert {each["fault"] for each in found} == FAULTS - ({"swapped experts"} if model == "tiny_dense" else set())
+    print(
+        "\n".join(
+            f"{each['ratio']:.3g} {each['fault']} ({each['size']}): {each['cause']}"
+            for each in found
+        )
+    )
+    assert {each["fault"] for each in found} == FAULTS - (
+        {"swapped experts"} if model == "tiny_dense" else set()
+    )
     assert not [each for each in found if each["ratio"] < each["at_least"] or not each["is_named"]]

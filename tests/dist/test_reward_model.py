@@ -31,6 +31,8 @@ def test_layouts_are_one_process(tmp_path: Path) -> None:
                 tolerance = 1e-5 if number == 0 else 1e-3
                 assert theirs[0] == pytest.approx(loss, rel=tolerance), f"{where}, update {number}"
                 assert theirs[1] == pytest.approx(norm, rel=tolerance), f"{where}, update {number}"
-                assert theirs[2] == pytest.approx(metrics, rel=tolerance, abs=1e-4), f"{where}, update {number}"
+                assert theirs[2] == pytest.approx(metrics, rel=tolerance, abs=1e-4), (
+                    f"{where}, update {number}"
+                )
             assert other["right"] == one["right"], where
             assert other["scores"] == pytest.approx(one["scores"], rel=1e-3, abs=1e-4), where

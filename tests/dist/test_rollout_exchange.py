@@ -18,7 +18,9 @@ def seen(tmp_path_factory) -> list[dict]:
 
 def test_all_ranks_hold_the_same_sorted_samples(seen):
     assert all(rank["samples"] == seen[0]["samples"] for rank in seen)
-    assert [(p, i) for p, i, *_ in seen[0]["samples"]] == [(p, i) for p in range(3) for i in range(3)]
+    assert [(p, i) for p, i, *_ in seen[0]["samples"]] == [
+        (p, i) for p in range(3) for i in range(3)
+    ]
     for prompt_id, index, tokens, _, reward in seen[0]["samples"]:
         assert tokens == [0, prompt_id] + [index] * (1 + prompt_id) and reward == prompt_id
 
@@ -31,8 +33,12 @@ def test_each_replica_samples_its_share_and_its_first_rank_scores(seen):
 
 def test_failures_reach_every_rank(seen):
     for rank in seen:
-        assert rank["broken"] == "RuntimeError: rank 2 could not sample: OSError: the scorer is gone"
-        assert rank["drifted"].startswith("CheckFailed: ranks 2..3 of an engine replica sampled different tokens")
+        assert (
+            rank["broken"] == "RuntimeError: rank 2 could not sample: OSError: the scorer is gone"
+        )
+        assert rank["drifted"].startswith(
+            "CheckFailed: ranks 2..3 of an engine replica sampled different tokens"
+        )
         assert rank["after"] == 1
 
 

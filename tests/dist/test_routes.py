@@ -52,10 +52,15 @@ def check(found: dict[str, Any], layouts: list[dict[str, int]]) -> None:
         assert each["without"] > 0.05
         assert max(each["replayed"], *each["update"]) < 1e-5
         assert 0.05 < each["routing/differs"] < 0.3 and each["routing/missing"] == 0
-        assert each["recorded"] < 1e-5 and each["recorded differs"] == {"routing/differs": 0.0, "routing/missing": 0.0}
+        assert each["recorded"] < 1e-5 and each["recorded differs"] == {
+            "routing/differs": 0.0,
+            "routing/missing": 0.0,
+        }
         assert each["micro-batches"] > 1
         norms += each["grad_norms"]
-    assert max(norms) - min(norms) < 1e-4 * max(norms), "of the same routes in every layout and recomputation"
+    assert max(norms) - min(norms) < 1e-4 * max(norms), (
+        "of the same routes in every layout and recomputation"
+    )
     assert found["cached"][1] >= 4 * 96, "whole blocks of the long prompt"
     for name in ("probe", "planted probe"):  # replayed, it agrees
         assert all(statistic < limit for statistic, limit in found[name]), found[name]

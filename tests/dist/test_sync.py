@@ -19,7 +19,14 @@ BOUND = 1e-4
 
 FOUR = {"qwen3": 2, "qwen3_moe": 2}  # model -> ranks of an engine
 TWO = {"qwen3_moe": 1, "llama": 1, "qwen3": 2}
-OTHERS = {"qwen2": 2, "qwen3_untied_kv1": 2, "deepseek_v3": 2, "mixtral": 2, "glm4_moe": 2, "gpt_oss": 2}
+OTHERS = {
+    "qwen2": 2,
+    "qwen3_untied_kv1": 2,
+    "deepseek_v3": 2,
+    "mixtral": 2,
+    "glm4_moe": 2,
+    "gpt_oss": 2,
+}
 # with the above: dense, experts and latent attention in engines of one and two ranks, one and two replicas
 MORE = [
     (1, {"qwen3": 1, "qwen3_moe": 1, "llama": 1, "deepseek_v3": 1, "gpt_oss": 1}),
@@ -58,7 +65,9 @@ def check_model(seen: list[dict], name: str) -> None:
         assert found["unchanged"] == 0.0, "a sync of unchanged weights changes no log-prob"
         assert found["stale"] > 100 * BOUND, "the oracle must see that weights changed"
         assert found["old version"], "a version that is not held is refused"
-        assert found["tokens"] == seen[0][name]["tokens"], "all replicas draw the same tokens from the same seeds"
+        assert found["tokens"] == seen[0][name]["tokens"], (
+            "all replicas draw the same tokens from the same seeds"
+        )
         for kept, received in found["bytes"].values():
             assert 0 <= received < kept
         assert len(found["errors"]) >= 3, "three syncs in a row"
@@ -107,7 +116,9 @@ def test_local_bytes_do_not_travel(two):
     assert two[0]["llama"]["bytes"]["dp2"][1] == 0  # each rank trains and samples on all of it
     assert two[0]["llama"]["bytes"]["tp2"][1] > 0
     kept, received = two[0]["qwen3"]["bytes"]["tp2"]
-    assert received < kept / 10  # the engine shards as the trainer does, but for the vocabulary's padding
+    assert (
+        received < kept / 10
+    )  # the engine shards as the trainer does, but for the vocabulary's padding
 
 
 @pytest.mark.long
@@ -122,7 +133,10 @@ def test_layouts_covered(four):
 def test_faults_are_refused_on_all_ranks_and_can_be_healed(launched, request):
     for rank in request.getfixturevalue(launched):
         faults = rank["faults"]
-        for flipped in ("flipped", "flipped, streamed"):  # which message, of which ranks and tensors
+        for flipped in (
+            "flipped",
+            "flipped, streamed",
+        ):  # which message, of which ranks and tensors
             where = r"arrived corrupted: message \d+ of \d+ \(round \d+\), rank \d -> rank \d: (model|lm_head)"
             assert re.search(where, faults[flipped]), faults[flipped]
         assert "The engine keeps its previous version" in faults["flipped"]
@@ -130,7 +144,9 @@ def test_faults_are_refused_on_all_ranks_and_can_be_healed(launched, request):
         assert faults["new version"] and faults["healed"] < BOUND and faults["streamed"] < BOUND
         assert "The engine refuses prompts" in faults["flipped, streamed"]
         assert "model.norm.weight (absent)" in faults["missing tensor"]
-        assert re.search(r"rank \d: the engine's .* model.layers.1.self_attn.v_proj.weight \(", faults["table"])
+        assert re.search(
+            r"rank \d: the engine's .* model.layers.1.self_attn.v_proj.weight \(", faults["table"]
+        )
         assert "rank 0: the trainer has no parameter" in faults["missing parameter"]
         assert "differ from the trainer's by" in faults["probe"]
         for after in ("after flip, streamed", "after missing", "after probe"):
@@ -142,8 +158,12 @@ def test_faults_are_refused_on_all_ranks_and_can_be_healed(launched, request):
 def test_the_engine_answers_as_before_when_a_rank_dies_in_the_middle_of_a_sync(tmp_path):
     processes = start_ranks(RANKS, 2, str(tmp_path), "dies", "llama")
     said = [process.communicate(timeout=400)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 9], "\n".join(text[-2000:] for text in said)
+    assert [process.returncode for process in processes] == [0, 9], "\n".join(
+        text[-2000:] for text in said
+    )
     seen = json.loads((tmp_path / "rank_0.json").read_text())
-    assert re.search(r"rank 1 did not .* in flight: message \d+ of \d+ .*rank \d -> rank \d: model", seen["said"]), seen
+    assert re.search(
+        r"rank 1 did not .* in flight: message \d+ of \d+ .*rank \d -> rank \d: model", seen["said"]
+    ), seen
     assert "The engine keeps its previous version" in seen["said"]
     assert seen["same"], "version 1, with the log-probs it had"

@@ -57,7 +57,9 @@ def test_updates_are_those_of_plain_torch_in_every_layout(layouts: dict[str, Any
         for step, tolerance in ((0, 1e-5), (1, 1e-3)):
             (loss, norm), (true_loss, true_norm) = case["steps"][step], case["oracle"][step]
             assert true_norm > 1e-3, f"{name}: nothing to compare"
-            assert loss == pytest.approx(true_loss, rel=tolerance, abs=tolerance / 10), f"{name}, step {step}"
+            assert loss == pytest.approx(true_loss, rel=tolerance, abs=tolerance / 10), (
+                f"{name}, step {step}"
+            )
             assert norm == pytest.approx(true_norm, rel=tolerance), f"{name}, step {step}"
 
 
@@ -65,7 +67,9 @@ def test_clipping_is_by_the_norm_of_the_whole_model(found: dict[str, Any]) -> No
     for case in found["clipping"]:
         assert case["oracle"][0][1] > 1, "more than ten times the bound"
         for step, tolerance in ((0, 1e-5), (1, 1e-4)):
-            assert case["steps"][step] == pytest.approx(case["oracle"][step], rel=tolerance, abs=1e-6), case["parallel"]
+            assert case["steps"][step] == pytest.approx(
+                case["oracle"][step], rel=tolerance, abs=1e-6
+            ), case["parallel"]
         assert case["steps"][0][0] != pytest.approx(case["steps"][1][0], rel=1e-2), "the step shows"
 
 
@@ -81,7 +85,9 @@ def test_layouts_of_a_model_agree(layouts: dict[str, Any]) -> None:
         one = first.setdefault(case["model"], case)["steps"]
         for step, tolerance in ((0, 1e-6), (1, 1e-5)):
             # a loss is the sum of terms of about 1 that nearly cancel
-            assert case["steps"][step] == pytest.approx(one[step], rel=tolerance, abs=tolerance / 10), name
+            assert case["steps"][step] == pytest.approx(
+                one[step], rel=tolerance, abs=tolerance / 10
+            ), name
 
 
 def test_replicas_of_a_parameter_are_bit_equal(layouts: dict[str, Any]) -> None:
@@ -118,10 +124,14 @@ def test_a_teacher_beside_the_policy_is_the_same_in_every_layout(found: dict[str
     for case in found["teacher"]:
         is_top_k = case["top_k"] is not None
         first = found["teacher"][2 if is_top_k else 0]["steps"]
-        assert not is_top_k or case["top_k"][0] == pytest.approx(case["top_k"][1], rel=1e-5), case["parallel"]
+        assert not is_top_k or case["top_k"][0] == pytest.approx(case["top_k"][1], rel=1e-5), case[
+            "parallel"
+        ]
         assert case["error"] < 1e-5 and not case["replicas_differ"], case["parallel"]
         for step, tolerance in ((0, 1e-5), (1, 1e-4)):
-            assert case["steps"][step] == pytest.approx(first[step], rel=tolerance, abs=tolerance), case["parallel"]
+            assert case["steps"][step] == pytest.approx(
+                first[step], rel=tolerance, abs=tolerance
+            ), case["parallel"]
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(found: dict[str, Any]) -> None:
@@ -135,7 +145,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing(found: dict[str, Any]) ->
 
 def test_several_updates_a_step_and_the_schedule(found: dict[str, Any]) -> None:
     updates = found["updates"]
-    assert updates["lrs"] == [pytest.approx([lr, lr]) for lr in (0.01, 0.02)], "a warm-up of three steps"
+    assert updates["lrs"] == [pytest.approx([lr, lr]) for lr in (0.01, 0.02)], (
+        "a warm-up of three steps"
+    )
     assert updates["clip_frac"][1] > 0, "the policy moved within the step"
     assert updates["sft"] == sorted(updates["sft"], reverse=True), "SFT learns"
     assert updates["sft"][0] == pytest.approx(updates["sft_expected"], rel=1e-6)
@@ -147,7 +159,9 @@ def test_tokens_selected_are_the_same_in_every_layout(found: dict[str, Any]) -> 
         one, other = (steps for name, steps in selection.items() if name.startswith(loss))
         assert one[0][1] > 1e-3
         for step, tolerance in ((0, 1e-5), (1, 1e-3)):
-            assert other[step] == pytest.approx(one[step], rel=tolerance, abs=1e-6), f"{loss}, update {step}"
+            assert other[step] == pytest.approx(one[step], rel=tolerance, abs=1e-6), (
+                f"{loss}, update {step}"
+            )
 
 
 def test_a_batch_without_a_trained_token_changes_nothing(found: dict[str, Any]) -> None:
@@ -157,7 +171,9 @@ def test_a_batch_without_a_trained_token_changes_nothing(found: dict[str, Any]) 
 def test_collectives_that_gloo_refuses(found: dict[str, Any]) -> None:
     collectives = found["collectives"]
     assert collectives["host"]
-    assert collectives["gathered"] == [[float(rank)] * size for rank, size in enumerate((1, 2, 3, 4))]
+    assert collectives["gathered"] == [
+        [float(rank)] * size for rank, size in enumerate((1, 2, 3, 4))
+    ]
     assert collectives["scattered"] == [4 * 1 + 0 + 1 + 2 + 3]
     assert collectives["exchanged"] == [0.0, 1.0, 2.0, 3.0]
     assert "invalid tensor size" in collectives["gloo"], (

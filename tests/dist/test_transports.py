@@ -32,7 +32,9 @@ from transport_ranks import FLEETS, NODES, ROUND
 
 from megarl.platform.env import child_env
 
-pytestmark = pytest.mark.long  # half a minute: starting ranks, and waiting for those that do not come
+pytestmark = (
+    pytest.mark.long
+)  # half a minute: starting ranks, and waiting for those that do not come
 
 RANKS = Path(__file__).with_name("transport_ranks.py")
 WORLD = 4
@@ -59,7 +61,9 @@ def test_a_rank_receives_what_it_keeps_and_nothing_else(ranks, pair):
         assert received + report["local"] == report["kept"], "1.00: no byte twice, none too many"
         assert report["version"] == (7 if report["kept"] else None)
         total += received
-    assert {seen["pairs"][pair]["received"] for seen in ranks} == {total}, "the report says the same"
+    assert {seen["pairs"][pair]["received"] for seen in ranks} == {total}, (
+        "the report says the same"
+    )
 
 
 @pytest.mark.parametrize("pair", EVERY)
@@ -90,7 +94,9 @@ def test_no_rank_moves_more_than_a_round_may_hold(ranks, pair):
 
 def test_a_slice_in_the_wrong_place_is_seen_though_every_message_arrived(ranks):
     for seen in ranks:
-        assert "are in the wrong place" in seen["misrouted"] and "model." in seen["misrouted"], seen["misrouted"]
+        assert "are in the wrong place" in seen["misrouted"] and "model." in seen["misrouted"], (
+            seen["misrouted"]
+        )
         assert "in the engine on rank " in seen["misrouted"]
         assert seen["after misrouted"] is None
         assert seen["proven"] == 1, "the second sync is not proven again"
@@ -108,14 +114,19 @@ def test_a_fault_of_a_relay_is_named(ranks):
     for seen in ranks:
         report = seen["torn relay"]
         assert "rank 2 -> rank 3 (relayed): model." in report["message"]
-        assert "arrived corrupted: message " in report["error"] and report["message"] in report["error"], report
+        assert (
+            "arrived corrupted: message " in report["error"]
+            and report["message"] in report["error"]
+        ), report
         assert report["version"] == 1 and report["old"], "not a byte of the engine has changed"
         assert report["healed"]
 
 
 def test_a_late_rank_is_named_and_the_engine_keeps_its_version(ranks):
     for seen in ranks:  # the late one too, when it comes
-        assert "rank 2 of 4 did not reach the weight sync of version 2" in seen["late"], seen["late"]
+        assert "rank 2 of 4 did not reach the weight sync of version 2" in seen["late"], seen[
+            "late"
+        ]
         assert seen["after late"] == 1
 
 
@@ -127,27 +138,41 @@ def test_staging_without_the_memory_for_it_is_refused_with_the_remedy(ranks):
 
 def test_a_sender_without_a_parameter_is_named_where_engines_have_ranks_of_their_own(ranks):
     for rank, seen in enumerate(ranks):
-        assert "rank 0: the trainer has no parameter decoder.final_layernorm.weight" in seen["missing in split"]
+        assert (
+            "rank 0: the trainer has no parameter decoder.final_layernorm.weight"
+            in seen["missing in split"]
+        )
         assert seen["after missing in split"] == (1 if rank >= 2 else None)
 
 
 def test_a_dead_rank_is_named(ranks):
     """Its peers say so at once; the others wait no longer than the time-out. The engines keep what they had."""
     assert any("rank 3 did not" in seen["dead"] for seen in ranks[:3])
-    assert any(re.search(r"rank 3 did not .*; in flight: message .*: model\.", seen["dead"]) for seen in ranks[:3])
+    assert any(
+        re.search(r"rank 3 did not .*; in flight: message .*: model\.", seen["dead"])
+        for seen in ranks[:3]
+    )
     for seen in ranks[:3]:
         assert "The engine keeps its previous version" in seen["dead"]
         assert seen["after dead"] == 1 and seen["holds after dead"]
         output = seen["barrier after dead"]
-        assert re.match(r"ranks? [\d, ]*3 of 4 did not reach the weight sync of version 3", output), output
+        assert re.match(
+            r"ranks? [\d, ]*3 of 4 did not reach the weight sync of version 3", output
+        ), output
 
 
 def test_processes_of_different_worlds_share_a_group_leave_it_and_join_again(tmp_path):
     """And a barrier that one of them will not reach can be ended from outside."""
-    command = [sys.executable, str(Path(__file__).parent / "group_ranks.py"), f"file:{tmp_path / 'store'}"]
+    command = [
+        sys.executable,
+        str(Path(__file__).parent / "group_ranks.py"),
+        f"file:{tmp_path / 'store'}",
+    ]
     environment = child_env(GLOO_SOCKET_IFNAME="lo")
     ranks = [
-        subprocess.Popen([*command, str(rank), "3"], env=environment, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, str(rank), "3"], env=environment, stdout=subprocess.PIPE, text=True
+        )
         for rank in range(3)
     ]
     assert [rank.communicate(timeout=120)[0] for rank in ranks] == ["passed\n"] * 3

@@ -73,7 +73,9 @@ _LATENT = {
     "num_nextn_predict_layers": 0,
 }
 
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> config class of transformers and its arguments
+MODELS: dict[
+    str, tuple[str, dict[str, Any]]
+] = {  # name -> config class of transformers and its arguments
     "llama": ("LlamaConfig", {**_SIZES, "tie_word_embeddings": False, "rope_parameters": _LLAMA3}),
     "qwen2": ("Qwen2Config", {**_SIZES, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {**_SIZES, "head_dim": 16, "tie_word_embeddings": True}),
@@ -87,7 +89,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> config class of tra
             "rope_parameters": {key: value for key, value in _YARN.items() if "mscale" not in key},
         },
     ),
-    "qwen3_moe": ("Qwen3MoeConfig", {**_SIZES, **_MOE, "norm_topk_prob": True, "tie_word_embeddings": False}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {**_SIZES, **_MOE, "norm_topk_prob": True, "tie_word_embeddings": False},
+    ),
     "qwen3_moe_unnormalised": (
         "Qwen3MoeConfig",
         {**_SIZES, **_MOE, "norm_topk_prob": False, "tie_word_embeddings": True},
@@ -138,7 +143,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> config class of tra
             "head_dim": 16,
             "use_qk_norm": True,
             "attention_bias": True,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 500.0,
+                "partial_rotary_factor": 0.5,
+            },
             "num_nextn_predict_layers": 0,
         },
     ),
@@ -146,7 +155,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> config class of tra
 
 # Without a table of ours: Megatron-Bridge's (bridge_ranks.py)
 MODELS |= {
-    "mistral": ("MistralConfig", {**_SIZES, "head_dim": 32, "sliding_window": None, "tie_word_embeddings": False}),
+    "mistral": (
+        "MistralConfig",
+        {**_SIZES, "head_dim": 32, "sliding_window": None, "tie_word_embeddings": False},
+    ),
     "hy_v3": (  # experts behind a dense layer, a sigmoid router with its correction, a shared expert
         "HYV3Config",
         {
@@ -164,7 +176,12 @@ MODELS |= {
     "olmo2": ("Olmo2Config", _SIZES),
     "glm4_moe_lite": (
         "Glm4MoeLiteConfig",
-        {**_SIZES, **_LATENT, "rope_parameters": _DEFAULT_ROPE, "rms_norm_eps": 1e-6},  # of latents, always
+        {
+            **_SIZES,
+            **_LATENT,
+            "rope_parameters": _DEFAULT_ROPE,
+            "rms_norm_eps": 1e-6,
+        },  # of latents, always
     ),
     "deepseek_v2": (
         "DeepseekV2Config",
@@ -259,7 +276,9 @@ class Policy:
         return self.learner.update(scored)
 
 
-def random_batch(*, num_rows: int, seed: int = 0, temperature: float = 0.7, longest: int = 24) -> TrainBatch:
+def random_batch(
+    *, num_rows: int, seed: int = 0, temperature: float = 0.7, longest: int = 24
+) -> TrainBatch:
     """Rows of different lengths, prompts masked, labels that follow the tokens; two rows a group."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -326,12 +345,17 @@ def ask(model: torch.nn.Module, scored: ScoredBatch, config: Config) -> Oracle:
     return Oracle(of_labels, float(entropy), steps)
 
 
-def oracle_steps(model: torch.nn.Module, scored: ScoredBatch, config: Config, *, num_steps: int) -> list[list[float]]:
+def oracle_steps(
+    model: torch.nn.Module, scored: ScoredBatch, config: Config, *, num_steps: int
+) -> list[list[float]]:
     """[loss, gradient norm] of each step: the objective written out plainly, autograd, clipping, torch's AdamW."""
     train = config.train
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim == 1]
-    groups = [{"params": decayed, "weight_decay": train.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [
+        {"params": decayed, "weight_decay": train.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=train.lr, betas=train.betas, eps=train.eps)
     steps = []
     for _ in range(num_steps):
@@ -339,7 +363,9 @@ def oracle_steps(model: torch.nn.Module, scored: ScoredBatch, config: Config, *,
         ratio = (oracle_logprobs(model, scored) - scored.old_logprobs).exp()
         clipped = ratio.clamp(1 - config.algorithm.clip_low, 1 + config.algorithm.clip_high)
         loss_T = torch.maximum(-scored.advantages * ratio, -scored.advantages * clipped)
-        loss_T = torch.where(scored.advantages < 0, loss_T.clamp(max=-scored.advantages * 10.0), loss_T)
+        loss_T = torch.where(
+            scored.advantages < 0, loss_T.clamp(max=-scored.advantages * 10.0), loss_T
+        )
         loss = loss_T[scored.mask].double().mean()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), train.clip_grad)

@@ -46,7 +46,13 @@ from megarl.types import TrainBatch
 
 WORLD = 4
 DENSE = [{}, {"tensor": 2, "pipeline": 2}]
-SPARSE = [{}, {"expert": 4}, {"tensor": 2}, {"tensor": 2, "expert_tensor": 2}, {"pipeline": 2, "expert": 2}]
+SPARSE = [
+    {},
+    {"expert": 4},
+    {"tensor": 2},
+    {"tensor": 2, "expert_tensor": 2},
+    {"pipeline": 2, "expert": 2},
+]
 Layouts = list[tuple[str, dict[str, int]]]
 LAYOUTS: Layouts = [
     *(("qwen3", parallel) for parallel in DENSE),
@@ -66,7 +72,13 @@ MORE_LAYOUTS: Layouts = [  # of parts that are all among those above
     ("qwen3_untied", {"tensor": 2, "pipeline": 2}),
 ]
 TOP_K, TOP_LAYOUTS = 5, [{"tensor": 2, "pipeline": 2}, {"tensor": 2, "context": 2}]
-TRAIN = {"dtype": "fp32", "lr": 1e-2, "max_tokens_per_microbatch": 64, "clip_grad": 1.0, "logprob_chunk": 16}
+TRAIN = {
+    "dtype": "fp32",
+    "lr": 1e-2,
+    "max_tokens_per_microbatch": 64,
+    "clip_grad": 1.0,
+    "logprob_chunk": 16,
+}
 
 
 # Steps as large as the gradient, so that clipping shows in the weights: Adam's own do not depend on its scale.
@@ -74,9 +86,17 @@ CLIPPED = {"eps": 0.1, "clip_grad": 0.05, "lr": 0.3, "betas": (0.7, 0.9), "weigh
 
 
 def config_of(
-    parallel: dict[str, int], algorithm: dict[str, Any] | None = None, moe: dict[str, Any] | None = None, **train: Any
+    parallel: dict[str, int],
+    algorithm: dict[str, Any] | None = None,
+    moe: dict[str, Any] | None = None,
+    **train: Any,
 ) -> Config:
-    sections = {"parallel": parallel, "train": TRAIN | train, "algorithm": algorithm or {}, "moe": moe or {}}
+    sections = {
+        "parallel": parallel,
+        "train": TRAIN | train,
+        "algorithm": algorithm or {},
+        "moe": moe or {},
+    }
     return Config.model_validate(sections)
 
 
@@ -115,7 +135,9 @@ def fingerprints(policy: Policy) -> dict[str, str]:
     for box in policy.trainer.slices_by_rank()[policy.trainer.layout.rank]:
         parameter = parameters[box.param].detach()
         part = parameter.as_strided(box.shape, box.strides, parameter.storage_offset() + box.offset)
-        result[f"{box.name}{box.start}{box.shape}"] = sha256(part.float().numpy().tobytes()).hexdigest()
+        result[f"{box.name}{box.start}{box.shape}"] = sha256(
+            part.float().numpy().tobytes()
+        ).hexdigest()
     return result
 
 
@@ -129,17 +151,25 @@ def replicas_differ(policy: Policy) -> list[str]:
     return sorted(name for name, values in seen.items() if len(values) > 1)
 
 
-def measure(bench: Bench, layouts: Layouts, look: Callable[[Policy], Any] = lambda _: None) -> list[dict[str, Any]]:
+def measure(
+    bench: Bench, layouts: Layouts, look: Callable[[Policy], Any] = lambda _: None
+) -> list[dict[str, Any]]:
     """Every layout: what `look` sees of the new policy, what it says and how it learns.
 
     The oracle of each model is asked once, by rank 0.
     """
     oracles: dict[str, Oracle] = {}
-    return [_measure(bench, model, config_of(parallel), oracles, look) for model, parallel in layouts]
+    return [
+        _measure(bench, model, config_of(parallel), oracles, look) for model, parallel in layouts
+    ]
 
 
 def _measure(
-    bench: Bench, model: str, config: Config, oracles: dict[str, Oracle], look: Callable[[Policy], Any]
+    bench: Bench,
+    model: str,
+    config: Config,
+    oracles: dict[str, Oracle],
+    look: Callable[[Policy], Any],
 ) -> dict[str, Any]:
     policy, batch = bench.policy(model, config), random_batch(num_rows=8)
     seen, scored = look(policy), policy.score(batch)
@@ -169,16 +199,23 @@ def check_clipping(bench: Bench) -> list[dict[str, Any]]:
         ("qwen3_untied", {}),
         ("qwen3_moe", {"expert": 2}),
     ]
-    return [_measure(bench, model, config_of(parallel, **CLIPPED), {}, lambda _: None) for model, parallel in cases]
+    return [
+        _measure(bench, model, config_of(parallel, **CLIPPED), {}, lambda _: None)
+        for model, parallel in cases
+    ]
 
 
 def check_router_bias(bench: Bench) -> list[list[float]]:
     """[what each router's bias should have moved by, what it did], from the tokens of all ranks."""
     policy = bench.policy("glm4_moe", config_of({"expert": 2}, moe={"bias_update_rate": 0.01}))
-    routers = [module for module in policy.trainer.model[0].modules() if isinstance(module, BalancedRouter)]
+    routers = [
+        module for module in policy.trainer.model[0].modules() if isinstance(module, BalancedRouter)
+    ]
     counts = {router: torch.zeros_like(router.expert_bias) for router in routers}
 
-    def count(router: torch.nn.Module, _inputs: Any, outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def count(
+        router: torch.nn.Module, _inputs: Any, outputs: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
         if torch.is_grad_enabled():
             counts[router] += outputs[1].sum(0)
 
@@ -206,7 +243,9 @@ def check_microbatches(bench: Bench) -> dict[str, Any]:
         ("few_rows", 3, 1000, {}),
         ("few_rows_pipeline", 3, 20, {"pipeline": 2}),
     ):
-        policy = bench.policy("qwen3_moe", config_of(parallel, max_tokens_per_microbatch=max_tokens, lr=1e-3))
+        policy = bench.policy(
+            "qwen3_moe", config_of(parallel, max_tokens_per_microbatch=max_tokens, lr=1e-3)
+        )
         scored = policy.score(random_batch(num_rows=num_rows, seed=3))
         steps = [policy.update(scored).updates[0] for _ in range(2)]
         found[name] = [(step.loss, step.grad_norm) for step in steps]
@@ -236,7 +275,10 @@ def check_bf16(bench: Bench) -> dict[str, Any]:
 def check_reference(bench: Bench) -> dict[str, Any]:
     """After updates the reference still says what the first weights said, and the weights keep their bits."""
     kl = {"kl": {"estimator": "k3", "where": "loss", "coef": 0.1}}
-    policy, batch = bench.policy("qwen3", config_of({"tensor": 2, "pipeline": 2}, kl)), random_batch(num_rows=8)
+    policy, batch = (
+        bench.policy("qwen3", config_of({"tensor": 2, "pipeline": 2}, kl)),
+        random_batch(num_rows=8),
+    )
     scored = policy.score(batch)
     first = policy.update(scored).updates[0]
     later, moved = policy.learner.score(batch), policy.logprobs(batch)
@@ -265,11 +307,23 @@ def check_teacher(bench: Bench) -> list[dict[str, Any]]:
         for x in (log_p_TV.exp(), log_q_TV.exp())
     )
     exact_top_k = float((p * (p / q).log()).sum(1).mean())
-    for parallel, top_k in [*((parallel, 0) for parallel in DENSE), *((parallel, TOP_K) for parallel in TOP_LAYOUTS)]:
-        rules = {"advantage": "reinforce", "loss": "reinforce", "distill_coef": 1.0, "distill_top_k": top_k}
+    for parallel, top_k in [
+        *((parallel, 0) for parallel in DENSE),
+        *((parallel, TOP_K) for parallel in TOP_LAYOUTS),
+    ]:
+        rules = {
+            "advantage": "reinforce",
+            "loss": "reinforce",
+            "distill_coef": 1.0,
+            "distill_top_k": top_k,
+        }
         policy = bench.policy("qwen3", config_of(parallel, rules))
         trainer = policy.trainer
-        settings = {"train": trainer.train.model_copy(update={"offload": ("gradients", "optimizer", "weights")})}
+        settings = {
+            "train": trainer.train.model_copy(
+                update={"offload": ("gradients", "optimizer", "weights")}
+            )
+        }
         other = Trainer.build(
             read_model(teacher_folder), trainer.layout, folder=teacher_folder, device=trainer.device, beside=trainer,
             **settings,
@@ -285,7 +339,9 @@ def check_teacher(bench: Bench) -> list[dict[str, Any]]:
             {
                 "parallel": parallel,
                 "error": float((scores.teacher_logprobs - exact_T).abs().max()),
-                "steps": [(step.loss, step.grad_norm, step.metrics["kl/teacher"]) for step in steps],
+                "steps": [
+                    (step.loss, step.grad_norm, step.metrics["kl/teacher"]) for step in steps
+                ],
                 "top_k": [steps[0].metrics["kl/teacher_top_k"], exact_top_k] if top_k else None,
                 "replicas_differ": replicas_differ(policy),
             }
@@ -310,12 +366,18 @@ def check_skip(bench: Bench) -> dict[str, Any]:
     bad = policy.update(replace(scored, advantages=poisoned)).updates[0]
     kept = before == fingerprints(policy)
     good = policy.update(scored).updates[0]
-    return {"skipped": bad.skipped, "kept": kept, "after": (good.skipped, good.loss, good.grad_norm)}
+    return {
+        "skipped": bad.skipped,
+        "kept": kept,
+        "after": (good.skipped, good.loss, good.grad_norm),
+    }
 
 
 def check_updates(bench: Bench) -> dict[str, Any]:
     """Two updates a step clip on the second; the schedule counts steps; SFT goes the same way."""
-    policy = bench.policy("qwen3", config_of({"tensor": 2}, updates_per_step=2, warmup_steps=3, lr=3e-2))
+    policy = bench.policy(
+        "qwen3", config_of({"tensor": 2}, updates_per_step=2, warmup_steps=3, lr=3e-2)
+    )
     scored = policy.score(random_batch(num_rows=8))
     reports = [policy.update(scored) for _ in range(2)]
     taught = bench.policy("qwen3", config_of({"pipeline": 2}))
@@ -332,7 +394,10 @@ def check_updates(bench: Bench) -> dict[str, Any]:
 def check_selection(bench: Bench) -> dict[str, Any]:
     """Tokens are chosen over the whole batch, before each update, so every layout chooses the same."""
     found = {}
-    for loss, options in (("kl_cov", {"share": 0.2}), ("clip_cov", {"share": 0.2, "low": -1e9, "high": 1e9})):
+    for loss, options in (
+        ("kl_cov", {"share": 0.2}),
+        ("clip_cov", {"share": 0.2, "low": -1e9, "high": 1e9}),
+    ):
         for parallel in ({}, {"tensor": 2, "pipeline": 2}):
             rules = {"loss": loss, "token_selection_options": options}
             policy = bench.policy("qwen3", config_of(parallel, rules, updates_per_step=2))
@@ -353,7 +418,11 @@ def check_nothing(bench: Bench) -> dict[str, Any]:
     reports = [policy.update(policy.score(nothing)).updates[0] for nothing in (masked, empty)]
     kept = before == fingerprints(policy)
     policy.update(scored)
-    return {"skipped": [r.skipped for r in reports], "kept": kept, "moves": before != fingerprints(policy)}
+    return {
+        "skipped": [r.skipped for r in reports],
+        "kept": kept,
+        "moves": before != fingerprints(policy),
+    }
 
 
 def check_collectives(_bench: Bench) -> dict[str, Any]:
@@ -365,9 +434,13 @@ def check_collectives(_bench: Bench) -> dict[str, Any]:
     gathered = [torch.empty(size, 2) for size in sizes]
     theirs.distributed.all_gather(gathered, mine)
     own = torch.empty(sizes[rank], 2)
-    theirs.distributed.reduce_scatter(own, [torch.full((size, 2), float(size + rank)) for size in sizes])
+    theirs.distributed.reduce_scatter(
+        own, [torch.full((size, 2), float(size + rank)) for size in sizes]
+    )
     out = torch.empty(4)
-    theirs.distributed.all_to_all_single(out, torch.full((4,), float(rank)), torch.ones(4), torch.ones(4))
+    theirs.distributed.all_to_all_single(
+        out, torch.full((4,), float(rank)), torch.ones(4), torch.ones(4)
+    )
     try:
         dist.all_gather([torch.empty(size, 2) for size in sizes], mine)
         gloo = "accepted"
@@ -402,7 +475,9 @@ MORE = {"more_layouts": partial(measure, layouts=MORE_LAYOUTS)}
 def join(rank: int, world: int, folder: str) -> Bench:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world
+    )
     return Bench(Path(folder))
 
 
@@ -426,4 +501,6 @@ def work(rank: int, results: str, folder: str, checks: list[str]) -> None:
 
 if __name__ == "__main__":
     with TemporaryDirectory() as scratch:
-        mp.start_processes(work, (sys.argv[1], scratch, sys.argv[2:] or list(CHECKS)), WORLD, start_method="fork")
+        mp.start_processes(
+            work, (sys.argv[1], scratch, sys.argv[2:] or list(CHECKS)), WORLD, start_method="fork"
+        )

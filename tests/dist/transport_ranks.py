@@ -46,13 +46,20 @@ ROUND = 8 << 10  # bytes; the embedding and a head are larger
 
 def colocated(engine: int, *, ranks_per_node: int = 4, **parallel: int) -> Fleet:
     return Fleet(
-        Parallel(**parallel), 4, tensor=engine, replicas=4 // engine, ranks_per_node=ranks_per_node, is_split=False
+        Parallel(**parallel),
+        4,
+        tensor=engine,
+        replicas=4 // engine,
+        ranks_per_node=ranks_per_node,
+        is_split=False,
     )
 
 
 def split(engine: int, *, ranks_per_node: int = 4, **parallel: int) -> Fleet:
     """Ranks 0 and 1 send, ranks 2 and 3 receive."""
-    return Fleet(Parallel(**parallel), 2, tensor=engine, replicas=2 // engine, ranks_per_node=ranks_per_node)
+    return Fleet(
+        Parallel(**parallel), 2, tensor=engine, replicas=2 // engine, ranks_per_node=ranks_per_node
+    )
 
 
 FLEETS = {
@@ -83,7 +90,9 @@ class Recorded(Collective):
         self.trace: list[list[list[int]]] = []  # [round][message] -> sender, receiver, bytes
         self.dies_in: int | None = None
         self.sleeps_before_barrier = 0.0
-        self.flips: tuple[int, int, int] | None = None  # (round, sender, receiver): a bit of that message
+        self.flips: tuple[int, int, int] | None = (
+            None  # (round, sender, receiver): a bit of that message
+        )
 
     def barrier(self, what: str, timeout: timedelta | None = None) -> None:
         time.sleep(self.sleeps_before_barrier)
@@ -110,7 +119,12 @@ class Recorded(Collective):
 
 class Case:
     def __init__(
-        self, fleet: Fleet, transport: Recorded, full: Mapping[str, Tensor], *, is_atomic: bool = True
+        self,
+        fleet: Fleet,
+        transport: Recorded,
+        full: Mapping[str, Tensor],
+        *,
+        is_atomic: bool = True,
     ) -> None:
         rank = transport.rank
         self.fleet, self.full, self.transport = fleet, full, transport
@@ -118,7 +132,9 @@ class Case:
         padded = padded_vocab(SHAPE.vocab, fleet.parallel.tensor)
         if rank < fleet.trainers:
             slices = slices_of(
-                megatron_table(SHAPE, spec="local", padded_vocab=padded), SHAPE, fleet.trainer_layout(rank)
+                megatron_table(SHAPE, spec="local", padded_vocab=padded),
+                SHAPE,
+                fleet.trainer_layout(rank),
             )
             self.parameters = room_for(slices)
             self.sender = WeightSender(slices, lambda: self.parameters)
@@ -126,7 +142,9 @@ class Case:
         if rank >= fleet.first_receiver:
             self.engine = Memory(slices_of(engine_table(SHAPE), SHAPE, fleet.engine_layout(rank)))
         self.publisher = Publisher(
-            plan_transfers(SHAPE, fleet, padded_vocab=padded, itemsize=4, round_bytes=ROUND, spec="local"),
+            plan_transfers(
+                SHAPE, fleet, padded_vocab=padded, itemsize=4, round_bytes=ROUND, spec="local"
+            ),
             self.sender,
             self.engine,
             transport,
@@ -144,7 +162,9 @@ class Case:
 
     def holds(self, full: Mapping[str, Tensor]) -> bool:
         slices = self.engine.slices if self.engine else ()
-        return all(torch.equal(view(self.engine.memory, part), slice_of(full, part)) for part in slices)
+        return all(
+            torch.equal(view(self.engine.memory, part), slice_of(full, part)) for part in slices
+        )
 
     @property
     def version(self) -> int | None:
@@ -171,7 +191,9 @@ class Case:
             "largest": max(size for _, _, size in messages),
             "version": self.version,
             "received": report.bytes_received,
-            "over the network": sum(size for a, b, size in messages if a // per_node != b // per_node),
+            "over the network": sum(
+                size for a, b, size in messages if a // per_node != b // per_node
+            ),
         }
 
 
@@ -188,13 +210,20 @@ def misroute(case: Case) -> None:
     executor, rank = case.publisher.executor, case.transport.rank
     arriving = [t for m in executor.messages if m.receiver == rank for t in m.transfers]
     pairs = ((x, y) for i, x in enumerate(arriving) for y in arriving[:i])
-    one, other = next((x, y) for x, y in pairs if (x.source.name, x.source.shape) == (y.source.name, y.source.shape))
+    one, other = next(
+        (x, y)
+        for x, y in pairs
+        if (x.source.name, x.source.shape) == (y.source.name, y.source.shape)
+    )
     swapped = {
         id(one): replace(one, destination=other.destination),
         id(other): replace(other, destination=one.destination),
     }
     executor.rounds = tuple(
-        tuple(replace(m, transfers=tuple(swapped.get(id(t), t) for t in m.transfers)) for m in messages)
+        tuple(
+            replace(m, transfers=tuple(swapped.get(id(t), t) for t in m.transfers))
+            for m in messages
+        )
         for messages in executor.rounds
     )
 
@@ -209,7 +238,10 @@ def torn_relay(full: Mapping[str, Tensor]) -> dict:
     relay = next(m for m in received if m.sender == 2 and m.is_relay)
     case.transport.trace.clear()
     case.transport.flips = (relay.round, 2, 3)
-    seen: dict = {"error": refused(lambda: case.publisher.publish(version=2)), "message": str(relay)}
+    seen: dict = {
+        "error": refused(lambda: case.publisher.publish(version=2)),
+        "message": str(relay),
+    }
     seen |= {"version": case.version, "old": case.holds(full)}
     case.transport.flips = None
     case.publisher.publish(version=3)
@@ -223,7 +255,9 @@ def main(folder: Path) -> None:
     for name, fleet in FLEETS.items():
         seen["pairs"][name] = Case(fleet, Recorded(), full).seen()
     for atomic in (True, False):
-        seen["pairs"][f"{NODES} atomic={atomic}"] = Case(ON_NODES, Recorded(), full, is_atomic=atomic).seen()
+        seen["pairs"][f"{NODES} atomic={atomic}"] = Case(
+            ON_NODES, Recorded(), full, is_atomic=atomic
+        ).seen()
     seen["torn relay"] = torn_relay(full)
 
     to_each = colocated(1, tensor=2)

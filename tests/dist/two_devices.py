@@ -19,7 +19,11 @@ from torch.utils._pytree import tree_flatten, tree_map
 DEVICE = torch.device("meta")  # the only one whose tensors need no driver
 aten = torch.ops.aten
 CROSSING = (aten.copy_.default, aten._to_copy.default)
-INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)  # their indices may be on the CPU
+INDEXING = (
+    aten.index.Tensor,
+    aten.index_put_.default,
+    aten.index_put.default,
+)  # their indices may be on the CPU
 
 
 class There(torch.Tensor):
@@ -47,12 +51,16 @@ class There(torch.Tensor):
         return self.here.tolist()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return _dispatch(func, args, kwargs or {})
 
 
 class _Mode(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return _dispatch(func, args, kwargs or {})
 
 

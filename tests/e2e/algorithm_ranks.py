@@ -68,7 +68,14 @@ OPTIONS = {  # two steps each, two updates a step, on top of the preset grpo whe
     "adaptive_loss": ["train.steps=4", "checkpoint.every=2", ADAPTIVE % "loss"],
 }  # fmt: skip
 TAUGHT = ["train.steps=4", "checkpoint.every=2", "rewards=[]", "teacher.model=TEACHER"]
-SPREAD = ("dapo", "remax", "clip_cov", "kl_cov", "process_and_outcome", "filtered")  # over several ranks
+SPREAD = (
+    "dapo",
+    "remax",
+    "clip_cov",
+    "kl_cov",
+    "process_and_outcome",
+    "filtered",
+)  # over several ranks
 RESUMED = ("adaptive_reward", "adaptive_loss", "distill")
 
 

@@ -32,7 +32,9 @@ class Hostile:
     def __new__(cls, tokens: Sequence[int]) -> float:  # called as a function
         step, cls.calls = cls.calls // 64, cls.calls + 1
         if step == 0:
-            return {0: float("inf"), 1: float("nan"), 2: 1e39, 3: -1e300}.get(tokens[0] % 8, even(tokens))
+            return {0: float("inf"), 1: float("nan"), 2: 1e39, 3: -1e300}.get(
+                tokens[0] % 8, even(tokens)
+            )
         if step == 1:
             raise RuntimeError("the server is down")
         return 1e30 * even(tokens) if step == 2 else even(tokens)
@@ -42,7 +44,11 @@ def judged(split: str, vocab: int, size: int = 512) -> list[dict[str, Any]]:
     """A prompt, and steps of which those that end with an even id are right."""
     draw, rows = random.Random(split), []
     for _ in range(size):
-        steps = [draw.choices(range(4, vocab), k=draw.randint(1, 4)) for _ in range(draw.randint(1, 3))]
+        steps = [
+            draw.choices(range(4, vocab), k=draw.randint(1, 4)) for _ in range(draw.randint(1, 3))
+        ]
         texts = [" ".join(map(str, step)) for step in steps]
-        rows.append({"prompt": "5 6", "completions": texts, "labels": [step[-1] % 2 == 0 for step in steps]})
+        rows.append(
+            {"prompt": "5 6", "completions": texts, "labels": [step[-1] % 2 == 0 for step in steps]}
+        )
     return rows

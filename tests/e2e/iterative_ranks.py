@@ -45,7 +45,9 @@ class Killed(BaseException):
     """As if the process had been killed here: nothing is saved."""
 
 
-PHASES: dict[str, tuple[Any, str, int, type[BaseException]]] = {  # where, which call of it is the last
+PHASES: dict[
+    str, tuple[Any, str, int, type[BaseException]]
+] = {  # where, which call of it is the last
     "sampling": (RewardModelTraining, "sample", 2, Killed),
     "reset": (Iterations, "reset", 2, Killed),
     "reward_model": (Rankings, "update", 4, Killed),
@@ -129,16 +131,28 @@ class Runs:
 
         def reset(iterations: Iterations) -> None:
             iterations.policy.trainer.memory.onload_weights()
-            resets.append([weights(iterations.policy, of_reference=value) for value in (True, False)])
+            resets.append(
+                [weights(iterations.policy, of_reference=value) for value in (True, False)]
+            )
             iterations.policy.trainer.memory.offload_all()
 
         def update(_model: Rankings, batch: Any) -> None:
             rows = batch.tokens.split(batch.cu_seqlens.diff().tolist())
-            batches.append([(group, row.tolist()) for group, row in zip(batch.group.tolist(), rows, strict=True)])
+            batches.append(
+                [
+                    (group, row.tolist())
+                    for group, row in zip(batch.group.tolist(), rows, strict=True)
+                ]
+            )
 
         with watched(Rankings, "update", update), watched(Iterations, "reset", reset):
             bits = self.iterative("whole")
-        return {"bits": bits, "batches": batches, "resets": resets, "metrics": self.metrics("whole")}
+        return {
+            "bits": bits,
+            "batches": batches,
+            "resets": resets,
+            "metrics": self.metrics("whole"),
+        }
 
     def stopped(self, phase: str) -> dict[str, Any]:
         """A run that ends in this phase, and is started again."""
@@ -154,7 +168,9 @@ class Runs:
             with watched(owner, name, end):
                 self.iterative(phase)
         except (Killed, CheckFailed):
-            saved = sorted(path.name for path in (self.folder / phase / "checkpoints").glob("step_*"))
+            saved = sorted(
+                path.name for path in (self.folder / phase / "checkpoints").glob("step_*")
+            )
             return {"saved": saved, "bits": self.iterative(phase), "metrics": self.metrics(phase)}
         raise AssertionError(phase)
 
@@ -165,12 +181,15 @@ class Runs:
         """The reward of each sample of a step, that of transformers, and that of a server."""
         folder = save_classifier(self.folder / "classifier", heads=4)
         rewards = f"rewards=[{{name: model, weight: 2.0, options: {{path: {folder}}}}}]"
-        rank = self.rank("scored", "stage=rl", "train.steps=1", "checkpoint.every=0", "eval.every=0", rewards)
+        rank = self.rank(
+            "scored", "stage=rl", "train.steps=1", "checkpoint.every=0", "eval.every=0", rewards
+        )
         train_policy(rank, self.start)
         rows = self.metrics("scored", "rollouts/step_000000.jsonl")
         trainer = make_trainer_alone(rank)
         asked = [
-            {"id": str(n)} | {key: row[key] for key in ("prompt", "response", "finish")} for n, row in enumerate(rows)
+            {"id": str(n)} | {key: row[key] for key in ("prompt", "response", "finish")}
+            for n, row in enumerate(rows)
         ]
         for row in asked:
             if row["finish"] == "stop":  # a text of ids has the end token, which a server would add
@@ -202,7 +221,10 @@ def main(folder: Path) -> None:
     dist.init_process_group("gloo")
     runs = Runs(folder)
     results: dict[str, Any] = {"whole": runs.whole()}
-    results |= {"stopped": {phase: runs.stopped(phase) for phase in PHASES}, "scored": runs.scored()}
+    results |= {
+        "stopped": {phase: runs.stopped(phase) for phase in PHASES},
+        "scored": runs.scored(),
+    }
     (folder / "results.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 

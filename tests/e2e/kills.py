@@ -29,12 +29,16 @@ def command(folder: Path, name: str, config: str, overrides: list[str]) -> list[
 
 def finish(folder: Path, name: str, config: str, overrides: list[str]) -> dict[str, torch.Tensor]:
     """The exported weights of a run that is left alone."""
-    done = subprocess.run(command(folder, name, config, overrides), cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        command(folder, name, config, overrides), cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr
     return load_file(folder / name / "hf" / "model.safetensors")
 
 
-def kill_once(folder: Path, name: str, config: str, overrides: list[str], draw: random.Random) -> str:
+def kill_once(
+    folder: Path, name: str, config: str, overrides: list[str], draw: random.Random
+) -> str:
     """Start it and kill it; where it was. The victim is the launcher, or one rank."""
     metrics = folder / name / "metrics.jsonl"
     before = steps(metrics)
@@ -42,7 +46,11 @@ def kill_once(folder: Path, name: str, config: str, overrides: list[str], draw: 
     process = subprocess.Popen(command(folder, name, config, overrides), cwd=ROOT, **quiet)
     began, part = time.monotonic(), draw.random()
     if draw.random() < 0.2:
-        while process.poll() is None and time.monotonic() < began + part * START_S and len(new(metrics, before)) < 2:
+        while (
+            process.poll() is None
+            and time.monotonic() < began + part * START_S
+            and len(new(metrics, before)) < 2
+        ):
             time.sleep(0.005)
     else:  # after two new steps, and a random part of the time that a step takes
         first = None
@@ -81,7 +89,9 @@ def balance(run: Path) -> None:
     """Where the run samples: megarl audit must find every prompt accounted for."""
     if not (run / "ledger.jsonl").exists():
         return
-    done = subprocess.run([sys.executable, "-m", "megarl.cli", "audit", run], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "megarl.cli", "audit", run], cwd=ROOT, capture_output=True, text=True
+    )
     print(f"  {' '.join(done.stdout.split())}", flush=True)
     assert done.returncode == 0, done.stderr
 
@@ -90,7 +100,9 @@ def main(folder: Path, seed: int, kills: int, config: str, overrides: list[str])
     whole = finish(folder, "whole", config, overrides)
     draw = random.Random(seed)
     for number in range(kills):
-        print(f"kill {number + 1}: {kill_once(folder, 'killed', config, overrides, draw)}", flush=True)
+        print(
+            f"kill {number + 1}: {kill_once(folder, 'killed', config, overrides, draw)}", flush=True
+        )
         balance(folder / "killed")
     killed = finish(folder, "killed", config, overrides)
     balance(folder / "killed")

@@ -67,7 +67,9 @@ def main(folder: Path) -> None:
     dist.init_process_group("gloo")
     device = pick_device(env.local_rank)
     two_commits = ["model.path=org/model", f"model.revision=commit{2 * env.rank // env.world_size}"]
-    with pytest.raises(ValueError, match=r"model.revision is commit0 and commit1 on different nodes"):
+    with pytest.raises(
+        ValueError, match=r"model.revision is commit0 and commit1 on different nodes"
+    ):
         Rank.of(load_config(ROOT / "configs" / "tiny_dense.yaml", two_commits), env, device)
     kept: dict[tuple[str, int], Engine] = {}  # one at most
 
@@ -82,8 +84,15 @@ def main(folder: Path) -> None:
 
     differ: dict[str, list[str]] = {}
     for name, case, overrides in TWO_RANKS if env.world_size == 2 else FOUR_RANKS:
-        common = [f"run.dir={folder}", f"run.name={name}-{case}", f"launch.processes={env.world_size}", "train.steps=2"]
-        config = materialize_model(load_config(ROOT / "configs" / f"{name}.yaml", [*common, *overrides.split()]))
+        common = [
+            f"run.dir={folder}",
+            f"run.name={name}-{case}",
+            f"launch.processes={env.world_size}",
+            "train.steps=2",
+        ]
+        config = materialize_model(
+            load_config(ROOT / "configs" / f"{name}.yaml", [*common, *overrides.split()])
+        )
         trainer = train_policy(Rank.of(config, env, device), start)
         differ[f"{name}-{case}"] = replicas_that_differ(trainer)
     if env.is_main:

@@ -31,7 +31,11 @@ CASES = [  # config, case, overrides; those of one engine follow each other
         "continued",
         f"lora.sync=adapter lora.path=FOLDER/tiny_dense-adapter/adapter {AGAIN}",
     ),
-    ("tiny_moe", "adapter", f"lora.sync=adapter {ATTENTION} parallel.expert=2 rollout.router_replay=engine"),
+    (
+        "tiny_moe",
+        "adapter",
+        f"lora.sync=adapter {ATTENTION} parallel.expert=2 rollout.router_replay=engine",
+    ),
 ]
 MORE = [
     ("tiny_dense", "merged_pp2", "parallel.pipeline=2"),
@@ -40,7 +44,11 @@ MORE = [
     ("tiny_moe", "adapter", f"lora.sync=adapter {ATTENTION} parallel.expert=2"),
     ("tiny_moe", "merged_all", "parallel.tensor=2 parallel.expert=2"),
     ("tiny_moe", "merged_all_dp", ""),
-    ("tiny_moe", "merged_all_replay", "parallel.tensor=2 parallel.expert=2 rollout.router_replay=trainer"),
+    (
+        "tiny_moe",
+        "merged_all_replay",
+        "parallel.tensor=2 parallel.expert=2 rollout.router_replay=trainer",
+    ),
 ]
 
 
@@ -51,9 +59,17 @@ def main(folder: Path, cases: list[tuple[str, str, str]]) -> None:
     kept: dict[tuple[str, ...], Engine] = {}  # one at most
 
     for name, case, overrides in cases:
-        common = [f"run.dir={folder}", f"run.name={name}-{case}", "launch.processes=2", *COMMON.split()]
+        common = [
+            f"run.dir={folder}",
+            f"run.name={name}-{case}",
+            "launch.processes=2",
+            *COMMON.split(),
+        ]
         config = materialize_model(
-            load_config(ROOT / "configs" / f"{name}.yaml", [*common, *overrides.replace("FOLDER", str(folder)).split()])
+            load_config(
+                ROOT / "configs" / f"{name}.yaml",
+                [*common, *overrides.replace("FOLDER", str(folder)).split()],
+            )
         )
         assert config.lora is not None
 
@@ -61,7 +77,12 @@ def main(folder: Path, cases: list[tuple[str, str, str]]) -> None:
             lora = rank.config.lora
             assert lora is not None
             rollout = rank.config.rollout
-            key = (rank.config.model.path or "", lora.sync, str(rollout.tensor), rollout.router_replay)
+            key = (
+                rank.config.model.path or "",
+                lora.sync,
+                str(rollout.tensor),
+                rollout.router_replay,
+            )
             if key not in kept:
                 for engine in kept.values():
                     engine.close()
@@ -75,7 +96,10 @@ def main(folder: Path, cases: list[tuple[str, str, str]]) -> None:
         export(rank, trainer)
         sizes = {name: 4 * len(x.flatten()) for name, x in trainer.adapters.parameters.items()}
         shapes = trainer.adapters.shapes.values()
-        syncs[f"{name}-{case}"] = {"adapter_bytes": 4 * sum(a * b for a, b in shapes), "parameters": len(sizes)}
+        syncs[f"{name}-{case}"] = {
+            "adapter_bytes": 4 * sum(a * b for a, b in shapes),
+            "parameters": len(sizes),
+        }
         trainer.close()
     if env.is_main:
         (folder / "syncs.json").write_text(json.dumps(syncs))

@@ -41,7 +41,9 @@ ROLES = {
 
 def title(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        return (
+            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        )
     except OSError:
         return ""
 
@@ -107,7 +109,11 @@ class Belongings:
         """Processes, segments of shared memory and folders of Ray that are there, unless they go within this time."""
         deadline = time.monotonic() + timeout_s
         while True:
-            running = [pid for pid, began in self.processes.items() if began is not None and started(pid) == began]
+            running = [
+                pid
+                for pid, began in self.processes.items()
+                if began is not None and started(pid) == began
+            ]
             left = [f"{pid} {title(pid)[:80]}" for pid in running]
             left += [name for name in self.segments if Path(name).exists()] + list(
                 map(str, self.folder.glob("megarl-ray-*"))
@@ -126,12 +132,23 @@ class Node:
     @classmethod
     def start(cls, folder: Path, name: str, cpus: int, *where: str) -> Self:
         """`where`: --head ..., or --address HOST:PORT of the head; the token is FOLDER/token."""
-        own = ["--num-cpus", str(cpus), "--node-ip-address", "127.0.0.1", "--object-store-memory", str(100 << 20)]
+        own = [
+            "--num-cpus",
+            str(cpus),
+            "--node-ip-address",
+            "127.0.0.1",
+            "--object-store-memory",
+            str(100 << 20),
+        ]
         (folder / "token").write_text("ab" * 32)
-        environment = child_env(**cls.access(folder), RAY_agent_register_timeout_ms=240_000, TMPDIR=str(folder))
+        environment = child_env(
+            **cls.access(folder), RAY_agent_register_timeout_ms=240_000, TMPDIR=str(folder)
+        )
         command = [Path(sys.executable).with_name("ray"), "start", "--block", *own, *where]
         with (log := folder / f"{name}.log").open("w") as output:
-            process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True)
+            process = subprocess.Popen(
+                command, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True
+            )
         deadline = time.monotonic() + 240
         while "Ray runtime started" not in log.read_text():
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()
@@ -140,7 +157,11 @@ class Node:
 
     @staticmethod
     def access(folder: Path) -> dict[str, Any]:
-        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": folder / "token", "RAY_USAGE_STATS_ENABLED": 0}
+        return {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": folder / "token",
+            "RAY_USAGE_STATS_ENABLED": 0,
+        }
 
     def kill(self) -> None:
         for pid in [self.process.pid, *descendants(self.process.pid)]:
@@ -160,17 +181,35 @@ class Run:
 
     @classmethod
     def start(
-        cls, folder: Path, name: str, config: str, *values: str, tmp: Path | None = None, is_watched: bool = False
+        cls,
+        folder: Path,
+        name: str,
+        config: str,
+        *values: str,
+        tmp: Path | None = None,
+        is_watched: bool = False,
     ) -> Self:
         folder.mkdir(parents=True, exist_ok=True)
         own = (folder / name).with_suffix(".watched")
         own.mkdir(exist_ok=True)
         program = [str(Path(__file__)), str(own)] if is_watched else ["-m", "megarl.cli"]
-        command = [sys.executable, *program, "train", f"configs/{config}.yaml", f"run.dir={folder}", f"run.name={name}"]
+        command = [
+            sys.executable,
+            *program,
+            "train",
+            f"configs/{config}.yaml",
+            f"run.dir={folder}",
+            f"run.name={name}",
+        ]
         environment = child_env(**({"TMPDIR": str(tmp)} if tmp else {}))
         with (folder / f"{name}.err").open("a") as errors:
             process = subprocess.Popen(
-                [*command, *values], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=errors, text=True, env=environment
+                [*command, *values],
+                cwd=ROOT,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                text=True,
+                env=environment,
             )
         again = partial(cls.start, folder, name, config, *values, tmp=tmp, is_watched=is_watched)
         return cls(folder, name, process, again)
@@ -186,7 +225,11 @@ class Run:
 
     def rows(self) -> list[dict[str, Any]]:
         file = self.folder / self.name / "metrics.jsonl"
-        return [json.loads(line) for line in file.read_text().splitlines() if line] if file.exists() else []
+        return (
+            [json.loads(line) for line in file.read_text().splitlines() if line]
+            if file.exists()
+            else []
+        )
 
     def step(self) -> int:
         """The last one that is done; -1: none."""
@@ -197,7 +240,9 @@ class Run:
 
     def _logs(self) -> str:
         files = (self.folder / self.name / "logs").glob("*")
-        return "\n".join(f"== {file.name}\n{file.read_text(errors='replace')[-1500:]}" for file in files)
+        return "\n".join(
+            f"== {file.name}\n{file.read_text(errors='replace')[-1500:]}" for file in files
+        )
 
     def family(self, pattern: str) -> list[int]:
         """Its processes whose command contains `pattern`, or of this role."""
@@ -205,14 +250,20 @@ class Run:
         if pattern not in ROLES:
             return [pid for pid in family if pattern in title(pid)]
         log, generation = ROLES[pattern]
-        writers = [pid for pid in family if "resource_tracker" not in title(pid) and log in output(pid)]
-        return [pid for pid in writers if len(set(writers).intersection(ancestors(pid))) == generation]
+        writers = [
+            pid for pid in family if "resource_tracker" not in title(pid) and log in output(pid)
+        ]
+        return [
+            pid for pid in writers if len(set(writers).intersection(ancestors(pid))) == generation
+        ]
 
     def phase(self) -> str:
         file = self.watched / "phase"
         return file.read_text().strip() if file.exists() else ""
 
-    def wait_for(self, what: Callable[[], Any], timeout_s: float = 480, pause_s: float = 0.02) -> Any:
+    def wait_for(
+        self, what: Callable[[], Any], timeout_s: float = 480, pause_s: float = 0.02
+    ) -> Any:
         deadline = time.monotonic() + timeout_s
         while not (value := what()):
             assert self.process.poll() is None, (
@@ -244,7 +295,11 @@ class Run:
         os.kill(pid, signal.SIGCONT)
 
     def _victim(self, victim: str, phase: str, delay_s: float) -> int:
-        pid = self.process.pid if victim == "controller" else self.wait_for(lambda: self.family(victim))[0]
+        pid = (
+            self.process.pid
+            if victim == "controller"
+            else self.wait_for(lambda: self.family(victim))[0]
+        )
         if phase:
             self.wait_for(lambda: self.phase() != phase, pause_s=0.001)
             self.wait_for(lambda: self.phase() == phase, pause_s=0.001)
@@ -308,7 +363,9 @@ def open_to_others(ports: set[int]) -> set[int] | None:
         with socket.create_server(("0.0.0.0", 0)) as control:
             port = control.getsockname()[1]
             command = ["ip", "netns", "exec", name, sys.executable, "-c", PROBE, f"{address}.1"]
-            done = subprocess.run([*command, *map(str, (port, *ports))], capture_output=True, text=True, check=True)
+            done = subprocess.run(
+                [*command, *map(str, (port, *ports))], capture_output=True, text=True, check=True
+            )
         found = set(map(int, done.stdout.split()))
         assert port in found
         return found - {port}

@@ -51,14 +51,24 @@ IN_LAYOUTS = {
                 "rewards=[{name: model, options: {path: FOLDER/judge/hf}}]"],
 }  # fmt: skip
 LAYOUTS = {"dp2": "launch.processes=2", "tp2": "parallel.tensor=2", "pp2": "parallel.pipeline=2"}
-SMALL = ["train.steps=4", "train.prompts_per_step=4", "train.lr=3e-3", "checkpoint.every=2", "rollout.max_tokens=16"]
+SMALL = [
+    "train.steps=4",
+    "train.prompts_per_step=4",
+    "train.lr=3e-3",
+    "checkpoint.every=2",
+    "rollout.max_tokens=16",
+]
 OTHER = {"layers": 3, "hidden": 48, "head_dim": 16, "vocab": 67, "tokenizer": "none", "seed": 7}
 MODULES = (run_rl, run_offline, run_iterative_grpo)
 
 
 def cases(folder: Path, *, layouts: bool) -> dict[str, list[str]]:
     where = LAYOUTS if layouts else {"one": "launch.processes=1"}
-    few = {f"{case} {name}": [*values, key] for case, values in IN_LAYOUTS.items() for name, key in where.items()}
+    few = {
+        f"{case} {name}": [*values, key]
+        for case, values in IN_LAYOUTS.items()
+        for name, key in where.items()
+    }
     chosen = few if layouts else CASES | {f"{name}_resumed": CASES[name] for name in RESUMED} | few
     teacher = str(create_model(Create.model_validate(OTHER), folder / "models"))
     return {
@@ -87,7 +97,11 @@ def main(folder: Path, *, layouts: bool) -> None:
         rank = Rank.of(config, env, device, phase)
         for module in MODULES:
             vars(module).update(make_engine=start)
-        run = next(vars(module)[f"run_{config.stage}"] for module in MODULES if f"run_{config.stage}" in vars(module))
+        run = next(
+            vars(module)[f"run_{config.stage}"]
+            for module in MODULES
+            if f"run_{config.stage}" in vars(module)
+        )
         run(rank)
     dist.destroy_process_group()
 

@@ -29,7 +29,9 @@ def stall() -> None:
         time.sleep(20 / len(SLOW) if HOW == "slow" else 10_000)
 
 
-def planted(call: Callable[..., Any], counts: Callable[[], bool] = lambda: True) -> Callable[..., Any]:
+def planted(
+    call: Callable[..., Any], counts: Callable[[], bool] = lambda: True
+) -> Callable[..., Any]:
     """`call`, that stalls when it is called for the AFTER-th time, or is slow a few times."""
     calls = 0
 
@@ -77,7 +79,11 @@ def reward(*, tokens: Sequence[int]) -> float:
 
 
 def sums(split: str) -> list[dict[str, str]]:
-    return [{"prompt": f"Calculate {a} + {b}.", "answer": str(a + b)} for a in range(10, 30) for b in range(10, 30)]
+    return [
+        {"prompt": f"Calculate {a} + {b}.", "answer": str(a + b)}
+        for a in range(10, 30)
+        for b in range(10, 30)
+    ]
 
 
 if os.environ.get("RANK") == RANK and HOW != "never":

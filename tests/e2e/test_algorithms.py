@@ -36,7 +36,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Rows]:
 
 
 @pytest.fixture(scope="module")
-def curves(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, list[float]]:
+def curves(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, list[float]]:
     """[case] -> mean reward of each step; drawn and kept where --curves says."""
     folder = tmp_path_factory.mktemp("learning")
     runs = run_cases(folder, "learning")
@@ -50,12 +52,19 @@ def draw(curves: dict[str, list[float]], seconds: dict[str, float], folder: Path
     from matplotlib.figure import Figure
 
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "learning.json").write_text(json.dumps({"reward": curves, "seconds": seconds}, indent=1) + "\n")
+    (folder / "learning.json").write_text(
+        json.dumps({"reward": curves, "seconds": seconds}, indent=1) + "\n"
+    )
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for name in LEARNING:
         axes.plot(curves[name], label=f"{name} ({seconds[name]:.0f} s)", linewidth=1.6)
-    axes.set(xlabel="step", ylabel="share of even tokens", ylim=(0.4, 1.02), title="Two CPU cores, a random model")
+    axes.set(
+        xlabel="step",
+        ylabel="share of even tokens",
+        ylim=(0.4, 1.02),
+        title="Two CPU cores, a random model",
+    )
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8, loc="lower right")
     figure.savefig(folder / "learning.png", dpi=130)
@@ -90,7 +99,9 @@ REWARDED = [name for name in PRESETS if name != "distill"]  # which has no rewar
 @pytest.mark.parametrize("name", REWARDED)
 def test_every_preset_trains(runs: dict[str, Rows], name: str) -> None:
     rows = runs[name]
-    assert len(rows) == 2 and all(row["updates"] == 2 and row["update/skipped"] == 0 for row in rows)
+    assert len(rows) == 2 and all(
+        row["updates"] == 2 and row["update/skipped"] == 0 for row in rows
+    )
     for row in rows:
         assert math.isfinite(row["loss"]) and 1e-3 < row["grad_norm"] < 1e3, row
         assert row["reward/std"] > 0.05 and row["kl/old"] > 1e-6 and row["weights/verified"]
@@ -103,26 +114,52 @@ def test_every_preset_trains(runs: dict[str, Rows], name: str) -> None:
 
 def test_no_two_presets_are_the_same(runs: dict[str, Rows]) -> None:
     """They start from the same samples, and none is another under another name."""
-    assert len({runs[name][0]["reward/megarl.rewards.rules:even_fraction/mean"] for name in REWARDED}) == 1
+    assert (
+        len({runs[name][0]["reward/megarl.rewards.rules:even_fraction/mean"] for name in REWARDED})
+        == 1
+    )
     first = {name: runs[name][0]["grad_norm"] for name in PRESETS}
-    assert first.pop("ppo") == pytest.approx(first["reinforce_pp"], rel=1e-6), "its critic's values are still 0"
-    assert runs["ppo"][1]["grad_norm"] != pytest.approx(runs["reinforce_pp"][1]["grad_norm"], rel=1e-6)
+    assert first.pop("ppo") == pytest.approx(first["reinforce_pp"], rel=1e-6), (
+        "its critic's values are still 0"
+    )
+    assert runs["ppo"][1]["grad_norm"] != pytest.approx(
+        runs["reinforce_pp"][1]["grad_norm"], rel=1e-6
+    )
     norms = sorted(first.values())
     assert all(above / below > 1 + 1e-6 for below, above in pairwise(norms)), norms
 
 
 def test_marks_of_presets(runs: dict[str, Rows]) -> None:
-    assert all(row["value/loss"] > 0 and row["value/lr"] == 9e-6 and row["value/skipped"] == 0 for row in runs["ppo"])
-    assert runs["ppo"][0]["value/mean"] == 0 != runs["ppo"][1]["value/mean"] and "value/loss" not in runs["grpo"][0]
+    assert all(
+        row["value/loss"] > 0 and row["value/lr"] == 9e-6 and row["value/skipped"] == 0
+        for row in runs["ppo"]
+    )
+    assert (
+        runs["ppo"][0]["value/mean"] == 0 != runs["ppo"][1]["value/mean"]
+        and "value/loss" not in runs["grpo"][0]
+    )
     assert all(row["reward/baseline"] > 0 for row in runs["remax"])
     assert "reward/baseline" not in runs["grpo"][0]
     dapo = runs["dapo"][0]
     assert dapo["reward/overlong/mean"] < 0 and "groups/filtered" in dapo
     even = dapo["reward/megarl.rewards.rules:even_fraction/mean"]
     assert dapo["reward/mean"] == pytest.approx(even + dapo["reward/overlong/mean"])
-    for name in ("grpo", "grpo_paper", "dapo", "dr_grpo", "gspo", "rloo", "reinforce_pp", "reinforce_pp_baseline"):
-        assert runs[name][0]["clip_frac"] > 0.01, f"the second update of {name} meets the rollout's log-probs"
-    assert runs["gspo"][0]["clip_frac"] > runs["grpo"][0]["clip_frac"], "the narrow bounds of a row's ratio"
+    for name in (
+        "grpo",
+        "grpo_paper",
+        "dapo",
+        "dr_grpo",
+        "gspo",
+        "rloo",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+    ):
+        assert runs[name][0]["clip_frac"] > 0.01, (
+            f"the second update of {name} meets the rollout's log-probs"
+        )
+    assert runs["gspo"][0]["clip_frac"] > runs["grpo"][0]["clip_frac"], (
+        "the narrow bounds of a row's ratio"
+    )
 
 
 # --- options ------------------------------------------------------------------------------------------------------
@@ -136,8 +173,13 @@ def test_every_option_trains(runs: dict[str, Rows], name: str) -> None:
 
 def test_the_divergence_over_top_tokens_is_the_loss(runs: dict[str, Rows]) -> None:
     for row, sampled in zip(runs["distill_top_k"], runs["distill"][:2], strict=True):
-        assert row["kl/teacher_top_k"] == pytest.approx(row["loss"], rel=1e-6) and row["kl/teacher"] > 0
-        assert row["grad_norm"] > 1e-3 and row["grad_norm"] != pytest.approx(sampled["grad_norm"], rel=1e-3)
+        assert (
+            row["kl/teacher_top_k"] == pytest.approx(row["loss"], rel=1e-6)
+            and row["kl/teacher"] > 0
+        )
+        assert row["grad_norm"] > 1e-3 and row["grad_norm"] != pytest.approx(
+            sampled["grad_norm"], rel=1e-3
+        )
 
 
 def test_selected_tokens_are_treated_apart(runs: dict[str, Rows]) -> None:
@@ -155,7 +197,9 @@ def test_bypass_changes_nothing_where_engine_and_trainer_agree(runs: dict[str, R
 
 def test_opsm_drops_tokens_and_says_so(runs: dict[str, Rows]) -> None:
     assert runs["opsm"][0]["correction/clipped"] > 0.01 and runs["opsm"][0]["correction/weight"] < 1
-    assert runs["grpo"][0]["correction/clipped"] == 0 and runs["grpo"][0]["correction/ess"] == pytest.approx(1)
+    assert runs["grpo"][0]["correction/clipped"] == 0 and runs["grpo"][0][
+        "correction/ess"
+    ] == pytest.approx(1)
 
 
 def test_entropy_rises_with_its_bonus(runs: dict[str, Rows]) -> None:
@@ -166,7 +210,9 @@ def test_truncated_responses_are_masked_or_penalised(runs: dict[str, Rows]) -> N
     for name in ("mask", "penalise"):
         assert 0.1 < runs[name][0]["length/truncated_frac"] < 1
     penalised = runs["penalise"][0]
-    assert penalised["reward/mean"] < penalised["reward/megarl.rewards.rules:even_fraction/mean"] - 1
+    assert (
+        penalised["reward/mean"] < penalised["reward/megarl.rewards.rules:even_fraction/mean"] - 1
+    )
     assert runs["mask"][0]["groups/filtered"] > 0, "groups with fewer than two whole responses"
 
 
@@ -174,21 +220,36 @@ def test_flat_groups_are_refilled_and_counted(runs: dict[str, Rows]) -> None:
     with_, without = runs["filtered"][0], runs["unfiltered"][0]
     assert with_["groups/filtered"] > 0 and 1 <= with_["rollout/refills"] <= 2
     assert with_["reward/frac_zero_std"] > 0, "measured before any is filtered"
-    assert without["reward/frac_zero_std"] > 0 and without["groups/filtered"] == without["rollout/refills"] == 0
+    assert (
+        without["reward/frac_zero_std"] > 0
+        and without["groups/filtered"] == without["rollout/refills"] == 0
+    )
     for step, row in enumerate(runs["all_flat"]):
-        assert (row["reward/frac_zero_std"], row["groups/kept_flat"], row["groups/filtered"]) == (1, 8, 8)
+        assert (row["reward/frac_zero_std"], row["groups/kept_flat"], row["groups/filtered"]) == (
+            1,
+            8,
+            8,
+        )
         assert row["loss"] == row["grad_norm"] == 0
-        assert row["rollout/refills"] == (step == 0), "the next step asks for all that it may at once"
+        assert row["rollout/refills"] == (step == 0), (
+            "the next step asks for all that it may at once"
+        )
 
 
 def test_hostile_rewards_are_counted_and_the_run_goes_on(runs: dict[str, Rows]) -> None:
     bounds, empty, huge, kind = runs["hostile"]
-    assert bounds["reward/algorithm_rewards:Hostile/nan"] > 0 and bounds["reward/total/overflow"] > 0
-    assert bounds["samples/count"] + bounds["samples/dropped"] == 64 and bounds["update/skipped"] == 0
+    assert (
+        bounds["reward/algorithm_rewards:Hostile/nan"] > 0 and bounds["reward/total/overflow"] > 0
+    )
+    assert (
+        bounds["samples/count"] + bounds["samples/dropped"] == 64 and bounds["update/skipped"] == 0
+    )
     assert empty["reward/algorithm_rewards:Hostile/error"] == empty["samples/dropped"] == 64
     assert (empty["rollout/empty"], empty["groups/empty"], empty["update/skipped"]) == (1, 8, 1)
     assert huge["update/skipped"] == huge["updates"] == 2 and math.isfinite(huge["loss"])
-    assert kind["update/skipped"] == 0 and 1e-3 < kind["grad_norm"] < 1e3 and kind["weights/verified"]
+    assert (
+        kind["update/skipped"] == 0 and 1e-3 < kind["grad_norm"] < 1e3 and kind["weights/verified"]
+    )
 
 
 def test_steps_and_an_outcome_beside_them(runs: dict[str, Rows]) -> None:
@@ -212,7 +273,9 @@ def test_two_ranks_say_the_same_as_one(runs: dict[str, Rows], tmp_path: Path) ->
             if step == 0 or here["rollout/digest"] == one["rollout/digest"]:
                 same_samples += step
                 for key in ("loss", "grad_norm", "reward/mean"):
-                    assert here[key] == pytest.approx(one[key], rel=tolerance, abs=1e-6), f"{name} step {step} {key}"
+                    assert here[key] == pytest.approx(one[key], rel=tolerance, abs=1e-6), (
+                        f"{name} step {step} {key}"
+                    )
             assert step or here["rollout/digest"] == one["rollout/digest"], name
     assert same_samples > len(SPREAD) // 2
     assert set(SPREAD) <= {folder.name for folder in tmp_path.iterdir()}
@@ -226,5 +289,10 @@ def test_the_objectives_state_is_resumed(runs: dict[str, Rows], name: str) -> No
     if name != "distill":
         coefs = [row["kl/coef"] for row in whole]
         assert coefs[0] == 0.1 and len(set(coefs)) == 4, "adapted at every step"
-    for key in ("kl/teacher" if name == "distill" else "kl/coef", "loss", "grad_norm", "rollout/digest"):
+    for key in (
+        "kl/teacher" if name == "distill" else "kl/coef",
+        "loss",
+        "grad_norm",
+        "rollout/digest",
+    ):
         assert [row[key] for row in resumed] == [row[key] for row in whole[2:]], key

@@ -24,7 +24,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_the_reference_becomes_the_policy(found: dict[str, Any]) -> None:
     whole = found["whole"]
-    assert len(whole["resets"]) == 2 and all(reference == policy for reference, policy in whole["resets"])
+    assert len(whole["resets"]) == 2 and all(
+        reference == policy for reference, policy in whole["resets"]
+    )
     assert whole["resets"][0] != whole["resets"][1], "the policy has moved"
     assert [row["kl/ref"] == 0.0 for row in whole["metrics"]] == [True, False, True, False]
 
@@ -47,18 +49,33 @@ def test_a_tenth_of_what_is_trained_on_is_history(found: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_run_that_ends_in_any_phase_goes_on_bit_for_bit(found: dict[str, Any], phase: str) -> None:
+def test_a_run_that_ends_in_any_phase_goes_on_bit_for_bit(
+    found: dict[str, Any], phase: str
+) -> None:
     whole, stopped = found["whole"], found["stopped"][phase]
     saved = {"first_reward_model": 0, "policy": 3}.get(phase, 2)
     assert stopped["saved"] == [f"step_{step}" for step in range(1, saved + 1)]
     assert stopped["bits"] == whole["bits"]
-    for name in ("loss", "grad_norm", "kl/ref", "rollout/digest", "reward/model/mean", "reward_model/replayed"):
-        assert [row.get(name) for row in stopped["metrics"]] == [row.get(name) for row in whole["metrics"]], name
+    for name in (
+        "loss",
+        "grad_norm",
+        "kl/ref",
+        "rollout/digest",
+        "reward/model/mean",
+        "reward_model/replayed",
+    ):
+        assert [row.get(name) for row in stopped["metrics"]] == [
+            row.get(name) for row in whole["metrics"]
+        ], name
 
 
-def test_a_reward_model_in_the_loop_scores_as_transformers_and_a_server_do(found: dict[str, Any]) -> None:
+def test_a_reward_model_in_the_loop_scores_as_transformers_and_a_server_do(
+    found: dict[str, Any],
+) -> None:
     scored = found["scored"]
     assert len(scored["loop"]) == 16 and max(scored["loop"]) - min(scored["loop"]) > 0.1
     assert scored["loop"] == pytest.approx(scored["transformers"], abs=1e-5)
     assert scored["server"] == pytest.approx(scored["loop"], abs=1e-5)
-    assert scored["metrics"][0]["reward/model/mean"] == pytest.approx(sum(scored["loop"]) / 16, abs=1e-5)
+    assert scored["metrics"][0]["reward/model/mean"] == pytest.approx(
+        sum(scored["loop"]) / 16, abs=1e-5
+    )

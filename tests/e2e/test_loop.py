@@ -28,9 +28,21 @@ def rows(folder: Path) -> list[dict]:
 
 
 def train(
-    folder: Path, config: str, *overrides: str, command: str = "train", env: dict[str, str] | None = None
+    folder: Path,
+    config: str,
+    *overrides: str,
+    command: str = "train",
+    env: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    args = [sys.executable, "-m", "megarl.cli", command, f"configs/{config}.yaml", f"run.dir={folder}", *overrides]
+    args = [
+        sys.executable,
+        "-m",
+        "megarl.cli",
+        command,
+        f"configs/{config}.yaml",
+        f"run.dir={folder}",
+        *overrides,
+    ]
     return subprocess.run(args, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
 
 
@@ -54,23 +66,39 @@ def runs(launched: Callable[[int], Path], request: pytest.FixtureRequest) -> Pat
 
 CASES = {  # ranks -> [(model, objective, how many layouts)]
     2: [("tiny_dense", "", 5), ("tiny_dense", "-rpp", 2), ("tiny_moe", "", 3)],
-    4: [("tiny_dense", "", 5), ("tiny_dense", "-rpp", 2), ("tiny_moe", "", 6), ("tiny_moe", "-rpp", 2)],
+    4: [
+        ("tiny_dense", "", 5),
+        ("tiny_dense", "-rpp", 2),
+        ("tiny_moe", "", 6),
+        ("tiny_moe", "-rpp", 2),
+    ],
 }
 ON_TWO_RANKS = pytest.mark.parametrize("runs", [2], indirect=True)
-FOUR = [pytest.mark.long, pytest.mark.exhaustive]  # tests/dist has layouts of four ranks on every change
+FOUR = [
+    pytest.mark.long,
+    pytest.mark.exhaustive,
+]  # tests/dist has layouts of four ranks on every change
 ON_BOTH = pytest.mark.parametrize("runs", [2, pytest.param(4, marks=FOUR)], indirect=True)
 
 
 @pytest.mark.parametrize(
     ("runs", "model", "objective", "count"),
-    [pytest.param(ranks, *case, marks=FOUR if ranks == 4 else []) for ranks, cases in CASES.items() for case in cases],
+    [
+        pytest.param(ranks, *case, marks=FOUR if ranks == 4 else [])
+        for ranks, cases in CASES.items()
+        for case in cases
+    ],
     indirect=["runs"],
 )
 def test_layouts_agree(runs: Path, model: str, objective: str, count: int) -> None:
     names = [f.name for f in runs.glob(f"{model}-*") if f.name.endswith("-rpp") == bool(objective)]
     assert len(names) == count
     first = rows(runs / f"{model}-dp{objective}")
-    assert first[0]["reward/std"] > 0.05 and first[0]["grad_norm"] > 1e-3 and first[0]["length/truncated_frac"] < 1
+    assert (
+        first[0]["reward/std"] > 0.05
+        and first[0]["grad_norm"] > 1e-3
+        and first[0]["length/truncated_frac"] < 1
+    )
     for name in names:
         here = rows(runs / name)
         assert here[0]["rollout/digest"] == first[0]["rollout/digest"], name
@@ -102,19 +130,35 @@ def test_objectives_differ(runs: Path) -> None:
 def test_one_rank_by_the_command_line_says_the_same(runs: Path, tmp_path: Path) -> None:
     """And so does its model on a hub, whose generation_config.json asks for greedy sampling in vain."""
     create = load_config(ROOT / "configs" / "tiny_dense.yaml").model.create
-    files = {file.name: file.read_bytes() for file in create_model(create or Create(), tmp_path / "models").iterdir()}
-    generation = {**json.loads(files["generation_config.json"]), "temperature": 0.01, "top_k": 1, "max_new_tokens": 1}
+    files = {
+        file.name: file.read_bytes()
+        for file in create_model(create or Create(), tmp_path / "models").iterdir()
+    }
+    generation = {
+        **json.loads(files["generation_config.json"]),
+        "temperature": 0.01,
+        "top_k": 1,
+        "max_new_tokens": 1,
+    }
     repo = Repo(files | {"generation_config.json": json.dumps(generation).encode()})
     evaluated = "eval={every: 2, size: 4, sets: [{name: few, size: 3, samples: 2}]}"
     with serve_hub({"org/tiny": repo}) as hub:
         overrides = ("model.path=org/tiny", "run.name=one", "train.steps=2", evaluated)
         done = train(runs, "tiny_dense", *overrides, env=hub.env(tmp_path / "home"))
     assert done.returncode == 0, done.stderr
-    assert f"path: org/tiny\n  revision: {repo.commit}\n" in (runs / "one" / "config.yaml").read_text()
-    evaluations = [json.loads(line) for line in (runs / "one" / "eval.jsonl").read_text().splitlines()]
+    assert (
+        f"path: org/tiny\n  revision: {repo.commit}\n" in (runs / "one" / "config.yaml").read_text()
+    )
+    evaluations = [
+        json.loads(line) for line in (runs / "one" / "eval.jsonl").read_text().splitlines()
+    ]
     assert [row["step"] for row in evaluations] == [0, 2]
     assert (evaluations[1]["size"], evaluations[1]["few/size"]) == (4, 3)
-    assert evaluations[1]["few/mean@2/low"] < evaluations[1]["few/mean@2"] < evaluations[1]["few/mean@2/high"]
+    assert (
+        evaluations[1]["few/mean@2/low"]
+        < evaluations[1]["few/mean@2"]
+        < evaluations[1]["few/mean@2/high"]
+    )
     one, two = rows(runs / "one"), rows(runs / "tiny_dense-dp")
     assert one[0]["rollout/digest"] == two[0]["rollout/digest"]
     assert one[0]["loss"] == pytest.approx(two[0]["loss"], rel=1e-5)
@@ -123,16 +167,26 @@ def test_one_rank_by_the_command_line_says_the_same(runs: Path, tmp_path: Path) 
 
 @pytest.mark.long
 def test_a_bound_that_cannot_be_met_stops_with_3_and_says_what_it_saw(tmp_path: Path) -> None:
-    done = train(tmp_path, "tiny_dense", "run.name=refused", "checks.max_logprob_diff=1e-9", "checkpoint.every=1")
+    done = train(
+        tmp_path,
+        "tiny_dense",
+        "run.name=refused",
+        "checks.max_logprob_diff=1e-9",
+        "checkpoint.every=1",
+    )
     assert done.returncode == 3, done.stderr
-    assert done.stderr.count("\n") == 1 and "1e-09" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.stderr.count("\n") == 1 and "1e-09" in done.stderr and "Traceback" not in done.stderr
+    )
     assert json.loads((tmp_path / "refused" / "exit.json").read_text())["code"] == 3
 
 
 @pytest.mark.long
 def test_parity_is_measured_and_explained_by_rounding(tmp_path: Path) -> None:
     """In bf16, where trainer and engine differ by a thousand times more than in fp32."""
-    done = train(tmp_path, "tiny_moe", "--parity", "train.dtype=bf16", "run.name=tiny", command="check")
+    done = train(
+        tmp_path, "tiny_moe", "--parity", "train.dtype=bf16", "run.name=tiny", command="check"
+    )
     assert done.returncode == 0, done.stderr
     figures = re.fullmatch(
         r"\d+ sampled tokens, bf16.*measured +median (\S+), .*floor +median (\S+), .*statistic +(\S+), at most (\S+).*",
@@ -142,7 +196,9 @@ def test_parity_is_measured_and_explained_by_rounding(tmp_path: Path) -> None:
     assert figures is not None, done.stdout
     measured, floor, statistic, limit = map(float, figures.groups())
     assert 1e-3 < measured < 0.03 and 1e-3 < floor < 0.03 and statistic < 1
-    assert limit == pytest.approx(2 * (1 + 2 / 8**0.5) ** 2, rel=1e-2)  # with experts, each of the 8 prompts is a draw
+    assert limit == pytest.approx(
+        2 * (1 + 2 / 8**0.5) ** 2, rel=1e-2
+    )  # with experts, each of the 8 prompts is a draw
 
 
 @pytest.mark.long
@@ -166,12 +222,24 @@ def test_gpt_oss_trains(tmp_path: Path) -> None:
 def test_a_prompt_is_computed_once_for_all_its_samples(tmp_path: Path) -> None:
     """As vLLM counts its tokens, but for its last, incomplete block of 32, in every layout. (The prompts of step 0 are
     in the cache, from the probe.)"""
-    overrides = ["train.steps=2", "task.options={vocab: 67, least: 65, most: 100}", "rollout.max_prompt_tokens=100"]
+    overrides = [
+        "train.steps=2",
+        "task.options={vocab: 67, least: 65, most: 100}",
+        "rollout.max_prompt_tokens=100",
+    ]
     for processes in (1, 2):
-        done = train(tmp_path, "tiny_dense", f"run.name={processes}", f"launch.processes={processes}", *overrides)
+        done = train(
+            tmp_path,
+            "tiny_dense",
+            f"run.name={processes}",
+            f"launch.processes={processes}",
+            *overrides,
+        )
         assert done.returncode == 0, done.stderr
     one, two = rows(tmp_path / "1")[1], rows(tmp_path / "2")[1]
-    assert one["rollout/digest"] == two["rollout/digest"] and one["loss"] == pytest.approx(two["loss"], rel=1e-5)
+    assert one["rollout/digest"] == two["rollout/digest"] and one["loss"] == pytest.approx(
+        two["loss"], rel=1e-5
+    )
     config = load_config(ROOT / "configs" / "tiny_dense.yaml", overrides)
     task = {row["prompt"] for row in random_tokens(split="train", **config.task.options)}
     _, file = sorted((tmp_path / "1" / "rollouts").iterdir())
@@ -179,7 +247,9 @@ def test_a_prompt_is_computed_once_for_all_its_samples(tmp_path: Path) -> None:
     assert len(prompts) == 8 and prompts <= task
     lengths = [len(prompt.split()) for prompt in prompts]
     expected = sum(length + 7 * (length - 32 * ((length - 1) // 32)) for length in lengths)
-    assert one["rollout/prompt_tokens_computed"] == two["rollout/prompt_tokens_computed"] == expected
+    assert (
+        one["rollout/prompt_tokens_computed"] == two["rollout/prompt_tokens_computed"] == expected
+    )
     assert expected < 8 * sum(lengths) / 3
 
 
@@ -187,8 +257,18 @@ def test_a_prompt_is_computed_once_for_all_its_samples(tmp_path: Path) -> None:
 def test_a_stop_text_ends_responses(tmp_path: Path) -> None:
     """A real tokenizer: the text is one token, stays in the response, and what it ends is not truncated."""
     task = "task={name: 'reasoning_gym:chain_sum', system_prompt: Add., answer: tag}"
-    overrides = ["run.name=stop", "model.create.tokenizer=characters", "model.create.vocab=32", task]
-    overrides += ["rollout.stop=['7']", "rollout.max_prompt_tokens=200", "rewards=[{name: accuracy}]", "train.steps=1"]
+    overrides = [
+        "run.name=stop",
+        "model.create.tokenizer=characters",
+        "model.create.vocab=32",
+        task,
+    ]
+    overrides += [
+        "rollout.stop=['7']",
+        "rollout.max_prompt_tokens=200",
+        "rewards=[{name: accuracy}]",
+        "train.steps=1",
+    ]
     done = train(tmp_path, "tiny_dense", *overrides, "algorithm.filter_zero_std=false")
     assert done.returncode == 0, done.stderr
     (file,) = (tmp_path / "stop" / "rollouts").iterdir()

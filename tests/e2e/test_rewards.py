@@ -55,7 +55,10 @@ def test_a_run_with_bad_servers_and_bad_code_goes_on(tmp_path):
     rows = [{"prompt": f"{n % 60 + 4} {n // 60 + 4}", "tests": ["assert True"]} for n in range(64)]
     task.write_text("".join(json.dumps(row) + "\n" for row in rows))
     rewards = [
-        {"name": url, "options": {"batch_size": 1, "retries": 1, "backoff_s": 0.01, "timeout_s": 20}},
+        {
+            "name": url,
+            "options": {"batch_size": 1, "retries": 1, "backoff_s": 0.01, "timeout_s": 20},
+        },
         {"name": "code", "weight": 0.1, "options": {"time_s": 20}},
     ]
     command = [
@@ -66,7 +69,11 @@ def test_a_run_with_bad_servers_and_bad_code_goes_on(tmp_path):
         str(ROOT / "configs/tiny_dense.yaml"),
         f"run.dir={tmp_path}",
     ]
-    command += [f"task={{name: 'jsonl:{task}', template: plain}}", "train.steps=2", "train.prompts_per_step=4"]
+    command += [
+        f"task={{name: 'jsonl:{task}', template: plain}}",
+        "train.steps=2",
+        "train.prompts_per_step=4",
+    ]
     command += ["algorithm.filter_zero_std=false"]
     command += [f"rewards={yaml.safe_dump(rewards, default_flow_style=True, width=10_000)}"]
     try:
@@ -75,12 +82,19 @@ def test_a_run_with_bad_servers_and_bad_code_goes_on(tmp_path):
         server.shutdown()
         server.server_close()
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    lines = [json.loads(line) for line in (tmp_path / "tiny_dense" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "tiny_dense" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert len(lines) == 2
     causes = ("nan", "missing_id", "unknown_id", "too_large", "http_500", "broken")
     for line in lines:
-        assert {cause: line[f"reward/{url}/{cause}"] for cause in causes} == dict.fromkeys(causes, 4)
-        assert line["samples/dropped"] == 4 * len(causes) and line["samples/count"] == 4 * (8 - len(causes))
+        assert {cause: line[f"reward/{url}/{cause}"] for cause in causes} == dict.fromkeys(
+            causes, 4
+        )
+        assert line["samples/dropped"] == 4 * len(causes) and line["samples/count"] == 4 * (
+            8 - len(causes)
+        )
         assert line["reward/code/syntax"] >= 1  # "5 17 3" is no program, and the policy's own fault
         assert 0 < line[f"reward/{url}/mean"] < 1 and line["grad_norm"] > 0
 
@@ -111,23 +125,40 @@ server.serve_forever()
 
 
 def start_server(port: int = 0) -> tuple[subprocess.Popen[str], int]:
-    process = subprocess.Popen([sys.executable, "-c", SERVER, str(port)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVER, str(port)], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     return process, int(process.stdout.readline())
 
 
 def test_a_server_that_dies_ends_the_run_which_resumes_when_it_is_back(tmp_path):
     server, port = start_server()
-    options = {"retries": 10_000, "backoff_s": 0.1, "total_s": 5}  # the last is what ends the waiting
-    rewards = yaml.safe_dump([{"name": f"http://127.0.0.1:{port}/score", "options": options}], default_flow_style=True)
+    options = {
+        "retries": 10_000,
+        "backoff_s": 0.1,
+        "total_s": 5,
+    }  # the last is what ends the waiting
+    rewards = yaml.safe_dump(
+        [{"name": f"http://127.0.0.1:{port}/score", "options": options}], default_flow_style=True
+    )
     command = [sys.executable, "-m", "megarl.cli", "train", str(ROOT / "configs/tiny_dense.yaml")]
-    command += [f"run.dir={tmp_path}", "train.steps=8", "train.prompts_per_step=4", "checkpoint.every=100"]
+    command += [
+        f"run.dir={tmp_path}",
+        "train.steps=8",
+        "train.prompts_per_step=4",
+        "checkpoint.every=100",
+    ]
     command += [f"rewards={rewards}"]
     folder = tmp_path / "tiny_dense"
 
     def steps() -> list[int]:
         file = folder / "metrics.jsonl"
-        return [json.loads(line)["step"] for line in file.read_text().splitlines()] if file.exists() else []
+        return (
+            [json.loads(line)["step"] for line in file.read_text().splitlines()]
+            if file.exists()
+            else []
+        )
 
     run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     while run.poll() is None and len(steps()) < 2:
@@ -136,11 +167,14 @@ def test_a_server_that_dies_ends_the_run_which_resumes_when_it_is_back(tmp_path)
     server.wait()
     message = run.communicate(timeout=300)[1]
     assert run.returncode == 3 and message.count("\n") == 1, message
-    assert f"the reward http://127.0.0.1:{port}/score is gone" in message and "start its server again" in message
+    assert (
+        f"the reward http://127.0.0.1:{port}/score is gone" in message
+        and "start its server again" in message
+    )
     done = steps()
-    assert 2 <= len(done) < 8 and [path.name for path in (folder / "checkpoints").glob("step_*")] == [
-        f"step_{len(done)}"
-    ]
+    assert 2 <= len(done) < 8 and [
+        path.name for path in (folder / "checkpoints").glob("step_*")
+    ] == [f"step_{len(done)}"]
     server, _ = start_server(port)
     try:
         resumed = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

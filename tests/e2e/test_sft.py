@@ -16,16 +16,36 @@ from safetensors.torch import load_file
 pytestmark = pytest.mark.long
 ROOT = Path(__file__).resolve().parents[2]
 # a learning rate that soon raises the held-out loss
-COMMON = ["train.prompts_per_step=8", "train.lr=3e-2", "train.warmup_steps=0", "eval.every=1", "checkpoint.every=1"]
+COMMON = [
+    "train.prompts_per_step=8",
+    "train.lr=3e-2",
+    "train.warmup_steps=0",
+    "eval.every=1",
+    "checkpoint.every=1",
+]
 
 
-def run(folder: Path, name: str, *overrides: str) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+def run(
+    folder: Path, name: str, *overrides: str
+) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     """The metrics of each step, and the exported weights."""
-    command = [sys.executable, "-m", "megarl.cli", "train", "configs/sft.yaml", f"run.dir={folder}", f"run.name={name}"]
-    done = subprocess.run([*command, *COMMON, *overrides], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    command = [
+        sys.executable,
+        "-m",
+        "megarl.cli",
+        "train",
+        "configs/sft.yaml",
+        f"run.dir={folder}",
+        f"run.name={name}",
+    ]
+    done = subprocess.run(
+        [*command, *COMMON, *overrides], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     lines = (folder / name / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines], load_file(folder / name / "hf" / "model.safetensors")
+    return [json.loads(line) for line in lines], load_file(
+        folder / name / "hf" / "model.safetensors"
+    )
 
 
 def test_a_resumed_run_loses_patience_at_the_same_step(tmp_path: Path) -> None:
@@ -36,7 +56,10 @@ def test_a_resumed_run_loses_patience_at_the_same_step(tmp_path: Path) -> None:
     assert len(losses) == lowest + 1 + 3 < 40, "three evaluations after the lowest"
     assert losses[lowest] < losses[0], "it has learned"
     started = lowest + 2  # one of three is spent
-    shutil.copytree(tmp_path / "whole/checkpoints" / f"step_{started}", tmp_path / f"again/checkpoints/step_{started}")
+    shutil.copytree(
+        tmp_path / "whole/checkpoints" / f"step_{started}",
+        tmp_path / f"again/checkpoints/step_{started}",
+    )
     again, same = run(tmp_path, "again", "train.steps=40", keep)
     assert [row["step"] for row in again] == list(range(started, len(rows)))
     for key in ("loss", "grad_norm", "eval/loss", "accuracy/sampled"):

@@ -49,15 +49,21 @@ def test_split_equals_colocated_and_shuts_strangers_out(tmp_path: Path, own: Bel
         listeners = run.listeners()
         assert {address for address, _ in listeners} <= LOOPBACK, listeners
         assert 8265 not in {port for _, port in listeners}, "Ray's dashboard"
-        (gcs,) = {part for pid in run.family("raylet/raylet") for part in arguments(pid, "--gcs-address=")}
+        (gcs,) = {
+            part for pid in run.family("raylet/raylet") for part in arguments(pid, "--gcs-address=")
+        }
         environment = child_env(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0" * 64)
-        refused = subprocess.run([sys.executable, "-c", STRANGER, gcs], env=environment, capture_output=True, text=True)
+        refused = subprocess.run(
+            [sys.executable, "-c", STRANGER, gcs], env=environment, capture_output=True, text=True
+        )
         reached = open_to_others({port for _, port in listeners})
     finally:
         os.kill(run.process.pid, signal.SIGCONT)
     print(f"{len(listeners)} listeners; from another network namespace reached: {reached}")
     assert not reached
-    assert refused.returncode != 0 and "AuthenticationError" in refused.stderr, refused.stderr[-800:]
+    assert refused.returncode != 0 and "AuthenticationError" in refused.stderr, refused.stderr[
+        -800:
+    ]
     compare(run.finish(), colocated.finish())
     run.audit()
 
@@ -75,16 +81,25 @@ KILLED = ("EngineCore rollout", "EngineActor sync", "RankActor train", "controll
 @pytest.mark.timeout(1200)
 def test_what_is_killed_is_replaced_and_the_numbers_stay(tmp_path: Path, own: Belongings) -> None:
     """An engine's core that generates, its actor in a sync, a rank of the trainer, the controller."""
-    common = (f"train.steps={2 * len(KILLED) + 2}", "checkpoint.every=1", "launch.processes=1", *SMALL)
+    common = (
+        f"train.steps={2 * len(KILLED) + 2}",
+        "checkpoint.every=1",
+        "launch.processes=1",
+        *SMALL,
+    )
     colocated = Run.start(tmp_path, "whole", "tiny_dense", *common)
-    run = Run.start(tmp_path, "killed", "tiny_dense", *SPLIT, *common, tmp=own.folder, is_watched=True)
+    run = Run.start(
+        tmp_path, "killed", "tiny_dense", *SPLIT, *common, tmp=own.folder, is_watched=True
+    )
     for number, (victim, *phase) in enumerate(map(str.split, KILLED)):
         run.until(2 * number)
         if (noticed_s := run.kill(victim, "".join(phase))) is None:
             run.audit()
             run = run.again()
         else:
-            print(f"{victim} killed after step {run.step()} in {phase[0]}: noticed after {noticed_s:.1f} s")
+            print(
+                f"{victim} killed after step {run.step()} in {phase[0]}: noticed after {noticed_s:.1f} s"
+            )
             assert noticed_s < 10
         run.audit()
     compare(run.finish(), colocated.finish())
@@ -123,10 +138,17 @@ def test_twenty_kills(case: str, tmp_path: Path, own: Belongings) -> None:
     trained = [value for value in layout if "replicas" not in value and "staleness" not in value]
     whole = Run.start(tmp_path, "whole", "tiny_dense", *trained, *common).finish()
     values = (*SPLIT, *layout, "launch.max_restarts=99", *common)
-    run, order = Run.start(tmp_path, "killed", "tiny_dense", *values, tmp=own.folder, is_watched=True), list[str]()
+    run, order = (
+        Run.start(tmp_path, "killed", "tiny_dense", *values, tmp=own.folder, is_watched=True),
+        list[str](),
+    )
     for number in range(kills):
         order = order or draw.sample(victims, len(victims))
-        victim, phase, delay_s = order.pop(), draw.choice(("rollout", "train", "sync")), 0.2 * draw.random()
+        victim, phase, delay_s = (
+            order.pop(),
+            draw.choice(("rollout", "train", "sync")),
+            0.2 * draw.random(),
+        )
         run.until(3 * number)
         step = run.step() + 1
         if victim == "rewards":
@@ -143,12 +165,16 @@ def test_twenty_kills(case: str, tmp_path: Path, own: Belongings) -> None:
         else:
             assert noticed_s < 10
             effect = f"noticed after {noticed_s:.1f} s"
-        print(f"kill {number + 1}: {victim} in step {step}, {delay_s:.2f} s after {phase} began: {effect}")
+        print(
+            f"kill {number + 1}: {victim} in step {step}, {delay_s:.2f} s after {phase} began: {effect}"
+        )
         print(f"  {run.audit()}", flush=True)
     rows = run.finish()
     print(f"{case}: {len(rows)} steps; {run.audit()}")
     if "rollout.max_staleness=1" not in layout:
-        print(f"  largest relative difference {compare(rows, whole, 1e-5 * ('rollout.tensor=2' in layout)):.1e}")
+        print(
+            f"  largest relative difference {compare(rows, whole, 1e-5 * ('rollout.tensor=2' in layout)):.1e}"
+        )
     server.kill()
     server.wait()
 
@@ -169,7 +195,9 @@ def test_what_is_stopped_is_named_killed_and_replaced(tmp_path: Path, own: Belon
         run.wait_for(lambda pid=pid: f"(process {pid}) is stopped" in run.errors(), timeout_s=60)
         named_s = time.monotonic() - began
         run.wait_for(lambda number=number: run.errors().count("; restart ") > number, timeout_s=120)
-        print(f"{victim} stopped in {phase}: named after {named_s:.1f} s, lost after {time.monotonic() - began:.1f} s")
+        print(
+            f"{victim} stopped in {phase}: named after {named_s:.1f} s, lost after {time.monotonic() - began:.1f} s"
+        )
         assert named_s < 10 and time.monotonic() - began < 40
     compare(run.finish(), whole)
     print(run.audit(), [line for line in run.errors().splitlines() if line.startswith("megarl: ")])
@@ -182,19 +210,29 @@ def test_when_a_node_is_gone_the_run_goes_on_in_a_fallback_layout(
     tmp_path: Path, own: Belongings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four ranks on two nodes; then two."""
-    common = ("train.steps=8", "parallel.tensor=2", "checkpoint.every=1", "launch.processes=4", *SMALL)
+    common = (
+        "train.steps=8",
+        "parallel.tensor=2",
+        "checkpoint.every=1",
+        "launch.processes=4",
+        *SMALL,
+    )
     whole = Run.start(tmp_path, "whole", "tiny_dense", *common).finish()
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    nodes = [Node.start(own.folder, "head", 3, "--head", "--port", str(port), "--include-dashboard=false")]
+    nodes = [
+        Node.start(
+            own.folder, "head", 3, "--head", "--port", str(port), "--include-dashboard=false"
+        )
+    ]
     try:
         nodes.append(Node.start(own.folder, "node", 2, "--address", f"127.0.0.1:{port}"))
         for key, value in {**Node.access(own.folder), "RAY_ADDRESS": f"127.0.0.1:{port}"}.items():
             monkeypatch.setenv(key, str(value))
-        fallbacks = (
-            "launch.fallback_layouts=[{processes: 4, parallel: {pipeline: 2}}, {processes: 2, parallel: {tensor: 2}}]"
+        fallbacks = "launch.fallback_layouts=[{processes: 4, parallel: {pipeline: 2}}, {processes: 2, parallel: {tensor: 2}}]"
+        run = Run.start(
+            tmp_path, "killed", "tiny_dense", *SPLIT, *common, fallbacks, tmp=own.folder
         )
-        run = Run.start(tmp_path, "killed", "tiny_dense", *SPLIT, *common, fallbacks, tmp=own.folder)
         run.until(2)
         nodes.pop().kill()
         rows = run.finish()
@@ -202,7 +240,11 @@ def test_when_a_node_is_gone_the_run_goes_on_in_a_fallback_layout(
         for node in nodes:
             node.kill()
     print(run.audit(), [line for line in run.errors().splitlines() if line.startswith("megarl: ")])
-    assert "a node is gone" in run.errors() and rows[0]["world_size"] == 5 and rows[-1]["world_size"] == 3
+    assert (
+        "a node is gone" in run.errors()
+        and rows[0]["world_size"] == 5
+        and rows[-1]["world_size"] == 3
+    )
     print(f"largest relative difference {compare(rows, whole, 1e-5):.1e}")
 
 
@@ -228,7 +270,9 @@ def test_tokens_are_at_most_so_stale_and_each_span_is_of_the_weights_it_names(
         "launch.processes=1",
     ]
     values += [f"rollout.max_staleness={staleness}", "telemetry.rollouts.max_samples=1000", *SMALL]
-    run = Run.start(tmp_path, "stale", "tiny_dense", *SPLIT, *values, tmp=own.folder, is_watched=True)
+    run = Run.start(
+        tmp_path, "stale", "tiny_dense", *SPLIT, *values, tmp=own.folder, is_watched=True
+    )
     rows = run.finish()
     print(run.audit())
     behind, mixed, worst = spans(run, staleness)
@@ -250,19 +294,28 @@ def spans(run: Run, staleness: int) -> tuple[dict[int, int], int, float]:
     (first,) = (run.folder / ".models").iterdir()
     for step, file in enumerate(sorted(run.watched.glob("batch_*.pt"))):
         batch = torch.load(file, weights_only=False)
-        for start, end in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True):
+        for start, end in zip(
+            batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True
+        ):
             mask_T, versions_T = batch.mask[start:end], batch.versions[start:end]
             mixed += versions_T[mask_T].unique().numel() > 1
             for version in versions_T[mask_T].unique().tolist():
                 assert step - staleness <= version <= step
                 if version not in models:
                     folder = run.folder / run.name / f"hf_step_{version}" if version else first
-                    models[version] = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+                    models[version] = AutoModelForCausalLM.from_pretrained(
+                        folder, dtype=torch.float32
+                    ).eval()
                 with torch.no_grad():
                     logits_TV = models[version](batch.tokens[None, start:end]).logits[0]
-                logprobs_T = logits_TV.log_softmax(-1).gather(1, batch.labels[start:end, None])[:, 0]
+                logprobs_T = logits_TV.log_softmax(-1).gather(1, batch.labels[start:end, None])[
+                    :, 0
+                ]
                 of_version = mask_T & (versions_T == version)
-                worst = max(worst, float((logprobs_T - batch.rollout_logprobs[start:end])[of_version].abs().max()))
+                worst = max(
+                    worst,
+                    float((logprobs_T - batch.rollout_logprobs[start:end])[of_version].abs().max()),
+                )
                 behind[step - version] = behind.get(step - version, 0) + int(of_version.sum())
     return behind, mixed, worst
 

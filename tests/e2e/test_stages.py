@@ -31,8 +31,17 @@ def test_dpo_resumes_with_the_same_bits(tmp_path: Path) -> None:
     """In the second pass over the data, where the reference's log-probs are those of the first pass."""
 
     def train(name: str) -> dict[str, torch.Tensor]:
-        values = [f"run.dir={tmp_path}", f"run.name={name}", "task.options={vocab: 67, responses: 3, size: 24}"]
-        values += ["train.steps=6", "train.prompts_per_step=8", "model.create.hidden=32", "checkpoint.every=4"]
+        values = [
+            f"run.dir={tmp_path}",
+            f"run.name={name}",
+            "task.options={vocab: 67, responses: 3, size: 24}",
+        ]
+        values += [
+            "train.steps=6",
+            "train.prompts_per_step=8",
+            "model.create.hidden=32",
+            "checkpoint.every=4",
+        ]
         values += ["checkpoint.export_hf=end", "eval={every: 3, size: 8}"]
         command = [sys.executable, "-m", "megarl.cli", "train", "configs/dpo.yaml", *values]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
@@ -40,14 +49,23 @@ def test_dpo_resumes_with_the_same_bits(tmp_path: Path) -> None:
         return load_file(tmp_path / name / "hf" / "model.safetensors")
 
     whole = train("whole")
-    shutil.copytree(tmp_path / "whole" / "checkpoints" / "step_4", tmp_path / "again" / "checkpoints" / "step_4")
+    shutil.copytree(
+        tmp_path / "whole" / "checkpoints" / "step_4", tmp_path / "again" / "checkpoints" / "step_4"
+    )
     again = train("again")
     assert all(torch.equal(whole[name], again[name]) for name in whole)
     rows, resumed = metrics(tmp_path / "whole"), metrics(tmp_path / "again")
     names = ("loss", "grad_norm", "rewards/margin", "rewards/accuracy", "logprobs/chosen")
-    assert [[row[name] for name in names] for row in resumed] == [[row[name] for name in names] for row in rows[4:]]
-    assert rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-6) and rows[5]["loss"] < rows[0]["loss"]
-    evaluated = [json.loads(line) for line in (tmp_path / "whole" / "eval.jsonl").read_text().splitlines()]
+    assert [[row[name] for name in names] for row in resumed] == [
+        [row[name] for name in names] for row in rows[4:]
+    ]
+    assert (
+        rows[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+        and rows[5]["loss"] < rows[0]["loss"]
+    )
+    evaluated = [
+        json.loads(line) for line in (tmp_path / "whole" / "eval.jsonl").read_text().splitlines()
+    ]
     assert [(row["step"], row["size"]) for row in evaluated] == [(0, 8), (3, 8), (6, 8)]
     assert evaluated[0]["rewards/margin"] == 0 and evaluated[2]["rewards/margin"] > 0
 
@@ -60,18 +78,24 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
     return {file.parent.name: metrics(file.parent) for file in folder.glob("*/metrics.jsonl")}
 
 
-def test_sampled_preferences_are_learned_under_the_parity_gate(runs: dict[str, list[dict[str, Any]]]) -> None:
+def test_sampled_preferences_are_learned_under_the_parity_gate(
+    runs: dict[str, list[dict[str, Any]]],
+) -> None:
     for name, updates, samples in (("previous", 1, 32), ("initial", 2, 32), ("best_of_n", 1, 64)):
         rows = runs[name]
         assert all(row["updates"] == updates and row["weights/verified"] for row in rows)
-        assert all(row["logprob_diff/max"] < 1e-4 and row["grad_norm"] > 1e-3 for row in rows), "the gate compared them"
+        assert all(row["logprob_diff/max"] < 1e-4 and row["grad_norm"] > 1e-3 for row in rows), (
+            "the gate compared them"
+        )
         assert all(row["samples/count"] == samples and row["groups/skipped"] == 0 for row in rows)
     assert [row["loss"] for row in runs["previous"]] == [pytest.approx(math.log(2), abs=1e-6)] * 4
     assert runs["initial"][3]["rewards/margin"] > runs["initial"][0]["rewards/margin"]
     assert "rewards/margin" not in runs["best_of_n"][0]
 
 
-def test_prompts_without_spread_are_skipped_and_counted(runs: dict[str, list[dict[str, Any]]]) -> None:
+def test_prompts_without_spread_are_skipped_and_counted(
+    runs: dict[str, list[dict[str, Any]]],
+) -> None:
     for row in runs["flat"]:
         assert (row["groups/skipped"], row["update/skipped"], row["loss"]) == (4, 1, 0)
 
@@ -98,7 +122,14 @@ def test_they_resume_with_the_same_bits(runs: dict[str, list[dict[str, Any]]], n
     whole, resumed = runs[name], runs[f"{name}_resumed"]
     half = len(whole) // 2
     assert [row["step"] for row in resumed] == list(range(half, 2 * half))
-    for key in ("rollout/digest", "loss", "grad_norm", "reward/mean", "value/loss", "value/explained_variance"):
+    for key in (
+        "rollout/digest",
+        "loss",
+        "grad_norm",
+        "reward/mean",
+        "value/loss",
+        "value/explained_variance",
+    ):
         assert [row.get(key) for row in resumed] == [row.get(key) for row in whole[half:]], key
 
 
@@ -116,6 +147,8 @@ def test_every_layout_is_one_process(runs: dict[str, list[dict[str, Any]]], name
             assert is_same or step, layout
             same_samples += is_same
             for key in keys if is_same else ():
-                expected = there[key] and pytest.approx(there[key], rel=tolerance, abs=1e-5)  # None: without rewards
+                expected = there[key] and pytest.approx(
+                    there[key], rel=tolerance, abs=1e-5
+                )  # None: without rewards
                 assert here[key] == expected, f"{layout} step {step} {key}"
     assert same_samples >= 5

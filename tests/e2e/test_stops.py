@@ -66,9 +66,13 @@ def command(folder: Path, name: str, values: list[str]) -> list[str]:
     return [sys.executable, "-m", "megarl.cli", "train", config, *run, *overrides]
 
 
-def run(folder: Path, name: str, values: list[str], stall: str = "nowhere:never:0") -> subprocess.CompletedProcess[str]:
+def run(
+    folder: Path, name: str, values: list[str], stall: str = "nowhere:never:0"
+) -> subprocess.CompletedProcess[str]:
     env = child_env(STALL=stall, PYTHONPATH=f"{ROOT}:{Path(__file__).parent}", OMP_NUM_THREADS=1)
-    return subprocess.run(command(folder, name, values), cwd=ROOT, env=env, capture_output=True, text=True)
+    return subprocess.run(
+        command(folder, name, values), cwd=ROOT, env=env, capture_output=True, text=True
+    )
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -77,13 +81,21 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def is_equal(folder: Path, *names: str) -> bool:
     one, other = (weights(folder / name) for name in names)
-    steps = [[json.loads(line)["step"] for line in (folder / name / "metrics.jsonl").open()] for name in names]
-    return all(torch.equal(one[name], other[name]) for name in one) and steps[1] == sorted(set(steps[1]))
+    steps = [
+        [json.loads(line)["step"] for line in (folder / name / "metrics.jsonl").open()]
+        for name in names
+    ]
+    return all(torch.equal(one[name], other[name]) for name in one) and steps[1] == sorted(
+        set(steps[1])
+    )
 
 
 def wait_for_steps(folder: Path, count: int) -> None:
     deadline = time.monotonic() + 300
-    while not (file := folder / "metrics.jsonl").exists() or len(file.read_text().splitlines()) < count:
+    while (
+        not (file := folder / "metrics.jsonl").exists()
+        or len(file.read_text().splitlines()) < count
+    ):
         assert time.monotonic() < deadline, "no steps"
         time.sleep(0.05)
 
@@ -93,7 +105,11 @@ def exit_file(folder: Path) -> dict[str, object]:
 
 
 def sums(folder: Path) -> list[str]:
-    rows = [{"prompt": f"Calculate {a} + {b}.", "answer": str(a + b)} for a in range(10, 30) for b in range(10, 30)]
+    rows = [
+        {"prompt": f"Calculate {a} + {b}.", "answer": str(a + b)}
+        for a in range(10, 30)
+        for b in range(10, 30)
+    ]
     (folder / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return [*SFT, f"task.name=jsonl:{folder}/sums.jsonl", "task.options={}"]
 
@@ -112,12 +128,23 @@ def test_sigterm_under_slurm_saves_requeues_and_resumes(tmp_path: Path) -> None:
         OMP_NUM_THREADS=1,
     )  # fmt: skip
     config, *overrides = values
-    batch = ["bash", "scripts/slurm.sbatch", config, f"run.dir={tmp_path}", "run.name=slurm", *overrides]
-    process = subprocess.Popen(batch, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    batch = [
+        "bash",
+        "scripts/slurm.sbatch",
+        config,
+        f"run.dir={tmp_path}",
+        "run.name=slurm",
+        *overrides,
+    ]
+    process = subprocess.Popen(
+        batch, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     wait_for_steps(tmp_path / "slurm", 3)
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=400)[0]
-    assert process.returncode != 0 and (tmp_path / "requeued").read_text() == f"{os.getpid()}\n", said
+    assert process.returncode != 0 and (tmp_path / "requeued").read_text() == f"{os.getpid()}\n", (
+        said
+    )
     assert exit_file(tmp_path / "slurm")["code"] == 143, said
     (saved,) = (path.name for path in (tmp_path / "slurm" / "checkpoints").glob("step_*"))
     again = subprocess.run(batch, cwd=ROOT, env=env, capture_output=True, text=True)
@@ -133,10 +160,15 @@ def check_stall(folder: Path, stall: str, values: list[str], timeout_s: int = 60
     name = f"{where}-{how}"
     done = run(folder, name, [*values, f"launch.timeout_s={timeout_s}"], stall)
     lines = [line for line in done.stderr.splitlines() if line.startswith("megarl: rank")]
-    first = next(line for line in lines if "late, but not stuck" not in line)  # as any rank is on a busy machine
+    first = next(
+        line for line in lines if "late, but not stuck" not in line
+    )  # as any rank is on a busy machine
     print(f"\n{stall}: exit {done.returncode}\n{first}", flush=True)
     assert done.returncode == 3 and exit_file(folder / name)["rank"] == int(rank), done.stderr
-    assert f"megarl: rank {rank} (process " in first and int(first.partition(", for ")[2].partition(" s ")[0]) <= 60
+    assert (
+        f"megarl: rank {rank} (process " in first
+        and int(first.partition(", for ")[2].partition(" s ")[0]) <= 60
+    )
     assert ("is stopped, by a signal" if how == "stop" else "neither moves nor computes") in first
     assert run(folder, name, values).returncode == 0 and is_equal(folder, "whole", name)
 
@@ -144,8 +176,17 @@ def check_stall(folder: Path, stall: str, values: list[str], timeout_s: int = 60
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_rank_stopped_in_a_pipeline_message_is_named_and_the_run_resumes(tmp_path: Path) -> None:
-    values = [value for value in sums(tmp_path) if "checkpoint.every" not in value and "train.steps" not in value]
-    values += ["task.name=stall_task:sums", "parallel.pipeline=2", "checkpoint.every=1", "train.steps=4"]
+    values = [
+        value
+        for value in sums(tmp_path)
+        if "checkpoint.every" not in value and "train.steps" not in value
+    ]
+    values += [
+        "task.name=stall_task:sums",
+        "parallel.pipeline=2",
+        "checkpoint.every=1",
+        "train.steps=4",
+    ]
     assert run(tmp_path, "whole", values).returncode == 0
     check_stall(tmp_path, "p2p:stop:1", values)
 
@@ -155,7 +196,10 @@ def unstalled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run in which one rank's reward takes 20 s, which changes nothing: `whole`."""
     folder, began = tmp_path_factory.mktemp("stalls"), time.monotonic()
     slow = run(folder, "whole", [*MOE, "launch.timeout_s=60"], "reward:slow:0")
-    print(f"\nreward:slow:0: exit {slow.returncode}\n{slow.stderr.strip() or 'nothing said'}", flush=True)
+    print(
+        f"\nreward:slow:0: exit {slow.returncode}\n{slow.stderr.strip() or 'nothing said'}",
+        flush=True,
+    )
     assert slow.returncode == 0 and time.monotonic() - began > 20
     first = json.loads((folder / "whole" / "metrics.jsonl").open().readline())
     assert first["samples/dropped"] == 0 and first["time/reward"] > 15, first
@@ -176,10 +220,22 @@ def test_a_stalled_rank_is_named_and_the_run_resumes(unstalled: Path, stall: str
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_sigterm_in_a_rollout(tmp_path: Path, tensor: int) -> None:
     """The rollout is given up, by the ranks of a replica at the same engine step."""
-    values = ["configs/tiny_dense.yaml", "parallel.tensor=2", "launch.processes=2", "checkpoint.every=1000"]
-    values += [f"rollout.tensor={tensor}", "rollout.max_tokens=400", "train.steps=4", "checkpoint.export_hf=end"]
+    values = [
+        "configs/tiny_dense.yaml",
+        "parallel.tensor=2",
+        "launch.processes=2",
+        "checkpoint.every=1000",
+    ]
+    values += [
+        f"rollout.tensor={tensor}",
+        "rollout.max_tokens=400",
+        "train.steps=4",
+        "checkpoint.export_hf=end",
+    ]
     assert run(tmp_path, "whole", values).returncode == 0
-    process = subprocess.Popen(command(tmp_path, "cut", values), cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command(tmp_path, "cut", values), cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
     wait_for_steps(tmp_path / "cut", 2)
     time.sleep(1.0)
     began = time.monotonic()
@@ -196,16 +252,31 @@ def test_sigterm_in_a_rollout(tmp_path: Path, tensor: int) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_under_torchrun_the_ranks_watch_each_other(tmp_path: Path) -> None:
-    config, *overrides = [*sums(tmp_path), "task.name=stall_task:sums", "parallel.pipeline=2", "launch.timeout_s=120"]
+    config, *overrides = [
+        *sums(tmp_path),
+        "task.name=stall_task:sums",
+        "parallel.pipeline=2",
+        "launch.timeout_s=120",
+    ]
     env = child_env(
         NNODES=1, NODE_RANK=0, MASTER_ADDR="127.0.0.1", MASTER_PORT=20_000 + os.getpid() % 20_000, NPROC=2,
         PYTHON=sys.executable, PYTHONPATH=f"{ROOT}:{Path(__file__).parent}", OMP_NUM_THREADS=1, STALL="p2p:stop:1",
     )  # fmt: skip
-    script = ["bash", "scripts/torchrun_multinode.sh", config, f"run.dir={tmp_path}", "run.name=watched", *overrides]
+    script = [
+        "bash",
+        "scripts/torchrun_multinode.sh",
+        config,
+        f"run.dir={tmp_path}",
+        "run.name=watched",
+        *overrides,
+    ]
     done = subprocess.run(script, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
     left = exit_file(tmp_path / "watched")
     print(done.returncode, left)
-    assert done.returncode == 1 and (left["code"], left["rank"]) == (3, 1), done.stdout + done.stderr
+    assert done.returncode == 1 and (left["code"], left["rank"]) == (3, 1), (
+        done.stdout + done.stderr
+    )
     assert (
-        f"megarl: {str(left['error'])[:20]}" in done.stdout and "is stopped, by a signal or a debugger" in done.stdout
+        f"megarl: {str(left['error'])[:20]}" in done.stdout
+        and "is stopped, by a signal or a debugger" in done.stdout
     )

@@ -26,7 +26,11 @@ SETTINGS = [
 def train(folder: Path, reward: str, *, steps: int) -> list[float]:
     """Returns the mean reward of every step."""
     task = folder / "task.jsonl"
-    task.write_text("".join(json.dumps({"prompt": f"it of {'dog' * n}t", "answer": "cat"}) + "\n" for n in range(16)))
+    task.write_text(
+        "".join(
+            json.dumps({"prompt": f"it of {'dog' * n}t", "answer": "cat"}) + "\n" for n in range(16)
+        )
+    )
     config = folder / "cheat.yaml"
     config.write_text(
         f"run: {{name: cheat, dir: {folder}}}\n"
@@ -35,10 +39,22 @@ def train(folder: Path, reward: str, *, steps: int) -> list[float]:
         f"rewards: [{{name: '{reward}'}}]\n"
         "train: {dtype: fp32}\n"
     )
-    command = [sys.executable, "-m", "megarl.cli", "train", str(config), f"train.steps={steps}", *SETTINGS]
-    done = subprocess.run(command, cwd=ROOT / "tests" / "e2e", capture_output=True, text=True, timeout=540)
+    command = [
+        sys.executable,
+        "-m",
+        "megarl.cli",
+        "train",
+        str(config),
+        f"train.steps={steps}",
+        *SETTINGS,
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT / "tests" / "e2e", capture_output=True, text=True, timeout=540
+    )
     assert done.returncode == 0, done.stderr[-2000:]
-    rows = [json.loads(line) for line in (folder / "cheat" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (folder / "cheat" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert len(rows) == steps and all(row["weights/verified"] for row in rows)
     return [row["reward/mean"] for row in rows]
 

@@ -7,7 +7,10 @@ import torch
 
 from megarl.weights.checksum import checksum, positional_checksum
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 
 def test_checksums_are_the_same_on_both():

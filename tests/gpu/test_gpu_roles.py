@@ -24,14 +24,19 @@ from megarl.types import CheckFailed
 sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
 from trainer_cases import load_model, oracle_logprobs, random_batch, save_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 DEVICE = torch.device("cuda", 0)
 
 
 def join(folder: str) -> None:
     torch.cuda.set_device(DEVICE)
-    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl", init_method=f"file://{folder}/store", rank=0, world_size=1
+    )
 
 
 def _sleeps(_: int, folder: str, level: int) -> None:
@@ -53,16 +58,30 @@ def _sleeps(_: int, folder: str, level: int) -> None:
     shape = read_model(Path(folder))
     shapes = hf_shapes(shape)
     rollout = Rollout(
-        max_tokens=16, max_model_len=256, gpu_memory_utilization=0.3, enforce_eager=True, sleep_level=level
+        max_tokens=16,
+        max_model_len=256,
+        gpu_memory_utilization=0.3,
+        enforce_eager=True,
+        sleep_level=level,
     )
     format_ = WeightFormat(shapes, torch.bfloat16)
-    engine = Engine.start(Path(folder), rollout, Env(job_id="sleep"), stop_token_ids=(1,), weights=format_)
+    engine = Engine.start(
+        Path(folder), rollout, Env(job_id="sleep"), stop_token_ids=(1,), weights=format_
+    )
     generator = torch.Generator().manual_seed(0)
-    weights = {name: 1 + 0.1 * torch.randn(size, generator=generator) for name, size in shapes.items()}
+    weights = {
+        name: 1 + 0.1 * torch.randn(size, generator=generator) for name, size in shapes.items()
+    }
     layout = Layout.of(Config().parallel.sizes, 1, 0)
-    slices = slices_of(megatron_table(shape, spec="local", padded_vocab=padded_vocab(shape.vocab, 1)), shape, layout)
+    slices = slices_of(
+        megatron_table(shape, spec="local", padded_vocab=padded_vocab(shape.vocab, 1)),
+        shape,
+        layout,
+    )
     held = {name: value.bfloat16().to(DEVICE) for name, value in holder(slices, weights).items()}
-    plan = plan_slices(format_, [slices], [engine.receiver.slices], ranks_per_replica=1, round_bytes=256 << 20)
+    plan = plan_slices(
+        format_, [slices], [engine.receiver.slices], ranks_per_replica=1, round_bytes=256 << 20
+    )
     sender = WeightSender(slices, lambda: held)
     publisher = Publisher(plan, sender, engine.receiver, InProcess(), format_, ranks_per_replica=1)
     requests = [Request(Prompt(0, (5, 6, 7), ""), 0, 1, 1.0)]
@@ -102,10 +121,15 @@ def _pads(_: int, folder: str) -> None:
     batch = random_batch(num_rows=7)
     expected, found = oracle_logprobs(load_model(path), batch), []
     for tokens in (64, 4096):
-        train, layout = Train(max_tokens_per_microbatch=tokens), Layout.of(Config().parallel.sizes, 1, 0)
+        train, layout = (
+            Train(max_tokens_per_microbatch=tokens),
+            Layout.of(Config().parallel.sizes, 1, 0),
+        )
         trainer = Trainer.build(read_model(path), layout, train=train, folder=path, device=DEVICE)
         found.append(trainer.forward(batch).logprobs_T)
-        assert float((found[-1] - expected)[batch.mask].abs().max()) < 0.3, "bf16, log-probs of some nats"
+        assert float((found[-1] - expected)[batch.mask].abs().max()) < 0.3, (
+            "bf16, log-probs of some nats"
+        )
         trainer.close()
     assert float((found[0] - found[1])[batch.mask].abs().max()) < 0.1
     dist.destroy_process_group()
@@ -123,14 +147,25 @@ def test_fp8_takes_rows_padded_to_its_multiple(multiple: int, context: int) -> N
     batch = random_batch(num_rows=5)
     rows = range(5)
     micros = [
-        pack(batch, rows, batch.mask, tensor=multiple, context=Axis(context, r), device=DEVICE) for r in range(context)
+        pack(batch, rows, batch.mask, tensor=multiple, context=Axis(context, r), device=DEVICE)
+        for r in range(context)
     ]
     total = sum(micro.tokens.numel() for micro in micros)
     assert total % (multiple * (2 * context if context > 1 else 1)) == 0
-    assert sum(micro.labels.numel() for micro in micros) == int(batch.mask.sum()), "each trained token on one rank"
+    assert sum(micro.labels.numel() for micro in micros) == int(batch.mask.sum()), (
+        "each trained token on one rank"
+    )
     layer = te.Linear(256, 256, params_dtype=torch.bfloat16, device="cuda")
     with te.fp8_autocast(enabled=True):
         for micro in micros:
-            out = layer(torch.randn(micro.tokens.numel(), 256, dtype=torch.bfloat16, device=DEVICE, requires_grad=True))
+            out = layer(
+                torch.randn(
+                    micro.tokens.numel(),
+                    256,
+                    dtype=torch.bfloat16,
+                    device=DEVICE,
+                    requires_grad=True,
+                )
+            )
             out.float().square().mean().backward()
     assert layer.weight.grad is not None and bool(layer.weight.grad.isfinite().all())

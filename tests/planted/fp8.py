@@ -38,8 +38,18 @@ FP8 = [
         f"{WEIGHTS}::test_blocks_that_a_rank_would_cut_are_refused",
     ),
     ("trainer/fp8.py", "(columns, rows) if transposed", "(rows, columns) if transposed", PRODUCTS),
-    ("trainer/fp8.py", "dy_TN = rounding.of_rows(dy_TN, along_tokens=True, is_gradient=True)", "pass", PRODUCTS),
-    ("trainer/fp8.py", "rounding.of_rows(x_TK, along_tokens=True)", "rounding.of_rows(x_TK)", PRODUCTS),
+    (
+        "trainer/fp8.py",
+        "dy_TN = rounding.of_rows(dy_TN, along_tokens=True, is_gradient=True)",
+        "pass",
+        PRODUCTS,
+    ),
+    (
+        "trainer/fp8.py",
+        "rounding.of_rows(x_TK, along_tokens=True)",
+        "rounding.of_rows(x_TK)",
+        PRODUCTS,
+    ),
     ("trainer/fp8.py", "gradients=torch.float8_e5m2", "gradients=torch.float8_e4m3fn", PRODUCTS),
     (
         "config/model_checks.py",

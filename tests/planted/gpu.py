@@ -9,7 +9,12 @@ FUSIONS, LIBRARY = "unit/trainer/test_fusions.py", "unit/config/test_library_opt
 
 GPU = [
     ("trainer/optimizer.py", "use_gloo_process_groups=False", "use_gloo_groups=False", SIGNATURES),
-    ("rollout/engine.py", "self._llm.wake_up(tags=[part])", "self._llm.wake(tags=[part])", SIGNATURES),
+    (
+        "rollout/engine.py",
+        "self._llm.wake_up(tags=[part])",
+        "self._llm.wake(tags=[part])",
+        SIGNATURES,
+    ),
     (
         "trainer/megatron_config.py",
         '"moe_grouped_gemm": use_te',
@@ -41,8 +46,18 @@ GPU = [
         DEVICES,
     ),
     ("weights/checksum.py", "    return x.to(device)\n", "    return x\n", DEVICES),
-    ("trainer/forward.py", "max(microbatch.length for", "max(int(microbatch.packed.cu_seqlens_q[-1]) for", SYNCS),
-    ("trainer/trainer.py", "to_device(rows.index, self.device)", "rows.index.to(self.device)", SYNCS),
+    (
+        "trainer/forward.py",
+        "max(microbatch.length for",
+        "max(int(microbatch.packed.cu_seqlens_q[-1]) for",
+        SYNCS,
+    ),
+    (
+        "trainer/trainer.py",
+        "to_device(rows.index, self.device)",
+        "rows.index.to(self.device)",
+        SYNCS,
+    ),
     (
         "algorithms/corrections.py",
         "gap = _Gap(mask_T, cu_seqlens,",

@@ -14,8 +14,18 @@ LORA = [
         TABLES,
     ),
     ("models/lora.py", "is_split = not isinstance(rule, Replicated)", "is_split = True", TABLES),
-    ("trainer/lora.py", "numbers[first : first + count] = number", "numbers[first : first + count] = 0", TABLES),
-    ("trainer/lora.py", "self._last is None or self._last[0] != name", "self._last is None", TABLES),
+    (
+        "trainer/lora.py",
+        "numbers[first : first + count] = number",
+        "numbers[first : first + count] = 0",
+        TABLES,
+    ),
+    (
+        "trainer/lora.py",
+        "self._last is None or self._last[0] != name",
+        "self._last is None",
+        TABLES,
+    ),
     ("trainer/lora.py", "marks.shared = replica > 0", "marks.shared = False", LAYOUTS),
     (
         "trainer/lora.py",
@@ -24,7 +34,12 @@ LORA = [
         LAYOUTS,
     ),
     ("trainer/lora.py", "if is_expert and not is_split:", "if is_expert and is_split:", LAYOUTS),
-    ("trainer/optimizer.py", "        if reduced is not None:\n            reduced()\n", "", LAYOUTS),
+    (
+        "trainer/optimizer.py",
+        "        if reduced is not None:\n            reduced()\n",
+        "",
+        LAYOUTS,
+    ),
     (
         "trainer/lora.py",
         "hidden.requires_grad_()",

@@ -27,8 +27,18 @@ REFILLS = [
         "kept[:-count] = max(len(kept) - count, 0), []",
         SAME,
     ),
-    ("rollout/schedule.py", "batch.carried = taken[taken.index(", "batch.carried = taken[:0][taken.index(", SAME),
-    ("rollout/schedule.py", "taken.index(kept[count - 1].prompt)", "taken.index(kept[-1].prompt)", SAME),
+    (
+        "rollout/schedule.py",
+        "batch.carried = taken[taken.index(",
+        "batch.carried = taken[:0][taken.index(",
+        SAME,
+    ),
+    (
+        "rollout/schedule.py",
+        "taken.index(kept[count - 1].prompt)",
+        "taken.index(kept[-1].prompt)",
+        SAME,
+    ),
     (
         "rollout/schedule.py",
         "share = min(max(kept, 1.0) / asked, 1.0)",

@@ -5,7 +5,9 @@ CHILDREN = "unit/platform/test_children.py::test_a_lost_child_is_noticed_and_its
 BATCH = "unit/rollout/test_exchange.py::test_a_batch_is_flat_bytes_and_comes_back_as_it_was"
 WORLD = "unit/config/test_validate.py::test_the_split_topology_counts_trainers_and_engines_apart"
 
-FOLDER = "unit/launch/test_cluster.py::test_folders_of_jobs_that_were_killed_go_and_those_of_others_stay"
+FOLDER = (
+    "unit/launch/test_cluster.py::test_folders_of_jobs_that_were_killed_go_and_those_of_others_stay"
+)
 ENGINE = "unit/rollout/test_async_engine.py"
 CLUSTER = "unit/launch/test_cluster.py"
 ENGINES = "unit/launch/test_engines.py"
@@ -41,7 +43,12 @@ SPLIT = [
         "",
         f"{ENGINES}::test_requests_of_a_lost_engine_go_to_the_other_which_alone_is_ready",
     ),
-    ("launch/engines.py", "if self.restarts > limit:", "if False:", f"{ENGINES}::test_restarts_are_bounded"),
+    (
+        "launch/engines.py",
+        "if self.restarts > limit:",
+        "if False:",
+        f"{ENGINES}::test_restarts_are_bounded",
+    ),
     (
         "launch/engines.py",
         'if rank := self.place.watch.gone("rank"):',
@@ -201,5 +208,10 @@ SPLIT = [
         "weights_only=False",
         "unit/weights/test_values.py::test_what_is_no_value_is_refused_without_running_it",
     ),
-    ("config/validate.py", "1 if is_split else config.rollout.tensor)", "config.rollout.tensor)", WORLD),
+    (
+        "config/validate.py",
+        "1 if is_split else config.rollout.tensor)",
+        "config.rollout.tensor)",
+        WORLD,
+    ),
 ]

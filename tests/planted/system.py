@@ -29,21 +29,36 @@ SYSTEM = [
         '("*/*",)',
         f"{HUB}::test_a_plan_and_a_dry_run_need_the_small_files_once",
     ),
-    ("platform/hub.py", "revision=self.revision,", "revision=None,", f"{HUB}::test_each_mistake_is_one_line"),
+    (
+        "platform/hub.py",
+        "revision=self.revision,",
+        "revision=None,",
+        f"{HUB}::test_each_mistake_is_one_line",
+    ),
     (
         "models/hub.py",
         "if patterns == WEIGHTS and not any",
         "if False and not any",
         f"{HUB}::test_each_mistake_is_one_line",
     ),
-    ("platform/hub.py", "case errors.GatedRepoError():", "case KeyError():", f"{HUB}::test_each_mistake_is_one_line"),
+    (
+        "platform/hub.py",
+        "case errors.GatedRepoError():",
+        "case KeyError():",
+        f"{HUB}::test_each_mistake_is_one_line",
+    ),
     (
         "platform/hub.py",
         "case OSError() if error.errno is not None:",
         "case KeyError():",
         f"{HUB}::test_a_cache_that_cannot_be_written",
     ),
-    ("platform/hub.py", "(OSError, HTTPError,", "(OSError,", f"{HUB}::test_a_download_that_breaks_off"),
+    (
+        "platform/hub.py",
+        "(OSError, HTTPError,",
+        "(OSError,",
+        f"{HUB}::test_a_download_that_breaks_off",
+    ),
     (
         "launch/downloads.py",
         "commit.read() or revision",
@@ -80,7 +95,12 @@ SYSTEM = [
         "if True:",
         f"{HUB}::test_other_models_are_downloaded_where_they_are_needed",
     ),
-    ("config/load.py", 'model.pop("revision", None)', "pass", f"{HUB}::test_another_path_drops_the_files_revision"),
+    (
+        "config/load.py",
+        'model.pop("revision", None)',
+        "pass",
+        f"{HUB}::test_another_path_drops_the_files_revision",
+    ),
     (
         "config/validate.py",
         "if model.revision is not None and (",
@@ -99,7 +119,12 @@ SYSTEM = [
         "if False:",
         f"{TOKENIZER}::test_the_models_code_runs_only_if_trusted",
     ),
-    ("data/tokenizer.py", 'stream.read(1) == b"\\n"', "False", f"{TOKENIZER}::test_a_missing_package_is_named"),
+    (
+        "data/tokenizer.py",
+        'stream.read(1) == b"\\n"',
+        "False",
+        f"{TOKENIZER}::test_a_missing_package_is_named",
+    ),
     (
         "data/tokenizer.py",
         'if files == ["tokenizer.json"]:',
@@ -226,7 +251,12 @@ SYSTEM = [
         "elif False:",
         f"{STATE}::test_a_damaged_checkpoint_is_skipped_by_name",
     ),
-    ("launch/heartbeat.py", 'in "Tt"', 'in "Z"', f"{SPAWN}::test_a_stopped_rank_is_named_long_before_the_timeout"),
+    (
+        "launch/heartbeat.py",
+        'in "Tt"',
+        'in "Z"',
+        f"{SPAWN}::test_a_stopped_rank_is_named_long_before_the_timeout",
+    ),
     (
         "launch/heartbeat.py",
         "min(elapsed, 2 * self.every_s)",
@@ -243,10 +273,20 @@ SYSTEM = [
         (f"launch/{file}.py", text, mistake, f"unit/launch/test_heartbeat.py::{test}")
         for file, text, mistake, test in [
             ("progress", "self.cpu_s < self.seconds * BUSY_CPU", "True", "test_who_is_late"),
-            ("progress", "return stuck, waiting", "return list(states), waiting", "test_who_is_late"),
+            (
+                "progress",
+                "return stuck, waiting",
+                "return list(states), waiting",
+                "test_who_is_late",
+            ),
             ("progress", "if place not in usual]", "]", "test_who_is_late"),
             ("progress", "(state.phase, state.operation)", "state.operation", "test_who_is_late"),
-            ("progress", '"/megarl/rewards/" in file', "False", "test_a_sample_shows_where_the_main_thread_is"),
+            (
+                "progress",
+                '"/megarl/rewards/" in file',
+                "False",
+                "test_a_sample_shows_where_the_main_thread_is",
+            ),
             ("progress", "p2p_communication|", "", "test_a_sample_shows_where_the_main_thread_is"),
             (
                 "heartbeat",
@@ -270,16 +310,36 @@ SYSTEM = [
     ),
     ("launch/worker.py", "set_env(**LOOPBACK)", "pass", f"{SPAWN}::test_done"),
     ("launch/worker.py", "set_env(CUDA_DEVICE_MAX_CONNECTIONS=", "dict(_=", f"{SPAWN}::test_done"),
-    ("launch/worker.py", "except BaseException as", "except Exception as", f"{SPAWN}::test_first_failure_is_said_once"),
+    (
+        "launch/worker.py",
+        "except BaseException as",
+        "except Exception as",
+        f"{SPAWN}::test_first_failure_is_said_once",
+    ),
     (
         "launch/exit_codes.py",
         "except OSError as error:",
         "except ValueError as error:",
         f"{SPAWN}::test_a_full_disk_is_one_line_and_keeps_its_exit_code",
     ),
-    ("launch/run_config.py", "    if changes:", "    if False:", f"{CONFIGS}::test_other_settings_are_refused_by_name"),
-    ("launch/run_config.py", "if not changes:", "if True:", f"{CONFIGS}::test_each_part_leaves_its_config"),
-    ("launch/build.py", "not torch.isfinite(", "not bool(", f"{STATE}::test_weights_that_are_not_finite_are_named"),
+    (
+        "launch/run_config.py",
+        "    if changes:",
+        "    if False:",
+        f"{CONFIGS}::test_other_settings_are_refused_by_name",
+    ),
+    (
+        "launch/run_config.py",
+        "if not changes:",
+        "if True:",
+        f"{CONFIGS}::test_each_part_leaves_its_config",
+    ),
+    (
+        "launch/build.py",
+        "not torch.isfinite(",
+        "not bool(",
+        f"{STATE}::test_weights_that_are_not_finite_are_named",
+    ),
     (
         "checkpoint/writer.py",
         "            shutil.rmtree(folder, ignore_errors=True)",

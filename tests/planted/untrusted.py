@@ -71,8 +71,18 @@ UNTRUSTED = [
     ("config/load.py", "or depth > MAX_DEPTH:", "or depth > 5000:", TRAP),
     ("config/load.py", " and len(node.value) > MAX_DIGITS:", " and False:", TRAP),
     ("config/load.py", "    except RecursionError:", "    except KeyboardInterrupt:", TRAP),
-    ("config/section.py", "allow_inf_nan=False", "allow_inf_nan=True", f"{LOAD}::test_values_that_are_refused"),
-    ("config/schema.py", "pattern=NAME, max_length=200", "pattern=NAME", f"{LOAD}::test_values_that_are_refused"),
+    (
+        "config/section.py",
+        "allow_inf_nan=False",
+        "allow_inf_nan=True",
+        f"{LOAD}::test_values_that_are_refused",
+    ),
+    (
+        "config/schema.py",
+        "pattern=NAME, max_length=200",
+        "pattern=NAME",
+        f"{LOAD}::test_values_that_are_refused",
+    ),
     (
         "models/config_json.py",
         "if heads % kv_heads:",
@@ -91,7 +101,12 @@ UNTRUSTED = [
         "end != begin + tensor.nbytes",
         MALFORMED,
     ),
-    ("models/headers.py", "begin != expected or end != begin + tensor.nbytes", "begin != expected", MALFORMED),
+    (
+        "models/headers.py",
+        "begin != expected or end != begin + tensor.nbytes",
+        "begin != expected",
+        MALFORMED,
+    ),
     ("models/headers.py", "type(number) is not int or number < 0", "number < 0", MALFORMED),
     ("models/headers.py", ", unique_keys=True", "", MALFORMED),
     (
@@ -101,7 +116,12 @@ UNTRUSTED = [
         f"{HEADERS}::test_a_long_header_is_not_read",
     ),
     ("models/headers.py", 'or "/" in file ', "", f"{HEADERS}::test_a_malformed_index"),
-    ("platform/json_text.py", "    except RecursionError:", "    except KeyboardInterrupt:", MALFORMED),
+    (
+        "platform/json_text.py",
+        "    except RecursionError:",
+        "    except KeyboardInterrupt:",
+        MALFORMED,
+    ),
     ("platform/json_text.py", "    if level:", "    if False:", MALFORMED),
     (
         "platform/shm.py",
@@ -115,8 +135,18 @@ UNTRUSTED = [
         "for",
         f"{SHM}::test_the_dead_leave_nothing_and_the_living_are_left_alone",
     ),
-    ("platform/shm.py", "with suppress(OSError):", "with suppress(KeyError):", f"{SHM}::test_files_that_are_traps"),
-    ("launch/spawn.py", " | os.O_NOFOLLOW", "", f"{SPAWN}::test_a_lock_that_is_a_link_is_not_followed"),
+    (
+        "platform/shm.py",
+        "with suppress(OSError):",
+        "with suppress(KeyError):",
+        f"{SHM}::test_files_that_are_traps",
+    ),
+    (
+        "launch/spawn.py",
+        " | os.O_NOFOLLOW",
+        "",
+        f"{SPAWN}::test_a_lock_that_is_a_link_is_not_followed",
+    ),
     (
         "launch/spawn.py",
         "for handle in (file, directory):",

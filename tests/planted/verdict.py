@@ -14,9 +14,19 @@ VERDICTS = [
         "return actual == expected",
         STRICT,
     ),
-    ("rewards/code_tests.py", "EXPECTED_FLOAT.fullmatch(expected)", "FLOAT.fullmatch(expected)", STRICT),
+    (
+        "rewards/code_tests.py",
+        "EXPECTED_FLOAT.fullmatch(expected)",
+        "FLOAT.fullmatch(expected)",
+        STRICT,
+    ),
     ("rewards/code_tests.py", "is_wrapped = all(", "is_wrapped = any(", STRICT),
-    ("rewards/python_tests.py", "with ONE_PARSER:", "if True:", f"{VERDICT}::test_threads_read_tests_at_once"),
+    (
+        "rewards/python_tests.py",
+        "with ONE_PARSER:",
+        "if True:",
+        f"{VERDICT}::test_threads_read_tests_at_once",
+    ),
     ("rewards/python_tests.py", "if sides and all(", "if False and all(", REFUSED),
     ("rewards/python_tests.py", "if entry and (others", "if False and (others", REFUSED),
     (

@@ -44,7 +44,9 @@ def cpu_seconds() -> float:
 
 
 def test_dry_run_says_what_would_run_and_writes_nothing(folder: Path) -> None:
-    code, out, err = megarl(folder, "train", "c.yaml", "--dry-run", "train.prompts_per_step=4", "parallel.tensor=2")
+    code, out, err = megarl(
+        folder, "train", "c.yaml", "--dry-run", "train.prompts_per_step=4", "parallel.tensor=2"
+    )
     assert (code, err) == (0, "")
     assert "prompts_per_step: 4" in out, "an override behind an option counts too"
     assert "4 prompts x 8 samples = 32 rows of at most 1040 tokens" in out
@@ -95,22 +97,45 @@ def test_plan_needs_neither_torch_nor_weights(folder: Path) -> None:
     """A model of 117 billion parameters on 64 GPUs, from its config.json."""
     configs = Path(__file__).resolve().parents[2] / "configs"
     model = f"model.path={configs}/models/gpt_oss_120b"
-    code, out, err = megarl(folder, "plan", str(configs / "gpt_oss_120b.yaml"), model, "--weights", "--json")
+    code, out, err = megarl(
+        folder, "plan", str(configs / "gpt_oss_120b.yaml"), model, "--weights", "--json"
+    )
     assert (code, err) == (0, "")
     plan = json.loads(out)
-    assert plan["plan_seconds"] < 60 and plan["bytes_kept"] == plan["bytes_received"] > 4 * plan["model_bytes"]
-    assert {"num_messages", "predicted_seconds", "floor_seconds", "busiest_link_over_mean"} <= plan.keys()
-    code, out, err = megarl(folder, "plan", "c.yaml", "--weights", "parallel.pipeline=2", "launch.processes=2")
+    assert (
+        plan["plan_seconds"] < 60
+        and plan["bytes_kept"] == plan["bytes_received"] > 4 * plan["model_bytes"]
+    )
+    assert {
+        "num_messages",
+        "predicted_seconds",
+        "floor_seconds",
+        "busiest_link_over_mean",
+    } <= plan.keys()
+    code, out, err = megarl(
+        folder, "plan", "c.yaml", "--weights", "parallel.pipeline=2", "launch.processes=2"
+    )
     assert (code, err) == (0, "")
     assert "sent by stage 1" in out and "time on the wire" in out
-    code, out, err = megarl(folder, "plan", "c.yaml", "--weights", "rollout.tensor=2", "launch.processes=3")
+    code, out, err = megarl(
+        folder, "plan", "c.yaml", "--weights", "rollout.tensor=2", "launch.processes=3"
+    )
     assert (code, out) == (2, "")
-    assert "launch.processes=3 is not divisible by the 2 ranks of an engine replica; use a multiple of 2" in err
+    assert (
+        "launch.processes=3 is not divisible by the 2 ranks of an engine replica; use a multiple of 2"
+        in err
+    )
 
 
 @pytest.mark.parametrize("is_launched", [True, False])
 def test_a_rank_of_torchrun_leaves_without_teardown(is_launched: bool) -> None:
     program = "import atexit, megarl.cli as cli; atexit.register(print, 'teardown'); cli.main = lambda: 3; cli.run()"
-    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} if is_launched else {}
-    done = subprocess.run([sys.executable, "-c", program], env={**os.environ, **ranks}, capture_output=True, text=True)
+    ranks = (
+        {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        if is_launched
+        else {}
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, **ranks}, capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout) == (3, "" if is_launched else "teardown\n"), done.stderr

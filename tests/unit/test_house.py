@@ -22,7 +22,10 @@ SOURCES: Sources = {
 MAX_PACKAGE_LINES = 29_650
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_CONFIG_LINES = 400, 60, 40
 MAX_POSITIONAL, MAX_PARAMETERS = 6, 10
-FIXED_SIGNATURES = {"trainer/layers.py forward", "trainer/logprobs.py forward"}  # Megatron-Core's, torch.autograd's
+FIXED_SIGNATURES = {
+    "trainer/layers.py forward",
+    "trainer/logprobs.py forward",
+}  # Megatron-Core's, torch.autograd's
 
 # pattern -> the files that may contain it, and a text that it must match
 BANS: dict[str, tuple[set[str], str]] = {
@@ -35,12 +38,18 @@ BANS: dict[str, tuple[set[str], str]] = {
         {"trainer/parallel_groups.py"},
         "from megatron.core import parallel_state",
     ),
-    r"(gather|broadcast|scatter|send|recv)_object": (set(), "dist.all_gather_object(values, value)"),
+    r"(gather|broadcast|scatter|send|recv)_object": (
+        set(),
+        "dist.all_gather_object(values, value)",
+    ),
     r"\bos\.(replace|rename)\(": ({"platform/atomic.py"}, "os.replace(new, old)"),
     r"^\s*global\s": (set(), "    global state"),
     r"^\s*from \.": (set(), "from .names import x"),
     r"except\s*:": (set(), "except:"),
-    r"https?://(?!(arxiv\.org|github\.com|www\.apache\.org)/|(host|localhost)[:/])": (set(), "http://example.com/"),
+    r"https?://(?!(arxiv\.org|github\.com|www\.apache\.org)/|(host|localhost)[:/])": (
+        set(),
+        "http://example.com/",
+    ),
 }
 
 
@@ -50,7 +59,8 @@ def banned(sources: Sources) -> list[str]:
         for path, text in sources.items()
         for number, line in enumerate(text.splitlines(), 1)
         for pattern, (allowed, _) in BANS.items()
-        if path not in allowed and re.search(pattern, line if "http" in line else line.partition("#")[0])
+        if path not in allowed
+        and re.search(pattern, line if "http" in line else line.partition("#")[0])
     ]
 
 
@@ -62,7 +72,11 @@ def functions(sources: Sources) -> Iterator[tuple[str, ast.FunctionDef | ast.Asy
 
 
 def too_long(sources: Sources) -> list[str]:
-    files = [f"{path}: {n} lines" for path, text in sources.items() if (n := len(text.splitlines())) > MAX_FILE_LINES]
+    files = [
+        f"{path}: {n} lines"
+        for path, text in sources.items()
+        if (n := len(text.splitlines())) > MAX_FILE_LINES
+    ]
     return files + [
         f"{path} {node.name}: {length} lines"
         for path, node in functions(sources)
@@ -78,7 +92,9 @@ def too_many_parameters(sources: Sources) -> list[str]:
         positional = len(names) - (names[:1] in (["self"], ["cls"]))
         total = positional + (0 if path.startswith("algorithms/") else len(node.args.kwonlyargs))
         if positional > MAX_POSITIONAL or total > MAX_PARAMETERS:
-            violations.append(f"{path} {node.name}: {positional} positional parameters, {total} in all")
+            violations.append(
+                f"{path} {node.name}: {positional} positional parameters, {total} in all"
+            )
     return [text for text in violations if text.partition(":")[0] not in FIXED_SIGNATURES]
 
 
@@ -95,11 +111,17 @@ def without_annotation(sources: Sources) -> list[str]:
 
 
 def without_docstring(sources: Sources) -> list[str]:
-    return [path for path, text in sources.items() if text and not ast.get_docstring(ast.parse(text))]
+    return [
+        path for path, text in sources.items() if text and not ast.get_docstring(ast.parse(text))
+    ]
 
 
 def vague_names(sources: Sources) -> list[str]:
-    return [path for path in sources if Path(path).stem in ("utils", "util", "helpers", "misc", "common", "tools")]
+    return [
+        path
+        for path in sources
+        if Path(path).stem in ("utils", "util", "helpers", "misc", "common", "tools")
+    ]
 
 
 def deep_inheritance(sources: Sources) -> list[str]:
@@ -111,7 +133,11 @@ def deep_inheritance(sources: Sources) -> list[str]:
                 bases[node.name] = [base.id for base in node.bases if isinstance(base, ast.Name)]
     ours = {name: [base for base in parents if base in bases] for name, parents in bases.items()}
     batches = {"ScoredBatch"}  # each stage's batch adds fields to the one before
-    return [name for name, parents in ours.items() if name not in batches and any(ours[base] for base in parents)]
+    return [
+        name
+        for name, parents in ours.items()
+        if name not in batches and any(ours[base] for base in parents)
+    ]
 
 
 def import_circles(sources: Sources) -> list[str]:
@@ -122,7 +148,11 @@ def import_circles(sources: Sources) -> list[str]:
 
     modules = {module(path): text for path, text in sources.items()}
     graph = {name: _imports(text) & modules.keys() - {name} for name, text in modules.items()}
-    circles = {frozenset((name, *_between(graph, name))) for name in graph if name in _reachable(graph, name)}
+    circles = {
+        frozenset((name, *_between(graph, name)))
+        for name in graph
+        if name in _reachable(graph, name)
+    }
     return [" <-> ".join(sorted(circle)) for circle in circles]
 
 
@@ -158,7 +188,9 @@ def _between(graph: Mapping[str, set[str]], name: str) -> set[str]:
     return {other for other in _reachable(graph, name) if name in _reachable(graph, other)}
 
 
-ALGORITHM = re.compile(r"(?i)grpo|(?<![a-z])(ppo|dpo|sft)(?![a-z])|rloo|reinforce|gspo|bradley|distill")
+ALGORITHM = re.compile(
+    r"(?i)grpo|(?<![a-z])(ppo|dpo|sft)(?![a-z])|rloo|reinforce|gspo|bradley|distill"
+)
 
 
 def algorithms_in_the_trainer(sources: Sources) -> list[str]:
@@ -167,20 +199,29 @@ def algorithms_in_the_trainer(sources: Sources) -> list[str]:
     for path, text in sources.items():
         for node in ast.walk(ast.parse(text)) if path.startswith("trainer/") else ():
             words = [getattr(node, key, None) for key in ("id", "attr", "name", "module", "value")]
-            docs = isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value
+            docs = (
+                isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value
+            )
             violations += [
-                f"{path}: {word}" for word in words if isinstance(word, str) and not docs and ALGORITHM.search(word)
+                f"{path}: {word}"
+                for word in words
+                if isinstance(word, str) and not docs and ALGORITHM.search(word)
             ]
     return violations
 
 
 LONG_FUNCTION = "def f() -> None:\n" + "    pass\n" * MAX_FUNCTION_LINES
-GATES: tuple[tuple[Callable[[Sources], list[str]], Sources], ...] = (  # gate, a package that fails it
+GATES: tuple[
+    tuple[Callable[[Sources], list[str]], Sources], ...
+] = (  # gate, a package that fails it
     *((banned, {"a.py": text}) for _, text in BANS.values()),
     (too_long, {"a.py": "x = 0\n" * (MAX_FILE_LINES + 1)}),
     (too_long, {"a.py": LONG_FUNCTION}),
     (too_many_parameters, {"a.py": f"def f({', '.join(f'x{i}' for i in range(7))}): ..."}),
-    (too_many_parameters, {"a.py": f"class C:\n def f(self, *, {', '.join(f'x{i}' for i in range(11))}): ..."}),
+    (
+        too_many_parameters,
+        {"a.py": f"class C:\n def f(self, *, {', '.join(f'x{i}' for i in range(11))}): ..."},
+    ),
     (without_annotation, {"a.py": "def f(x) -> None: ..."}),
     (without_annotation, {"a.py": "def f(x: int): ..."}),
     (without_docstring, {"a.py": "x = 1"}),
@@ -191,17 +232,25 @@ GATES: tuple[tuple[Callable[[Sources], list[str]], Sources], ...] = (  # gate, a
     (import_circles, {"a.py": "import megarl.b", "b.py": "def f():\n    from megarl import a"}),
     (
         import_circles,
-        {"p/a.py": "from megarl.p.b import x", "p/b.py": "from megarl.p import c", "p/c.py": "import megarl.p.a"},
+        {
+            "p/a.py": "from megarl.p.b import x",
+            "p/b.py": "from megarl.p import c",
+            "p/c.py": "import megarl.p.a",
+        },
     ),
 )
 
 
-@pytest.mark.parametrize(("gate", "broken"), GATES, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(
+    ("gate", "broken"), GATES, ids=lambda value: getattr(value, "__name__", "")
+)
 def test_a_gate_can_fail(gate: Callable[[Sources], list[str]], broken: Sources) -> None:
     assert gate(broken), "this gate guards nothing"
 
 
-@pytest.mark.parametrize("gate", dict.fromkeys(gate for gate, _ in GATES), ids=lambda gate: gate.__name__)
+@pytest.mark.parametrize(
+    "gate", dict.fromkeys(gate for gate, _ in GATES), ids=lambda gate: gate.__name__
+)
 def test_the_package_passes(gate: Callable[[Sources], list[str]]) -> None:
     violations = gate(SOURCES)
     assert not violations, "\n".join(violations)
@@ -210,7 +259,9 @@ def test_the_package_passes(gate: Callable[[Sources], list[str]]) -> None:
 def test_gates_let_pass_what_is_allowed() -> None:
     options = ", ".join(f"x{i}" for i in range(11))
     assert not too_many_parameters({"algorithms/a.py": f"def f(*, {options}): ..."})
-    assert not import_circles({"a.py": "import megarl.b", "b.py": "if TYPE_CHECKING:\n    import megarl.a"})
+    assert not import_circles(
+        {"a.py": "import megarl.b", "b.py": "if TYPE_CHECKING:\n    import megarl.a"}
+    )
     assert not banned({"platform/env.py": "os.environ", "a.py": "x = 1  # os.environ"})
 
 
@@ -238,4 +289,6 @@ def test_planted_mistakes_are_those_of_this_code(monkeypatch: pytest.MonkeyPatch
     for file, source, replacement, test in MUTANTS:
         assert SOURCES[file].count(source) == 1 and source != replacement, f"{file}: {source}"
         test_file, _, name = test.partition("[")[0].partition("::")
-        assert not name or f"def {name}(" in (ROOT / "tests" / test_file).read_text(encoding="utf-8"), test
+        assert not name or f"def {name}(" in (ROOT / "tests" / test_file).read_text(
+            encoding="utf-8"
+        ), test

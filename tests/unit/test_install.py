@@ -25,16 +25,31 @@ def test_any_certifi_where_the_index_lacks_the_one_of_vllm(tmp_path: Path, refus
     (tmp_path / "bin").mkdir()
     (tmp_path / "pyproject.toml").touch()
     (tmp_path / "scripts/install.sh").write_bytes((SCRIPTS / "install.sh").read_bytes())
-    for name, text in {"python3.12": PYTHON, "nvidia-smi": "#!/bin/sh\n", "gcc": "#!/bin/sh\n"}.items():
+    for name, text in {
+        "python3.12": PYTHON,
+        "nvidia-smi": "#!/bin/sh\n",
+        "gcc": "#!/bin/sh\n",
+    }.items():
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "REFUSED": str(refused)}
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "REFUSED": str(refused),
+    }
     environment.pop("MEGARL_PYTHON", None)
     run = subprocess.run(
-        ["bash", "scripts/install.sh"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        ["bash", "scripts/install.sh"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    commands = [line for line in (tmp_path / "commands.txt").read_text().splitlines() if " install " in line]
+    commands = [
+        line for line in (tmp_path / "commands.txt").read_text().splitlines() if " install " in line
+    ]
     by_pip = [command for command in commands if command.startswith("python ")]
     by_uv = [command for command in commands if command.startswith("uv ")]
     if not refused:
@@ -42,5 +57,9 @@ def test_any_certifi_where_the_index_lacks_the_one_of_vllm(tmp_path: Path, refus
         return
     assert (tmp_path / ".venv/overrides.txt").read_text() == "certifi\n"
     assert len(by_pip) == 2 and "vllm==" in by_pip[0] and by_pip[1].endswith(" uv")
-    assert len(by_uv) == 2 and "vllm==" in by_uv[0] and by_uv[1].endswith("--no-build-isolation -e .[gpu]")
+    assert (
+        len(by_uv) == 2
+        and "vllm==" in by_uv[0]
+        and by_uv[1].endswith("--no-build-isolation -e .[gpu]")
+    )
     assert all("--override .venv/overrides.txt" in command for command in by_uv)

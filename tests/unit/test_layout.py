@@ -32,7 +32,9 @@ def test_tensor_is_fastest_and_pipeline_slowest():
 
 
 def test_a_world_that_does_not_fit_is_refused_with_its_values():
-    with pytest.raises(ValueError, match="world size 6 is not divisible by tensor x pipeline x context = 4"):
+    with pytest.raises(
+        ValueError, match="world size 6 is not divisible by tensor x pipeline x context = 4"
+    ):
         Layout.of(Parallel(tensor=2, pipeline=2), 6, 0)
     with pytest.raises(ValueError, match="expert_tensor x expert x pipeline = 4"):
         Layout.of(Parallel(expert=4), 2, 0)
@@ -64,5 +66,7 @@ def test_virtual_chunks_go_round_the_ranks():
 
 
 def test_a_chunk_without_layers_is_refused():
-    with pytest.raises(ValueError, match="layers=3 cannot fill pipeline x virtual_pipeline = 2 x 2 chunks"):
+    with pytest.raises(
+        ValueError, match="layers=3 cannot fill pipeline x virtual_pipeline = 2 x 2 chunks"
+    ):
         stages(3, pipeline=2, virtual_pipeline=2)

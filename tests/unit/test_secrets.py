@@ -34,7 +34,9 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def texts(folder: Path) -> str:
-    return "".join(file.read_bytes().decode(errors="replace") for file in folder.rglob("*") if file.is_file())
+    return "".join(
+        file.read_bytes().decode(errors="replace") for file in folder.rglob("*") if file.is_file()
+    )
 
 
 @pytest.mark.parametrize(
@@ -56,7 +58,10 @@ def test_failures_and_warnings(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     leak = " ".join(CANARIES.values())
     write_exit(tmp_path, 1, Failure(0, 1, f"no access: {leak}", "start-up", f"Traceback {leak}"))
     _warn(f"W&B: {leak}")
-    assert "canary" not in repr(Failure(0, 1, leak, traceback=leak)) + texts(tmp_path) + capfd.readouterr().out
+    assert (
+        "canary"
+        not in repr(Failure(0, 1, leak, traceback=leak)) + texts(tmp_path) + capfd.readouterr().out
+    )
 
 
 def test_a_users_function_that_raises_with_a_secret(
@@ -68,7 +73,9 @@ def test_a_users_function_that_raises_with_a_secret(
     zeros = torch.zeros(2)
     prompt = Prompt(0, (0,), "p", "a")
     sample = Sample(0, 0, zeros.long(), zeros == 0, zeros, zeros.int(), "stop", "r")
-    monkeypatch.setattr(scorer, "log", logging.getLogger(__name__))  # libraries disable loggers that exist
+    monkeypatch.setattr(
+        scorer, "log", logging.getLogger(__name__)
+    )  # libraries disable loggers that exist
     [scored] = scorer.make_scorer([Reward(name=f"{__name__}:leaks")]).score([prompt], [sample])
     assert scored.reward is None and "$SCORER_SECRET" in caplog.text
     assert "canary" not in caplog.text
@@ -88,7 +95,9 @@ REWARDS = [
 
 
 @pytest.mark.parametrize("reward", REWARDS, ids=str)
-def test_a_config_with_a_secret_is_refused_without_showing_it(tmp_path, monkeypatch, capfd, reward) -> None:
+def test_a_config_with_a_secret_is_refused_without_showing_it(
+    tmp_path, monkeypatch, capfd, reward
+) -> None:
     monkeypatch.setenv("RANK", "0")  # a launcher's: the refusal is recorded in exit.json too
     monkeypatch.setenv("WORLD_SIZE", "1")
     file = tmp_path / "config.yaml"
@@ -137,6 +146,10 @@ def test_a_run_that_fails_with_secrets_in_its_error(tmp_path: Path) -> None:
         timeout=60,
     )
     written = texts(tmp_path / "runs")
-    assert done.returncode == 1 and "401 for $HF_TOKEN" in done.stderr and "SCORER_SECRET" in written
-    assert {"config.yaml", "exit.json", "rank_0.log"} <= {file.name for file in (tmp_path / "runs").rglob("*")}
+    assert (
+        done.returncode == 1 and "401 for $HF_TOKEN" in done.stderr and "SCORER_SECRET" in written
+    )
+    assert {"config.yaml", "exit.json", "rank_0.log"} <= {
+        file.name for file in (tmp_path / "runs").rglob("*")
+    }
     assert "canary" not in done.stdout + done.stderr + written

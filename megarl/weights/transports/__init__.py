@@ -14,7 +14,9 @@ class Transport(Protocol):
     rank: int
     world: int
 
-    def start(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> Callable[[], None]:
+    def start(
+        self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]
+    ) -> Callable[[], None]:
         """Starts sending the flat `outgoing[rank]` and filling `incoming[rank]`; returns a function that waits."""
         ...
 
@@ -41,7 +43,9 @@ class InProcess:
     rank = 0
     world = 1
 
-    def start(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> Callable[[], None]:
+    def start(
+        self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]
+    ) -> Callable[[], None]:
         assert not outgoing and not incoming, "a world of one has no peers"
         return lambda: None
 

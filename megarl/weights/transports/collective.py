@@ -60,10 +60,16 @@ class Barriers:
         try:
             self.store.wait([verdict], timeout)
         except dist.DistNetworkError as error:
-            raise CheckFailed(f"rank 0, which hosts the store, exited before {what}: {error}") from error
+            raise CheckFailed(
+                f"rank 0, which hosts the store, exited before {what}: {error}"
+            ) from error
         except RuntimeError:  # the time-out: DistError of a TCPStore, a plain one of a FileStore
-            missing = [rank for rank in range(self.world) if not self.store.check([f"{number}/{rank}"])]
-            self.store.compare_set(verdict, "", f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:16]))}")
+            missing = [
+                rank for rank in range(self.world) if not self.store.check([f"{number}/{rank}"])
+            ]
+            self.store.compare_set(
+                verdict, "", f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:16]))}"
+            )
         absent = self.store.get(verdict).decode()
         if absent != "all":
             raise CheckFailed(
@@ -80,20 +86,29 @@ class Group:
     barriers: Barriers  # the first is that of `join`
 
     @classmethod
-    def join(cls, store: Any, rank: int, world: int, *, name: str, is_cuda: bool, timeout: timedelta) -> Group:
+    def join(
+        cls, store: Any, rank: int, world: int, *, name: str, is_cuda: bool, timeout: timedelta
+    ) -> Group:
         """A collective of the group's `world` members; after a death, the rest join again under another `name`. Raises
         CheckFailed if one does not come."""
         barriers = Barriers(dist.distributed_c10d.PrefixStore(BARRIER, store), rank, world, timeout)
-        barriers.meet("the weight sync's process group")  # as connecting to one that is gone ends at the time-out only
+        barriers.meet(
+            "the weight sync's process group"
+        )  # as connecting to one that is gone ends at the time-out only
         backend = dist.Backend("cpu:gloo,cuda:nccl" if is_cuda else "gloo")
         helper: Any = dist.distributed_c10d._new_process_group_helper
         process_group, _ = helper(world, rank, [], backend, store, group_name=name, timeout=timeout)
-        dist.distributed_c10d._world.pg_group_ranks[process_group] = {number: number for number in range(world)}
+        dist.distributed_c10d._world.pg_group_ranks[process_group] = {
+            number: number for number in range(world)
+        }
         return cls(process_group, barriers)
 
     def leave(self) -> None:
         """Ends the connections, which fails what others wait for; works without them."""
-        process_group, self.process_group = self.process_group, None  # gloo keeps connections until the last reference
+        process_group, self.process_group = (
+            self.process_group,
+            None,
+        )  # gloo keeps connections until the last reference
         if process_group is not None:
             with suppress(RuntimeError, ValueError):
                 dist.destroy_process_group(process_group)
@@ -133,15 +148,27 @@ class Collective:
         if self._joined:
             self._joined.leave()
 
-    def start(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> Callable[[], None]:
-        transfers = [(f"rank {peer} did not accept", dist.isend, flat, peer) for peer, flat in sorted(outgoing.items())]
-        transfers += [(f"rank {peer} did not send", dist.irecv, flat, peer) for peer, flat in sorted(incoming.items())]
+    def start(
+        self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]
+    ) -> Callable[[], None]:
+        transfers = [
+            (f"rank {peer} did not accept", dist.isend, flat, peer)
+            for peer, flat in sorted(outgoing.items())
+        ]
+        transfers += [
+            (f"rank {peer} did not send", dist.irecv, flat, peer)
+            for peer, flat in sorted(incoming.items())
+        ]
         operations = [
             # as bytes, so that gloo and NCCL need not support the dtype
             dist.P2POp(kind, flat.view(torch.uint8), group=self._group, group_peer=peer)
             for _, kind, flat, peer in transfers
         ]
-        faults, works, text = [f"{text} {flat.nbytes} bytes of weights" for text, _, flat, _ in transfers], [], ""
+        faults, works, text = (
+            [f"{text} {flat.nbytes} bytes of weights" for text, _, flat, _ in transfers],
+            [],
+            "",
+        )
         try:
             works += dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:  # gloo notices here that a peer is gone, too

@@ -29,7 +29,10 @@ def gather_values(value: Any, group: Any = None) -> list[Any]:
     longest = int(sizes.max())
     parts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
     dist.all_gather(parts, pad(own, (0, longest - own.numel())), group=group)
-    return [_load(part[:size], rank) for rank, (part, size) in enumerate(zip(parts, sizes.tolist(), strict=True))]
+    return [
+        _load(part[:size], rank)
+        for rank, (part, size) in enumerate(zip(parts, sizes.tolist(), strict=True))
+    ]
 
 
 def _load(data: Tensor, rank: int) -> Any:
@@ -38,4 +41,6 @@ def _load(data: Tensor, rank: int) -> Any:
             return torch.load(BytesIO(data.numpy().tobytes()), weights_only=True)
     except pickle.UnpicklingError as error:
         text = str(error).partition(". ")[0]
-        raise CheckFailed(f"rank {rank} sent what is not a value of megarl, and it was not run: {text}") from error
+        raise CheckFailed(
+            f"rank {rank} sent what is not a value of megarl, and it was not run: {text}"
+        ) from error

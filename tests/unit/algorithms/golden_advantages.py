@@ -35,7 +35,9 @@ def verl_grpo(case: Case, std: str) -> Outputs:
 
 @rule(r"verl\.adv\.rloo(?P<how>|_vectorized)")
 def verl_rloo(case: Case, how: str) -> Outputs:
-    return {"advantages": estimate(case, "rloo", case.rewards(), singleton="zero" if how else "raw")}
+    return {
+        "advantages": estimate(case, "rloo", case.rewards(), singleton="zero" if how else "raw")
+    }
 
 
 @rule(r"verl\.adv\.opo")
@@ -80,7 +82,11 @@ def verl_whiten(case: Case) -> Outputs:
 
 @rule(r"ref\.adv\.grpo_process\.ub(?P<unbiased>\d)\.eps(?P<eps>.*)")
 def ref_grpo_process(case: Case, unbiased: str, eps: str) -> Outputs:
-    options = {"std": "unbiased" if unbiased == "1" else "biased", "eps": float(eps), "singleton": "raw"}
+    options = {
+        "std": "unbiased" if unbiased == "1" else "biased",
+        "eps": float(eps),
+        "singleton": "raw",
+    }
     steps_T = case.raw("step_mask")[case.kept].bool()
     rewards_T = case.rewards(on_hole="drop")
     return {"advantages": estimate(case, "grpo_process", rewards_T, step_ends_T=steps_T, **options)}
@@ -120,7 +126,9 @@ def openrlhf_adv(case: Case, name: str, how: str) -> Outputs:
         adjusted_T = torch.where(last_T == 1, adjusted_T, 0)
     else:
         adjusted_T = case.outcome(scores_N)
-    rewards_T = adjusted_T - 0.01 * KL["k1"](case.flat("old_log_prob"), case.flat("ref_log_prob")).clamp(-10, 10)
+    rewards_T = adjusted_T - 0.01 * KL["k1"](
+        case.flat("old_log_prob"), case.flat("ref_log_prob")
+    ).clamp(-10, 10)
     returns_T = estimate(case, "reinforce", rewards_T)
     if name in ("rloo", "group_norm", "dr_grpo"):  # these the peer leaves as they are
         return {"returns": returns_T, "advantages": returns_T}
@@ -136,7 +144,11 @@ def openrlhf_adv(case: Case, name: str, how: str) -> Outputs:
 
 @rule(r"trl\.adv\.grpo\.(?P<scale>group|batch|none)")
 def trl_grpo(case: Case, scale: str) -> Outputs:
-    return {"advantages": estimate(case, "grpo", case.outcome(case.raw("scores")), scale=scale, eps=1e-4)}
+    return {
+        "advantages": estimate(
+            case, "grpo", case.outcome(case.raw("scores")), scale=scale, eps=1e-4
+        )
+    }
 
 
 @rule(r"trl\.adv\.rloo\.n0\.b(?P<beta>.*)")

@@ -22,7 +22,9 @@ CASES = (
 DTYPES = {"f32": torch.float32, "f64": torch.float64}
 
 Outputs = dict[str, Tensor]  # name of a peer's output -> what we get
-RULES: list[tuple[re.Pattern[str], Callable[..., Outputs]]] = []  # an entry's name -> how it is written with ours
+RULES: list[
+    tuple[re.Pattern[str], Callable[..., Outputs]]
+] = []  # an entry's name -> how it is written with ours
 
 
 def rule(pattern: str) -> Callable[[Callable[..., Outputs]], Callable[..., Outputs]]:
@@ -87,7 +89,9 @@ class Case:
     def outcome(self, scores: Tensor) -> Tensor:
         """[B] scores as token rewards on the last trained position of each row."""
         rewards_T = torch.zeros(self.mask.numel(), dtype=scores.dtype)
-        for row, (start, end) in enumerate(zip(self.cu_seqlens[:-1], self.cu_seqlens[1:], strict=True)):
+        for row, (start, end) in enumerate(
+            zip(self.cu_seqlens[:-1], self.cu_seqlens[1:], strict=True)
+        ):
             trained = self.mask[start:end].nonzero().flatten()
             if trained.numel():
                 rewards_T[start + trained[-1]] = scores[row]
@@ -112,8 +116,18 @@ INEXACT = (
     (r"verl\.adv\.grpo_vectorized.*", 1e-5, 1e-6, "computes in fp32 whatever it is given"),
     (r"verl\.adv\.(grpo|rloo).*", 1e-9, 1e-7, "an fp32 constant for groups of one"),
     (r"verl\.(adv|masked_whiten).*", 1e-9, 1e-9, "1e-8 added to the token count"),
-    (r"verl\..*seq-mean-token-mean.*|verl\.loss\.gspo.*", 1e-7, 1e-9, "1e-8 added to the row's token count"),
-    (r"ref\.adv\.reinforce_plus_plus", 1e-7, 1e-7, "divides by std + 1e-8, not by sqrt(var + 1e-8)"),
+    (
+        r"verl\..*seq-mean-token-mean.*|verl\.loss\.gspo.*",
+        1e-7,
+        1e-9,
+        "1e-8 added to the row's token count",
+    ),
+    (
+        r"ref\.adv\.reinforce_plus_plus",
+        1e-7,
+        1e-7,
+        "divides by std + 1e-8, not by sqrt(var + 1e-8)",
+    ),
 )
 
 

@@ -28,7 +28,9 @@ def policy_loss(
     if weights_T is not None:
         loss_T = loss_T * torch.where(case.mask, weights_T, 0)
     constant = constant or case.kept.shape[1]
-    share_T = WEIGHTS[aggregation](case.mask, case.cu_seqlens, case.group, constant=constant).to(loss_T.dtype)
+    share_T = WEIGHTS[aggregation](case.mask, case.cu_seqlens, case.group, constant=constant).to(
+        loss_T.dtype
+    )
     loss = (loss_T * share_T).sum()
     loss.backward()
     return {"loss": loss.detach(), "grad_log_prob": logprobs_T.grad}
@@ -66,7 +68,9 @@ def verl_main_gspo(case: Case) -> Outputs:
 def verl_cispo(case: Case, adv: str, how: str) -> Outputs:
     if how == "narrow.is":
         clips = {"clip_low": 0.2, "clip_high": 0.28, "weights_T": case.flat("is_weights")}
-        return policy_loss(case, "cispo", aggregation="token-mean", advantages=f"adv_{adv}", **clips)
+        return policy_loss(
+            case, "cispo", aggregation="token-mean", advantages=f"adv_{adv}", **clips
+        )
     return policy_loss(case, "cispo", aggregation=how, advantages=f"adv_{adv}")
 
 
@@ -107,10 +111,15 @@ def verl_shards(case: Case, aggregation: str) -> Outputs:
     constant = case.kept.shape[1]
     share_T = WEIGHTS[aggregation](case.mask, case.cu_seqlens, constant=constant).to(loss_T.dtype)
     rows_N = torch.arange(len(case.group)).repeat_interleave(case.cu_seqlens.diff())
-    return {f"rank{rank}.loss": (2 * loss_T * share_T)[rows_N % 2 == rank].sum().detach() for rank in (0, 1)}
+    return {
+        f"rank{rank}.loss": (2 * loss_T * share_T)[rows_N % 2 == rank].sum().detach()
+        for rank in (0, 1)
+    }
 
 
-@rule(r"openrlhf\.loss\.(?P<how>ppo|ppo_seq|clip_higher|dual|gspo|tis|icepop|seqmask)\.(?P<adv>grpo|rfpp)")
+@rule(
+    r"openrlhf\.loss\.(?P<how>ppo|ppo_seq|clip_higher|dual|gspo|tis|icepop|seqmask)\.(?P<adv>grpo|rfpp)"
+)
 def openrlhf_loss(case: Case, how: str, adv: str) -> Outputs:
     options = {
         "clip_higher": {"clip_high": 0.28, "dual_clip": None},
@@ -141,7 +150,9 @@ def slime_loss(case: Case, how: str, adv: str) -> Outputs:
     return policy_loss(case, name, aggregation="token-sum", advantages=f"adv_{adv}", **options)
 
 
-@rule(r"trl\.loss\.(?P<how>grpo|bnpo|dr_grpo|dapo|cispo|sapo|gspo|luspo|delta|beta|opsm|tis)\.(?P<adv>grpo|rfpp)")
+@rule(
+    r"trl\.loss\.(?P<how>grpo|bnpo|dr_grpo|dapo|cispo|sapo|gspo|luspo|delta|beta|opsm|tis)\.(?P<adv>grpo|rfpp)"
+)
 def trl_loss(case: Case, how: str, adv: str) -> Outputs:
     options = {
         "cispo": {"aggregation": "token-mean"},
@@ -160,23 +171,40 @@ def trl_loss(case: Case, how: str, adv: str) -> Outputs:
     if how == "opsm":
         logprobs = {"logprobs_T": case.flat("log_prob"), "advantages_T": case.flat("adv_grpo")}
         old = case.flat("old_log_prob")
-        options["weights_T"] = CORRECTIONS["opsm"](old, old, case.mask, case.cu_seqlens, delta=0.01, **logprobs)
+        options["weights_T"] = CORRECTIONS["opsm"](
+            old, old, case.mask, case.cu_seqlens, delta=0.01, **logprobs
+        )
     done = policy_loss(case, name, advantages=f"adv_{adv}", **options)
     return plus_kl(case, done, "k3", coef=0.04) if how == "beta" else done
 
 
 def plus_kl(case: Case, done: Outputs, estimator: str, *, coef: float) -> Outputs:
     logprobs_T = case.flat("log_prob").requires_grad_()
-    clean_T = torch.where(case.mask, logprobs_T, 0), torch.where(case.mask, case.flat("ref_log_prob"), 0)
+    clean_T = (
+        torch.where(case.mask, logprobs_T, 0),
+        torch.where(case.mask, case.flat("ref_log_prob"), 0),
+    )
     kl = AGGREGATIONS["token-mean"](KL[estimator](*clean_T), case.mask, case.cu_seqlens)
     kl.backward()
-    return {"loss": done["loss"] + coef * kl.detach(), "grad_log_prob": done["grad_log_prob"] + coef * logprobs_T.grad}
+    return {
+        "loss": done["loss"] + coef * kl.detach(),
+        "grad_log_prob": done["grad_log_prob"] + coef * logprobs_T.grad,
+    }
 
 
-@rule(r"nemo\.loss\.(?P<how>grpo|seq|gspo|dual|cispo|reinforce|onpolicy|tis|icepop|seqmask|kl)\.(?P<adv>grpo|rfpp)")
+@rule(
+    r"nemo\.loss\.(?P<how>grpo|seq|gspo|dual|cispo|reinforce|onpolicy|tis|icepop|seqmask|kl)\.(?P<adv>grpo|rfpp)"
+)
 def nemo_loss(case: Case, how: str, adv: str) -> Outputs:
-    name = {"gspo": "gspo", "cispo": "cispo", "reinforce": "reinforce", "onpolicy": "reinforce"}.get(how, "ppo_clip")
-    options = {"ppo_clip": {"clip_high": 0.2, "dual_clip": 3.0 if how == "dual" else None}}.get(name, {})
+    name = {
+        "gspo": "gspo",
+        "cispo": "cispo",
+        "reinforce": "reinforce",
+        "onpolicy": "reinforce",
+    }.get(how, "ppo_clip")
+    options = {"ppo_clip": {"clip_high": 0.2, "dual_clip": 3.0 if how == "dual" else None}}.get(
+        name, {}
+    )
     if how == "gspo":
         options = {"clip_low": 0.2, "clip_high": 0.2}
     gap = (case.flat("old_log_prob"), case.flat("rollout_log_prob"), case.mask, case.cu_seqlens)
@@ -217,7 +245,12 @@ def verl_bypass(case: Case, name: str) -> Outputs:
 
 def aggregate(case: Case, mode: str, *, scale: Tensor | float = 1.0) -> Outputs:
     loss_T = case.flat("loss_mat").requires_grad_()
-    loss = AGGREGATIONS[mode](loss_T, case.mask, case.cu_seqlens, case.group, constant=case.kept.shape[1]) * scale
+    loss = (
+        AGGREGATIONS[mode](
+            loss_T, case.mask, case.cu_seqlens, case.group, constant=case.kept.shape[1]
+        )
+        * scale
+    )
     loss.backward()
     return {"loss": loss.detach(), "grad_loss_mat": loss_T.grad}
 
@@ -244,7 +277,9 @@ def slime_aggregate(case: Case, token: str) -> Outputs:
 def verl_value(case: Case, clip: str, aggregation: str) -> Outputs:
     values_T = case.flat("vpreds").requires_grad_()
     clip_at = None if float(clip) > 1e6 else float(clip)
-    loss_T = VALUE_LOSSES["clipped"](values_T, case.flat("values"), case.flat("value_targets"), case.mask, clip=clip_at)
+    loss_T = VALUE_LOSSES["clipped"](
+        values_T, case.flat("values"), case.flat("value_targets"), case.mask, clip=clip_at
+    )
     loss = AGGREGATIONS[aggregation](loss_T, case.mask, case.cu_seqlens)
     loss.backward()
     return {"loss": loss.detach(), "grad_vpreds": values_T.grad}
@@ -260,12 +295,19 @@ def other_value(case: Case) -> Outputs:
     r"(?P<peer>verl|openrlhf|slime|nemo)\.kl(?P<form>|_sf)\.(?P<name>kl|k1|abs|mse|k2|k2\+|low_var_kl|k3|k3\+|low_var_kl\+)"
 )
 def kl(case: Case, peer: str, form: str, name: str) -> Outputs:
-    ours = {"kl": "k1", "mse": "k2", "k2+": "k2", "low_var_kl": "k3", "low_var_kl+": "k3+"}.get(name, name)
+    ours = {"kl": "k1", "mse": "k2", "k2+": "k2", "low_var_kl": "k3", "low_var_kl+": "k3+"}.get(
+        name, name
+    )
     if form:  # with the score function the gradient of k3 is that of k2
         ours = {"k3": "k3+"}.get(ours, ours)
-    limit = {"value_clamp": 10.0} if ours in ("k3", "k3+") and (peer, name) != ("slime", "k3") else {}
+    limit = (
+        {"value_clamp": 10.0} if ours in ("k3", "k3+") and (peer, name) != ("slime", "k3") else {}
+    )
     logprobs_T = case.flat("log_prob").requires_grad_()
-    value_T = KL[ours](*(torch.where(case.mask, x_T, 0) for x_T in (logprobs_T, case.flat("ref_log_prob"))), **limit)
+    value_T = KL[ours](
+        *(torch.where(case.mask, x_T, 0) for x_T in (logprobs_T, case.flat("ref_log_prob"))),
+        **limit,
+    )
     value_T.sum().backward()
     return {"kl": value_T.detach(), "grad_logprob": logprobs_T.grad}
 
@@ -275,9 +317,12 @@ def unbiased_kl(case: Case) -> Outputs:
     """k3 times the ratio, both with gradient: what `kl.importance_weighted` does."""
     logprobs_T = case.flat("log_prob").requires_grad_()
     new_T, old_T, ref_T = (
-        torch.where(case.mask, x, 0) for x in (logprobs_T, *map(case.flat, ("old_log_prob", "ref_log_prob")))
+        torch.where(case.mask, x, 0)
+        for x in (logprobs_T, *map(case.flat, ("old_log_prob", "ref_log_prob")))
     )
-    value_T = _kl_loss(new_T, old_T, ref_T, KlTerm(estimator="k3", coef=1.0, importance_weighted=True))
+    value_T = _kl_loss(
+        new_T, old_T, ref_T, KlTerm(estimator="k3", coef=1.0, importance_weighted=True)
+    )
     value_T.sum().backward()
     return {"kl": value_T.detach(), "grad_logprob": logprobs_T.grad}
 
@@ -295,11 +340,16 @@ def verl_weights(case: Case, level: str, bounds: str) -> Outputs:
 def slime_weights(case: Case, name: str) -> Outputs:
     gap = (case.flat("old_log_prob"), case.flat("rollout_log_prob"), case.mask, case.cu_seqlens)
     bounds = {"tis": {"floor": 0.5, "cap": 2.0}, "icepop": {"low": 0.5, "high": 2.0}}[name]
-    return {"weighted": torch.where(case.mask, case.flat("loss_mat"), 0) * CORRECTIONS[name](*gap, **bounds)}
+    return {
+        "weighted": torch.where(case.mask, case.flat("loss_mat"), 0)
+        * CORRECTIONS[name](*gap, **bounds)
+    }
 
 
 @rule(r"slime\.opsm\.grpo")
 def slime_opsm(case: Case) -> Outputs:
     old_T = case.flat("old_log_prob")
     new = {"logprobs_T": case.flat("log_prob"), "advantages_T": case.flat("adv_grpo")}
-    return {"mask": CORRECTIONS["opsm"](old_T, old_T, case.mask, case.cu_seqlens, delta=0.01, **new)}
+    return {
+        "mask": CORRECTIONS["opsm"](old_T, old_T, case.mask, case.cu_seqlens, delta=0.01, **new)
+    }

@@ -25,20 +25,32 @@ def values_of(batch: TrainBatch, *, seed: int = 3) -> Tensor:
     return torch.where(is_read_T, values_T, float("nan"))
 
 
-def scored_by(batch: TrainBatch, objective: Objective, values_T: Tensor | None = None) -> ScoredBatch:
-    scores = replace(make_logprobs(batch), values=values_of(batch) if values_T is None else values_T)
+def scored_by(
+    batch: TrainBatch, objective: Objective, values_T: Tensor | None = None
+) -> ScoredBatch:
+    scores = replace(
+        make_logprobs(batch), values=values_of(batch) if values_T is None else values_T
+    )
     return objective.advantages(batch, scores, objective.initial_state())[0]
 
 
 def gae(**options) -> Objective:
-    critic = {key: options.pop(key) for key in ("value_lam", "bootstrap_truncated") if key in options}
-    return Objective(algorithm(advantage="gae", advantage_options={"whiten": False, **options}), **critic)
+    critic = {
+        key: options.pop(key) for key in ("value_lam", "bootstrap_truncated") if key in options
+    }
+    return Objective(
+        algorithm(advantage="gae", advantage_options={"whiten": False, **options}), **critic
+    )
 
 
-def by_hand(batch: TrainBatch, values_T: Tensor, *, gamma: float, lam: float, after_N: Tensor) -> Tensor:
+def by_hand(
+    batch: TrainBatch, values_T: Tensor, *, gamma: float, lam: float, after_N: Tensor
+) -> Tensor:
     """GAE in fp64, a row after another, from its end; `after_N`: V after the last token."""
     result_T = torch.zeros(batch.num_tokens, dtype=torch.float64)
-    for row, (start, end) in enumerate(zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True)):
+    for row, (start, end) in enumerate(
+        zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True)
+    ):
         following, advantage = float(after_N[row]), 0.0
         for t in reversed([t for t in range(start, end) if batch.mask[t]]):
             delta = float(batch.token_rewards[t]) + gamma * following - float(values_T[t])
@@ -47,17 +59,25 @@ def by_hand(batch: TrainBatch, values_T: Tensor, *, gamma: float, lam: float, af
     return result_T
 
 
-@pytest.mark.parametrize("kl", [{}, {"where": "reward", "coef": 0.1, "target": 0.1, "horizon": 100}])
+@pytest.mark.parametrize(
+    "kl", [{}, {"where": "reward", "coef": 0.1, "target": 0.1, "horizon": 100}]
+)
 @pytest.mark.parametrize("whitened", [False, True])
-def test_with_lambda_1_and_values_of_0_it_is_reinforce_bit_for_bit(whitened: bool, kl: dict) -> None:
+def test_with_lambda_1_and_values_of_0_it_is_reinforce_bit_for_bit(
+    whitened: bool, kl: dict
+) -> None:
     batch, states = make_batch(), []
     for name in ("gae", "reinforce"):
-        objective = Objective(algorithm(advantage=name, advantage_options={"whiten": whitened}, kl=kl))
+        objective = Objective(
+            algorithm(advantage=name, advantage_options={"whiten": whitened}, kl=kl)
+        )
         values_T = torch.zeros(batch.num_tokens) if name == "gae" else None
         scores = replace(make_logprobs(batch), values=values_T)
         states.append(objective.advantages(batch, scores, objective.initial_state()))
     (ours, state), (theirs, other) = states
-    assert torch.equal(ours.advantages, theirs.advantages) and ours.advantages.any() and state == other
+    assert (
+        torch.equal(ours.advantages, theirs.advantages) and ours.advantages.any() and state == other
+    )
     assert theirs.returns is theirs.old_values is None and ours.returns is not None
     expected_T = whiten(ours.returns, batch.mask) if whitened else ours.returns
     torch.testing.assert_close(ours.advantages, expected_T)  # targets are those before whitening
@@ -65,24 +85,35 @@ def test_with_lambda_1_and_values_of_0_it_is_reinforce_bit_for_bit(whitened: boo
 
 @pytest.mark.parametrize("own_lam", [None, 1.0, 0.3])
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.95), (0.9, 0.0)])
-def test_advantages_and_targets_are_those_of_a_loop(gamma: float, lam: float, own_lam: float | None) -> None:
+def test_advantages_and_targets_are_those_of_a_loop(
+    gamma: float, lam: float, own_lam: float | None
+) -> None:
     batch = make_batch()
     values_T, nothing_N = values_of(batch), torch.zeros(batch.num_rows)
     scored = scored_by(batch, gae(gamma=gamma, lam=lam, value_lam=own_lam), values_T)
     advantages_T = by_hand(batch, values_T, gamma=gamma, lam=lam, after_N=nothing_N)
     target_lam = lam if own_lam is None else own_lam
-    returns_T = by_hand(batch, values_T, gamma=gamma, lam=target_lam, after_N=nothing_N) + values_T.nan_to_num()
+    returns_T = (
+        by_hand(batch, values_T, gamma=gamma, lam=target_lam, after_N=nothing_N)
+        + values_T.nan_to_num()
+    )
     torch.testing.assert_close(scored.advantages.double(), advantages_T, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(scored.returns.double(), returns_T * batch.mask, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        scored.returns.double(), returns_T * batch.mask, rtol=1e-5, atol=1e-5
+    )
     assert torch.equal(scored.old_values, torch.where(batch.mask, values_T, 0.0))
     whitened = scored_by(batch, gae(gamma=gamma, lam=lam, whiten=True, value_lam=own_lam), values_T)
-    torch.testing.assert_close(whitened.advantages, whiten(scored.advantages, batch.mask), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        whitened.advantages, whiten(scored.advantages, batch.mask), rtol=1e-4, atol=1e-5
+    )
     assert torch.equal(whitened.returns, scored.returns)
 
 
 def test_a_cut_response_goes_on_with_the_value_after_its_last_token() -> None:
     batch = make_batch()
-    finish = torch.where(torch.arange(batch.num_rows) % 3 == 0, FINISH.index("length"), FINISH.index("stop"))
+    finish = torch.where(
+        torch.arange(batch.num_rows) % 3 == 0, FINISH.index("length"), FINISH.index("stop")
+    )
     batch, values_T = replace(batch, finish=finish), values_of(batch)
     after_N = torch.where(finish == FINISH.index("length"), values_T[batch.cu_seqlens[1:] - 1], 0.0)
     assert (after_N != 0).sum() == 6
@@ -103,7 +134,9 @@ def test_kl_in_the_reward_is_part_of_the_targets() -> None:
     spans = [*zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)]
     first_N = torch.stack([start + batch.mask[start:end].nonzero()[0, 0] for start, end in spans])
     kl_N = torch.stack([gap_T[start:end].sum() for start, end in spans])
-    torch.testing.assert_close(scored.returns[first_N], batch.rewards - 0.01 * kl_N, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        scored.returns[first_N], batch.rewards - 0.01 * kl_N, rtol=1e-5, atol=1e-5
+    )
     assert rules.entropy_coef == 0 and rules.needs_critic and rules.needs_reference
     assert scored.advantages[batch.mask].mean().abs() < 1e-6, "whitened"
     assert scored.advantages[last_trained(batch)].any()
@@ -115,7 +148,10 @@ def test_the_loss_is_half_the_larger_squared_error(clip: float | None) -> None:
     scored = scored_by(batch, gae())
     step_T = 0.6 * torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(5))
     new = torch.where(batch.mask, scored.old_values + step_T, float("nan")).requires_grad_()
-    losses, new_T = value_losses(scored, clip, TokenOutputs(values_T=new), all_rows(batch)), new.detach()
+    losses, new_T = (
+        value_losses(scored, clip, TokenOutputs(values_T=new), all_rows(batch)),
+        new.detach(),
+    )
     expected, clipped = torch.zeros(batch.num_tokens, dtype=torch.float64), 0
     for t in batch.mask.nonzero().flatten().tolist():
         old, value, target = (float(x[t]) for x in (scored.old_values, new_T, scored.returns))
@@ -131,11 +167,19 @@ def test_the_loss_is_half_the_larger_squared_error(clip: float | None) -> None:
 def test_explained_variance_is_1_for_an_exact_critic_and_0_for_a_constant() -> None:
     scored = scored_by(make_batch(), gae())
     mask_T = scored.mask
-    for values_T, expected in ((scored.returns + 7, 1.0), (scored.returns * 0 + 3, 0.0), (-scored.returns, -3.0)):
+    for values_T, expected in (
+        (scored.returns + 7, 1.0),
+        (scored.returns * 0 + 3, 0.0),
+        (-scored.returns, -3.0),
+    ):
         found = value_metrics(replace(scored, old_values=values_T))
         assert found["value/explained_variance"] == pytest.approx(expected, abs=1e-5)
-        assert found["value/mean"] == pytest.approx(float(values_T[mask_T].double().mean()), abs=1e-5)
-        assert found["returns/mean"] == pytest.approx(float(scored.returns[mask_T].double().mean()), abs=1e-5)
+        assert found["value/mean"] == pytest.approx(
+            float(values_T[mask_T].double().mean()), abs=1e-5
+        )
+        assert found["returns/mean"] == pytest.approx(
+            float(scored.returns[mask_T].double().mean()), abs=1e-5
+        )
     flat = value_metrics(replace(scored, returns=scored.returns * 0 + 1))
     assert "value/explained_variance" not in flat
     empty = replace(scored, mask=torch.zeros_like(mask_T))
@@ -156,7 +200,10 @@ class Mdp:
         def draw(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=random, dtype=torch.float64)
 
-        self.next_SAS, self.policy_SA = draw(STATES, ACTIONS, STATES).softmax(-1), draw(STATES, ACTIONS).softmax(-1)
+        self.next_SAS, self.policy_SA = (
+            draw(STATES, ACTIONS, STATES).softmax(-1),
+            draw(STATES, ACTIONS).softmax(-1),
+        )
         self.reward_SA, self.guess_tS = draw(STATES, ACTIONS), draw(STEPS + 1, STATES)
         self.guess_tS[STEPS] = 0
 
@@ -189,16 +236,30 @@ class Mdp:
                 chance_N.append(chance)
                 first_N.append(start * ACTIONS + path[0][0])
         count, total = len(chance_N), len(rewards)
-        at = (torch.ones(total, dtype=torch.bool), torch.arange(count + 1) * STEPS, torch.arange(count))
+        at = (
+            torch.ones(total, dtype=torch.bool),
+            torch.arange(count + 1) * STEPS,
+            torch.arange(count),
+        )
         flat_T, values_T = (torch.tensor(x, dtype=torch.float64) for x in (rewards, values))
-        found_T = ADVANTAGES["gae"](flat_T, *at, values_T=values_T, gamma=gamma, lam=lam, whiten=False)
-        index_N, chance, found_N = torch.tensor(first_N), torch.tensor(chance_N, dtype=torch.float64), found_T[::STEPS]
+        found_T = ADVANTAGES["gae"](
+            flat_T, *at, values_T=values_T, gamma=gamma, lam=lam, whiten=False
+        )
+        index_N, chance, found_N = (
+            torch.tensor(first_N),
+            torch.tensor(chance_N, dtype=torch.float64),
+            found_T[::STEPS],
+        )
 
         def mean_of(x_N: Tensor) -> Tensor:
-            total_K = torch.zeros(STATES * ACTIONS, dtype=torch.float64).index_add(0, index_N, chance * x_N)
+            total_K = torch.zeros(STATES * ACTIONS, dtype=torch.float64).index_add(
+                0, index_N, chance * x_N
+            )
             return total_K.view(STATES, ACTIONS)
 
-        assert mean_of(torch.ones(count, dtype=torch.float64)).allclose(torch.ones(STATES, ACTIONS).double())
+        assert mean_of(torch.ones(count, dtype=torch.float64)).allclose(
+            torch.ones(STATES, ACTIONS).double()
+        )
         return mean_of(found_N), mean_of(found_N.square()) - mean_of(found_N).square()
 
 
@@ -230,8 +291,14 @@ def test_the_variance_of_gae_is_that_of_its_recursion_and_grows_with_lambda() ->
     for lam in (0.0, 0.5, 0.95, 1.0):
         mean_S = square_S = torch.zeros(STATES, dtype=torch.float64)
         for t in reversed(range(STEPS)):
-            delta_SAS = mdp.reward_SA[:, :, None] + GAMMA * value_tS[t + 1] - value_tS[t][:, None, None]
-            both_SAS = delta_SAS.square() + 2 * GAMMA * lam * delta_SAS * mean_S + (GAMMA * lam) ** 2 * square_S
+            delta_SAS = (
+                mdp.reward_SA[:, :, None] + GAMMA * value_tS[t + 1] - value_tS[t][:, None, None]
+            )
+            both_SAS = (
+                delta_SAS.square()
+                + 2 * GAMMA * lam * delta_SAS * mean_S
+                + (GAMMA * lam) ** 2 * square_S
+            )
             mean_SA = (mdp.next_SAS * (delta_SAS + GAMMA * lam * mean_S)).sum(-1)
             square_SA = (mdp.next_SAS * both_SAS).sum(-1)
             mean_S, square_S = (mdp.policy_SA * mean_SA).sum(1), (mdp.policy_SA * square_SA).sum(1)

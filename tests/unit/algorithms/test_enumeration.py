@@ -24,18 +24,24 @@ def sequences() -> list[tuple[int, ...]]:
 
 
 SEQUENCES = sequences()
-REWARDS = torch.tensor([float(3 * s.count(1) - len(s) ** 2 + 2 * s.count(0)) for s in SEQUENCES], dtype=torch.float64)
+REWARDS = torch.tensor(
+    [float(3 * s.count(1) - len(s) ** 2 + 2 * s.count(0)) for s in SEQUENCES], dtype=torch.float64
+)
 PREFIXES = sorted({s[:t] for s in SEQUENCES for t in range(len(s))})
 
 
 def make_logits(seed: int) -> Tensor:
     """One row of logits for each prefix: the policy may be anything."""
-    return torch.randn(len(PREFIXES), VOCAB, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        len(PREFIXES), VOCAB, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def token_logprobs(logits: Tensor, sequence: tuple[int, ...]) -> Tensor:
     table = logits.log_softmax(-1)
-    return torch.stack([table[PREFIXES.index(sequence[:t]), token] for t, token in enumerate(sequence)])
+    return torch.stack(
+        [table[PREFIXES.index(sequence[:t]), token] for t, token in enumerate(sequence)]
+    )
 
 
 def probabilities(logits: Tensor) -> Tensor:
@@ -55,7 +61,12 @@ def flat(chosen: list[int], logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Ten
     lengths = torch.tensor([0, *(part.numel() for part in parts)])
     rewards_T = torch.zeros(int(lengths.sum()), dtype=torch.float64)
     rewards_T[lengths.cumsum(0)[1:] - 1] = REWARDS[chosen]
-    return torch.cat(parts), rewards_T, torch.ones(rewards_T.numel(), dtype=torch.bool), lengths.cumsum(0)
+    return (
+        torch.cat(parts),
+        rewards_T,
+        torch.ones(rewards_T.numel(), dtype=torch.bool),
+        lengths.cumsum(0),
+    )
 
 
 def expected_gradient(name: str, num_samples: int, **options) -> Tensor:
@@ -79,7 +90,9 @@ def test_the_probabilities_sum_to_one():
 
 
 def test_reinforce_is_the_policy_gradient():
-    torch.testing.assert_close(expected_gradient("reinforce", 1), exact_gradient()[1], rtol=0, atol=1e-10)
+    torch.testing.assert_close(
+        expected_gradient("reinforce", 1), exact_gradient()[1], rtol=0, atol=1e-10
+    )
 
 
 @pytest.mark.parametrize("baseline", [1.0, -7.5])
@@ -90,18 +103,24 @@ def test_a_baseline_changes_nothing_in_expectation(baseline):
         at = logits.clone().requires_grad_()
         logprobs_T, rewards_T, mask_T, cu = flat([index], at)
         greedy = torch.tensor([baseline], dtype=torch.float64)
-        advantages_T = ADVANTAGES["remax"](rewards_T, mask_T, cu, torch.tensor([0]), baseline_N=greedy)
+        advantages_T = ADVANTAGES["remax"](
+            rewards_T, mask_T, cu, torch.tensor([0]), baseline_N=greedy
+        )
         LOSSES["reinforce"](logprobs_T, logprobs_T, advantages_T, mask_T, cu).sum().backward()
         total += chance * at.grad
     torch.testing.assert_close(total, exact, rtol=0, atol=1e-10)
 
 
 def test_rloo_is_unbiased():
-    torch.testing.assert_close(expected_gradient("rloo", 2), exact_gradient()[1], rtol=0, atol=1e-10)
+    torch.testing.assert_close(
+        expected_gradient("rloo", 2), exact_gradient()[1], rtol=0, atol=1e-10
+    )
 
 
 def test_the_group_mean_shrinks_the_gradient_by_k_minus_1_over_k():
-    torch.testing.assert_close(expected_gradient("dr_grpo", 2), exact_gradient()[1] / 2, rtol=0, atol=1e-10)
+    torch.testing.assert_close(
+        expected_gradient("dr_grpo", 2), exact_gradient()[1] / 2, rtol=0, atol=1e-10
+    )
 
 
 # --- KL over one distribution ---------------------------------------------------------------------------------------
@@ -127,15 +146,20 @@ def exact_kl(direction: str) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("name", ["k1", "k3", "k3+"])
 def test_the_expected_value_is_the_kl(name):
-    torch.testing.assert_close(expected_kl(name)[0], exact_kl("policy || ref")[0], rtol=0, atol=1e-10)
+    torch.testing.assert_close(
+        expected_kl(name)[0], exact_kl("policy || ref")[0], rtol=0, atol=1e-10
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "direction"), [("k2", "policy || ref"), ("k3+", "policy || ref"), ("k3", "ref || policy")]
+    ("name", "direction"),
+    [("k2", "policy || ref"), ("k3+", "policy || ref"), ("k3", "ref || policy")],
 )
 def test_the_expected_gradient_is_that_of_the_kl(name, direction):
     torch.testing.assert_close(expected_kl(name)[1], exact_kl(direction)[1], rtol=0, atol=1e-10)
 
 
 def test_k1_has_no_expected_gradient():
-    torch.testing.assert_close(expected_kl("k1")[1], torch.zeros(VOCAB, dtype=torch.float64), rtol=0, atol=1e-10)
+    torch.testing.assert_close(
+        expected_kl("k1")[1], torch.zeros(VOCAB, dtype=torch.float64), rtol=0, atol=1e-10
+    )

@@ -8,12 +8,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KL, LOSSES, SELECT, WEIGHTS, whiten
+from megarl.algorithms import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    CORRECTIONS,
+    KL,
+    LOSSES,
+    SELECT,
+    WEIGHTS,
+    whiten,
+)
 
 F64 = torch.float64
 
 
-def scores(values: list[float], *, group: list[int] | None = None, dtype: torch.dtype = F64, length: int = 2):
+def scores(
+    values: list[float],
+    *,
+    group: list[int] | None = None,
+    dtype: torch.dtype = F64,
+    length: int = 2,
+):
     """(rewards_T, mask_T, cu, group): rows of `length` tokens, all sampled, the score on the last one."""
     count = len(values)
     rewards_T = torch.zeros(count, length, dtype=dtype)
@@ -40,7 +55,9 @@ def per_row(name: str, values: list[float], *, group: list[int] | None = None, *
     ],
 )
 def test_three_answers_right_wrong_right(name, options, expected):
-    torch.testing.assert_close(per_row(name, [1, 0, 1], **options), torch.tensor(expected, dtype=F64))
+    torch.testing.assert_close(
+        per_row(name, [1, 0, 1], **options), torch.tensor(expected, dtype=F64)
+    )
 
 
 GROUPED = ("grpo", "rloo", "dr_grpo", "opo", "gpg")
@@ -49,7 +66,9 @@ GROUPED = ("grpo", "rloo", "dr_grpo", "opo", "gpg")
 @pytest.mark.parametrize("name", GROUPED)
 def test_a_group_of_one_is_zero_unless_raw(name):
     assert per_row(name, [3.0, 1.0, 2.0], group=[5, 9, 9])[0] == 0
-    assert per_row(name, [3.0, 1.0, 2.0], group=[5, 9, 9], singleton="raw")[0] == pytest.approx(3.0, rel=2e-6)
+    assert per_row(name, [3.0, 1.0, 2.0], group=[5, 9, 9], singleton="raw")[0] == pytest.approx(
+        3.0, rel=2e-6
+    )
 
 
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 0.7, 1e6, -1e-8])
@@ -102,7 +121,9 @@ def test_options_that_do_not_exist():
 def test_one_process_step_a_row_is_the_outcome():
     at = scores([1.0, 0.0, 1.0, 0.5], group=[0, 0, 1, 1])
     steps_T = torch.tensor([False, True] * 4)
-    torch.testing.assert_close(ADVANTAGES["grpo_process"](*at, step_ends_T=steps_T), ADVANTAGES["grpo"](*at))
+    torch.testing.assert_close(
+        ADVANTAGES["grpo_process"](*at, step_ends_T=steps_T), ADVANTAGES["grpo"](*at)
+    )
 
 
 def test_process_advantages_fall_by_each_step_passed():
@@ -112,16 +133,23 @@ def test_process_advantages_fall_by_each_step_passed():
     ours = ADVANTAGES["grpo_process"](*at, step_ends_T=steps_T, eps=0.0)
     pool = torch.tensor([1.0, 2.0, 4.0], dtype=F64)
     first, second, third = (pool - pool.mean()) / pool.std()
-    torch.testing.assert_close(ours, torch.stack([first + second, second, second, second * 0, third, third * 0]))
+    torch.testing.assert_close(
+        ours, torch.stack([first + second, second, second, second * 0, third, third * 0])
+    )
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
 def test_returns_are_the_double_loop_and_skip_holes(gamma):
     random = torch.Generator().manual_seed(0)
-    rewards_T, mask_T = torch.randn(40, generator=random, dtype=F64), torch.rand(40, generator=random) < 0.6
+    rewards_T, mask_T = (
+        torch.randn(40, generator=random, dtype=F64),
+        torch.rand(40, generator=random) < 0.6,
+    )
     cu = torch.tensor([0, 13, 14, 40])
     ours = ADVANTAGES["reinforce"](rewards_T, mask_T, cu, torch.arange(3), gamma=gamma)
-    total_T = ADVANTAGES["reinforce"](rewards_T, mask_T, cu, torch.arange(3), gamma=gamma, total=True)
+    total_T = ADVANTAGES["reinforce"](
+        rewards_T, mask_T, cu, torch.arange(3), gamma=gamma, total=True
+    )
     for start, end in ((0, 13), (13, 14), (14, 40)):
         trained = [t for t in range(start, end) if mask_T[t]]
         for place, t in enumerate(trained):
@@ -141,7 +169,9 @@ def test_gae_at_its_ends():
     one_step = ADVANTAGES["gae"](*at, values_T=values_T, lam=0.0, whiten=False)
     torch.testing.assert_close(one_step[2], rewards_T[2] + values_T[3] - values_T[2])
     torch.testing.assert_close(one_step[4], rewards_T[4] - values_T[4])
-    torch.testing.assert_close(ADVANTAGES["gae"](*at, values_T=0 * values_T, whiten=False), returns_T)
+    torch.testing.assert_close(
+        ADVANTAGES["gae"](*at, values_T=0 * values_T, whiten=False), returns_T
+    )
 
 
 def test_reinforce_pp_is_whitened_over_tokens_of_the_whole_batch():
@@ -156,7 +186,11 @@ def test_reinforce_pp_is_whitened_over_tokens_of_the_whole_batch():
 
 def loss_and_slope(name: str, log_ratio: float, advantage: float, **options) -> tuple[float, float]:
     new = torch.tensor([log_ratio - 1.0], dtype=F64, requires_grad=True)
-    at = (torch.tensor([-1.0], dtype=F64), torch.tensor([advantage], dtype=F64), torch.tensor([True]))
+    at = (
+        torch.tensor([-1.0], dtype=F64),
+        torch.tensor([advantage], dtype=F64),
+        torch.tensor([True]),
+    )
     loss_T = LOSSES[name](new, *at, torch.tensor([0, 1]), **options)
     loss_T.sum().backward()
     return loss_T.item(), new.grad.item()
@@ -180,13 +214,17 @@ def test_without_dual_clip_the_loss_is_bounded_by_the_log_ratio_alone():
 
 @pytest.mark.parametrize("log_ratio", [-3.0, -0.1, 0.0, 0.1, 3.0])
 def test_cispo_keeps_every_gradient(log_ratio):
-    assert loss_and_slope("cispo", log_ratio, 2.0)[1] == pytest.approx(-2.0 * min(math.exp(log_ratio), 5.0))
+    assert loss_and_slope("cispo", log_ratio, 2.0)[1] == pytest.approx(
+        -2.0 * min(math.exp(log_ratio), 5.0)
+    )
 
 
 def test_gspo_refuses_advantages_that_differ_within_a_row():
     zeros, mask = torch.zeros(4), torch.ones(4, dtype=torch.bool)
     with pytest.raises(ValueError, match="one advantage per row"):
-        LOSSES["gspo"](zeros, zeros, torch.tensor([1.0, 1.0, 1.0, 2.0]), mask, torch.tensor([0, 2, 4]))
+        LOSSES["gspo"](
+            zeros, zeros, torch.tensor([1.0, 1.0, 1.0, 2.0]), mask, torch.tensor([0, 2, 4])
+        )
 
 
 # --- weights and corrections ----------------------------------------------------------------------------------------
@@ -195,7 +233,11 @@ def test_gspo_refuses_advantages_that_differ_within_a_row():
 def test_aggregations_by_hand():
     """Rows of 2, 1 and 0 trained tokens; the first two are one prompt's, as is the third."""
     loss_T = torch.tensor([1.0, 2.0, 6.0, float("nan")], dtype=F64)
-    at = (torch.tensor([True, True, True, False]), torch.tensor([0, 2, 3, 4]), torch.tensor([7, 7, 8]))
+    at = (
+        torch.tensor([True, True, True, False]),
+        torch.tensor([0, 2, 3, 4]),
+        torch.tensor([7, 7, 8]),
+    )
     expected = {
         "token-mean": 3.0,
         "token-sum": 9.0,
@@ -224,7 +266,11 @@ def test_dr_grpos_constant_must_be_given():
 def test_no_gap_is_no_correction(name):
     same, mask = torch.tensor([-0.3, -2.0, -1.0]), torch.tensor([True, True, False])
     new = {"logprobs_T": same, "advantages_T": -torch.ones(3)}
-    assert CORRECTIONS[name](same, same, mask, torch.tensor([0, 3]), **new).tolist() == [1.0, 1.0, 0.0]
+    assert CORRECTIONS[name](same, same, mask, torch.tensor([0, 3]), **new).tolist() == [
+        1.0,
+        1.0,
+        0.0,
+    ]
 
 
 def test_corrections_by_hand():
@@ -242,7 +288,9 @@ def test_corrections_by_hand():
     }
     for (name, options), value in expected.items():
         ours = CORRECTIONS[name](*at, **dict(options))
-        torch.testing.assert_close(ours, torch.tensor(value, dtype=F64), msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            ours, torch.tensor(value, dtype=F64), msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_a_missing_rollout_log_prob_corrects_nothing():
@@ -262,11 +310,15 @@ def test_opsm_drops_the_bad_tokens_of_rows_that_moved_away():
 
 def test_a_correction_is_a_factor_on_the_gradient_and_carries_none():
     old = torch.tensor([-1.0, -2.0], dtype=F64, requires_grad=True)
-    weights_T = CORRECTIONS["tis"](old, old.detach() - 0.3, torch.tensor([True, True]), torch.tensor([0, 2]))
+    weights_T = CORRECTIONS["tis"](
+        old, old.detach() - 0.3, torch.tensor([True, True]), torch.tensor([0, 2])
+    )
     assert not weights_T.requires_grad
 
 
-@pytest.mark.parametrize(("name", "value"), [("k1", 30.0), ("k2", 450.0), ("k3", 29.0), ("k3+", 29.0), ("abs", 30.0)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("k1", 30.0), ("k2", 450.0), ("k3", 29.0), ("k3+", 29.0), ("abs", 30.0)]
+)
 def test_kl_far_away_is_finite(name, value):
     new = torch.tensor([0.0, -30.0], dtype=F64, requires_grad=True)
     ours = KL[name](new, torch.tensor([-30.0, 0.0], dtype=F64))
@@ -285,7 +337,10 @@ def test_opsm_drops_negative_tokens_of_rows_that_lost_likelihood():
 
 
 def test_selection_is_by_covariance_about_both_means():
-    logprobs_T, advantages_T = torch.tensor([-3.0, -1.0, -2.0, 9.0]), torch.tensor([3.0, 3.0, 5.0, 9.0])
+    logprobs_T, advantages_T = (
+        torch.tensor([-3.0, -1.0, -2.0, 9.0]),
+        torch.tensor([3.0, 3.0, 5.0, 9.0]),
+    )
     mask_T = torch.tensor([True, True, True, False])
     chosen_T = SELECT["kl_cov"](logprobs_T, logprobs_T, advantages_T, mask_T, share=0.3)
     assert chosen_T.tolist() == [True, False, False, False]

@@ -22,12 +22,21 @@ from megarl.algorithms.kl import adapt
 
 # Reason -> (entries, cases), the first match counts.
 LEFT_OUT = {
-    "no such estimator of ours": (r"verl\.adv\.(grpo_passk|gdpo|(tir_)?optimal).*|trl\.adv\.(gdpo|rloo\.n1.*)", ".*"),
+    "no such estimator of ours": (
+        r"verl\.adv\.(grpo_passk|gdpo|(tir_)?optimal).*|trl\.adv\.(gdpo|rloo\.n1.*)",
+        ".*",
+    ),
     "no such loss of ours": (r"verl\.loss\.(dppo|dro).*|trl\.loss\.(vespo|beta_bc)\b.*", ".*"),
     "no such KL of ours": (r"verl\.kl\.(k1|abs)\+|nemo\.kl_sf\.k[12]", ".*"),
-    "corrects by the policy being trained": (r"verl\.loss\.bypass\.(?!grpo\.(ppo_clip|reinforce)\.None\.None).*", ".*"),
+    "corrects by the policy being trained": (
+        r"verl\.loss\.bypass\.(?!grpo\.(ppo_clip|reinforce)\.None\.None).*",
+        ".*",
+    ),
     "rejects by other statistics": (r"verl\.rc\.(rs\.|is\.sequence\.0\.5).*", ".*"),
-    "weights normalised by the batch, or by a geometric mean": (r"verl\.(rc\.is.*bn1|loss\.geo_mean\.grpo\.is)", ".*"),
+    "weights normalised by the batch, or by a geometric mean": (
+        r"verl\.(rc\.is.*bn1|loss\.geo_mean\.grpo\.is)",
+        ".*",
+    ),
     "advantages that differ within a row, which gspo refuses": (r".*\.loss\.gspo\.rfpp.*", ".*"),
     "KL per token, not summed": (r"nemo\.adv\.reinforce_plus_plus.*|slime\.adv\..*", ".*"),
     "the peer clips after the baseline": (r"openrlhf\.adv\..*clip0.5.*", ".*"),
@@ -45,12 +54,18 @@ LEFT_OUT = {
         r"(trl|nemo|areal)\.loss.*|(openrlhf|nemo)\.(kl|adv).*|slime\.kl\.(unbiased_)?k3|verl\.loss\.(clip|kl)_cov.*",
         "extreme",
     ),
-    "the peer's KL gradient ends where its value does": (r"nemo\.(kl_sf\.k3|loss\.kl.*)", "mixed_groups"),
+    "the peer's KL gradient ends where its value does": (
+        r"nemo\.(kl_sf\.k3|loss\.kl.*)",
+        "mixed_groups",
+    ),
     "no variance but rounding: whether 1e-8 is added or a floor shows": (
         r"openrlhf\.adv\.reinforce_baseline.*nostd0",
         "singletons",
     ),
-    "NaN for a group of one": (r"openrlhf\.adv\.(rloo|group_norm).*|roll\.reward_norm.*", "singletons"),
+    "NaN for a group of one": (
+        r"openrlhf\.adv\.(rloo|group_norm).*|roll\.reward_norm.*",
+        "singletons",
+    ),
 }
 
 
@@ -103,7 +118,11 @@ def test_entries(name: str, dtype: str):
     for entry_id, left_out in entries(name, dtype):
         if left_out:
             continue
-        found = [(match, function) for pattern, function in RULES if (match := pattern.fullmatch(entry_id))]
+        found = [
+            (match, function)
+            for pattern, function in RULES
+            if (match := pattern.fullmatch(entry_id))
+        ]
         if len(found) != 1:
             wrong.append(f"{entry_id}: matched by {len(found)} rules, and not left out")
             continue
@@ -114,7 +133,12 @@ def test_entries(name: str, dtype: str):
 
 
 def test_how_many_are_compared(capsys: pytest.CaptureFixture[str]):
-    listed = [(entry_id, why) for name in CASES for dtype in ("f32", "f64") for entry_id, why in entries(name, dtype)]
+    listed = [
+        (entry_id, why)
+        for name in CASES
+        for dtype in ("f32", "f64")
+        for entry_id, why in entries(name, dtype)
+    ]
     reasons = Counter(why for _, why in listed if why)
     num_compared = len(listed) - reasons.total()
     with capsys.disabled():
@@ -131,7 +155,8 @@ def test_whitening_of_shards(num_ranks: int, offset: int, dtype: torch.dtype):
     tensors = load_file(FOLDER / "misc.safetensors")
     name = f"{num_ranks}.{offset}.0"
     shards = [
-        (tensors[f"in/w{name}.x{rank}"].to(dtype), tensors[f"in/w{name}.m{rank}"].bool()) for rank in range(num_ranks)
+        (tensors[f"in/w{name}.x{rank}"].to(dtype), tensors[f"in/w{name}.m{rank}"].bool())
+        for rank in range(num_ranks)
     ]
     stats = Stats(0, 0.0, 0.0)
     for x_T, mask_T in shards:
@@ -152,5 +177,7 @@ def test_adaptive_kl():
         coef = adapt(coef, kl, target=0.05, horizon=10000, num_samples=256)
         ours.append(coef)
     expected = tensors["out/verl.adaptive_kl@f64/value"]
-    torch.testing.assert_close(torch.tensor(ours, dtype=torch.float64), expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        torch.tensor(ours, dtype=torch.float64), expected, rtol=1e-12, atol=0
+    )
     assert adapt(coef, float("nan"), target=0.05, horizon=10000, num_samples=256) == coef

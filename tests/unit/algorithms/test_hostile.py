@@ -54,12 +54,18 @@ def batch(outcomes: tuple[float, ...], *, mask: str = "full", dtype: torch.dtype
 def more(mask_T: Tensor, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     values_T = torch.linspace(-1, 1, mask_T.numel(), dtype=dtype)
     steps_T = torch.arange(mask_T.numel()) % 2 == 0
-    return {"values_T": values_T, "step_ends_T": steps_T, "baseline_N": torch.zeros(len(LENGTHS), dtype=dtype)}
+    return {
+        "values_T": values_T,
+        "step_ends_T": steps_T,
+        "baseline_N": torch.zeros(len(LENGTHS), dtype=dtype),
+    }
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_any_reward_has_an_advantage(name: str) -> None:
-    for outcomes, mask, dtype in product(OUTCOMES, ("full", "holes", "none"), (torch.float32, torch.float64)):
+    for outcomes, mask, dtype in product(
+        OUTCOMES, ("full", "holes", "none"), (torch.float32, torch.float64)
+    ):
         at = batch(OUTCOMES[outcomes], mask=mask, dtype=dtype)
         for options in ({"whiten": True}, {"whiten": False}):
             ours_T = ADVANTAGES[name](*at, **more(at[1], dtype), **options)
@@ -83,7 +89,9 @@ def test_any_advantage_goes_through_any_loss_and_aggregation(name: str, outcomes
     for loss_name in LOSSES:
         old_T = torch.linspace(-2, -0.1, mask_T.numel())
         new_T = (old_T + 0.1).requires_grad_()
-        loss_T = LOSSES[loss_name](new_T, old_T, even_T if loss_name == "gspo" else advantages_T, mask_T, cu)
+        loss_T = LOSSES[loss_name](
+            new_T, old_T, even_T if loss_name == "gspo" else advantages_T, mask_T, cu
+        )
         for aggregation in AGGREGATIONS:
             loss = AGGREGATIONS[aggregation](loss_T, mask_T, cu, group_N, constant=5)
             (grad_T,) = torch.autograd.grad(loss, new_T, retain_graph=True)
@@ -111,7 +119,12 @@ def test_no_rows_at_all() -> None:
     for name in LOSSES:
         assert LOSSES[name](nothing, nothing, nothing, mask_T, cu).numel() == 0
     for name in CORRECTIONS:
-        assert CORRECTIONS[name](nothing, nothing, mask_T, cu, logprobs_T=nothing, advantages_T=nothing).numel() == 0
+        assert (
+            CORRECTIONS[name](
+                nothing, nothing, mask_T, cu, logprobs_T=nothing, advantages_T=nothing
+            ).numel()
+            == 0
+        )
     for name in AGGREGATIONS:
         assert AGGREGATIONS[name](nothing, mask_T, cu, group_N, constant=5) == 0
     for name in SELECT:
@@ -132,12 +145,21 @@ def test_a_row_out_of_range_leaves_the_others_alone() -> None:
             at = (rewards_T[keep_T], mask_T[keep_T], lengths.cumsum(0), group_N[rest_N])
             expected_T = ADVANTAGES[name](*at, **cut, baseline_N=torch.zeros(5))
             torch.testing.assert_close(
-                ours_T[keep_T], expected_T, msg=lambda text, name=name, bad=bad: f"{name} {bad} {text}"
+                ours_T[keep_T],
+                expected_T,
+                msg=lambda text, name=name, bad=bad: f"{name} {bad} {text}",
             )
             assert not ours_T[~keep_T].any()
 
 
-COMMON = {"gamma": 1.0, "lam": 1.0, "eps": 1e-6, "std": "unbiased", "singleton": "zero", "whiten": False}
+COMMON = {
+    "gamma": 1.0,
+    "lam": 1.0,
+    "eps": 1e-6,
+    "std": "unbiased",
+    "singleton": "zero",
+    "whiten": False,
+}
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
@@ -148,7 +170,9 @@ def test_every_common_option_is_taken_where_it_changes_nothing(name: str) -> Non
     for std in ("biased", "unbiased"):
         assert ADVANTAGES[name](*at, **more(at[1]), std=std, whiten=True).isfinite().all()
     whitened = whiten(ours, at[1])
-    torch.testing.assert_close(ADVANTAGES[name](*at, **more(at[1]), **COMMON | {"whiten": True, "eps": 1e-8}), whitened)
+    torch.testing.assert_close(
+        ADVANTAGES[name](*at, **more(at[1]), **COMMON | {"whiten": True, "eps": 1e-8}), whitened
+    )
     with pytest.raises(ValueError, match="std='population'"):
         ADVANTAGES[name](*at, **more(at[1]), std="population")
     with pytest.raises(TypeError, match="clip"):
@@ -173,17 +197,23 @@ def test_half_precision_is_computed_as_fp32(half: torch.dtype) -> None:
         assert torch.equal(ours_T, ADVANTAGES[name](rewards_T, mask_T, cu, group_N, **exact)), name
     for name in LOSSES:
         ours_T = LOSSES[name](new_T, low_T, torch.ones_like(low_T), mask_T, cu)
-        assert torch.equal(ours_T, LOSSES[name](new_T.float(), low_T.float(), torch.ones(len(low_T)), mask_T, cu)), name
+        assert torch.equal(
+            ours_T, LOSSES[name](new_T.float(), low_T.float(), torch.ones(len(low_T)), mask_T, cu)
+        ), name
     for name in CORRECTIONS:
         now = {"logprobs_T": new_T, "advantages_T": -torch.ones_like(new_T)}
         ours_T = CORRECTIONS[name](new_T, low_T, mask_T, cu, **now)
         now = {key: x.float() for key, x in now.items()}
-        assert torch.equal(ours_T, CORRECTIONS[name](new_T.float(), low_T.float(), mask_T, cu, **now)), name
+        assert torch.equal(
+            ours_T, CORRECTIONS[name](new_T.float(), low_T.float(), mask_T, cu, **now)
+        ), name
     for name in KL:
         assert torch.equal(KL[name](new_T, low_T), KL[name](new_T.float(), low_T.float())), name
     for name in AGGREGATIONS:
         ours = AGGREGATIONS[name](low_T, mask_T, cu, group_N, constant=5)
-        assert torch.equal(ours, AGGREGATIONS[name](low_T.float(), mask_T, cu, group_N, constant=5)), name
+        assert torch.equal(
+            ours, AGGREGATIONS[name](low_T.float(), mask_T, cu, group_N, constant=5)
+        ), name
     at = (new_T, low_T, low_T, mask_T)
     value_loss = VALUE_LOSSES["clipped"]
     assert torch.equal(value_loss(*at), value_loss(*(x.float() for x in at[:3]), mask_T))
@@ -209,5 +239,7 @@ def test_decoupled_lambda_is_two_calls() -> None:
 
 
 def test_value_loss_has_the_half() -> None:
-    loss_T = VALUE_LOSSES["clipped"](torch.tensor([3.0]), torch.tensor([3.0]), torch.tensor([1.0]), torch.ones(1))
+    loss_T = VALUE_LOSSES["clipped"](
+        torch.tensor([3.0]), torch.tensor([3.0]), torch.tensor([1.0]), torch.ones(1)
+    )
     assert loss_T.item() == 2.0

@@ -44,7 +44,9 @@ def make_batch(*, seed: int = 0, num_prompts: int = 4, samples: int = 4) -> Trai
         trainable = torch.arange(2 + length) >= 2
         logprobs = torch.where(trainable, -torch.rand(2 + length, generator=random), 0.0)
         reward = float(torch.randint(0, 4, (), generator=random))
-        return Sample(prompt, index, tokens, trainable, logprobs, trainable.int(), "stop", reward=reward)
+        return Sample(
+            prompt, index, tokens, trainable, logprobs, trainable.int(), "stop", reward=reward
+        )
 
     groups = [
         Group(Prompt(prompt, (), ""), tuple(sample(prompt, index) for index in range(samples)))
@@ -56,7 +58,11 @@ def make_batch(*, seed: int = 0, num_prompts: int = 4, samples: int = 4) -> Trai
 def make_logprobs(batch: TrainBatch, *, seed: int = 1) -> TokenScores:
     random = torch.Generator().manual_seed(seed)
     old, ref = (
-        torch.where(batch.mask, batch.rollout_logprobs + 0.2 * torch.randn(batch.num_tokens, generator=random), 0.0)
+        torch.where(
+            batch.mask,
+            batch.rollout_logprobs + 0.2 * torch.randn(batch.num_tokens, generator=random),
+            0.0,
+        )
         for _ in range(2)
     )
     return TokenScores(old, ref)
@@ -73,17 +79,25 @@ def last_trained(batch: TrainBatch) -> Tensor:
 
 def all_rows(batch: TrainBatch) -> MicrobatchRows:
     """The whole batch as one micro-batch."""
-    return MicrobatchRows(tuple(range(batch.num_rows)), torch.arange(batch.num_tokens), batch.cu_seqlens, batch.mask)
+    return MicrobatchRows(
+        tuple(range(batch.num_rows)), torch.arange(batch.num_tokens), batch.cu_seqlens, batch.mask
+    )
 
 
 def losses_of(
-    new: Tensor, batch: ScoredBatch, rules: Algorithm, entropy: Tensor | None = None, select: Tensor | None = None
+    new: Tensor,
+    batch: ScoredBatch,
+    rules: Algorithm,
+    entropy: Tensor | None = None,
+    select: Tensor | None = None,
 ) -> TokenLosses:
     return Objective(rules).loss(batch, select)(TokenOutputs(new, entropy), all_rows(batch))
 
 
 def scored_by(batch: TrainBatch, rules: Algorithm) -> ScoredBatch:
-    return Objective(rules).advantages(batch, make_logprobs(batch), Objective(rules).initial_state())[0]
+    return Objective(rules).advantages(
+        batch, make_logprobs(batch), Objective(rules).initial_state()
+    )[0]
 
 
 # --- advantages ---------------------------------------------------------------------------------------------------
@@ -97,7 +111,9 @@ def test_reinforce_pp_is_the_reward_minus_kl_to_come():
         kl={"estimator": "k1", "where": "reward", "coef": 0.1},
     )
     logprobs, scored = make_logprobs(batch), scored_by(batch, rules)
-    for row, (start, end) in enumerate(zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)):
+    for row, (start, end) in enumerate(
+        zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)
+    ):
         for t in range(int(start), int(end)):
             if not batch.mask[t]:
                 assert scored.advantages[t] == 0
@@ -144,8 +160,15 @@ def test_kl_to_the_old_policy_needs_no_reference_and_adapts_after_the_updates():
     torch.testing.assert_close(penalty, torch.where(batch.mask, 0.3 * 0.2**2 / 2, 0.0))
     penalty.sum().backward()
     torch.testing.assert_close(new.grad, torch.where(batch.mask, 0.3 * 0.2, 0.0))
-    for measured, factor in ((1.0, 1 + 0.2 * 16 / 100), (0.1, 1.0), (0.0, 1 - 0.2 * 16 / 100), (float("nan"), 1.0)):
-        updates = tuple(UpdateReport(0.0, 0.0, 0.0, False, {"kl/old": value}) for value in (9.0, measured))
+    for measured, factor in (
+        (1.0, 1 + 0.2 * 16 / 100),
+        (0.1, 1.0),
+        (0.0, 1 - 0.2 * 16 / 100),
+        (float("nan"), 1.0),
+    ):
+        updates = tuple(
+            UpdateReport(0.0, 0.0, 0.0, False, {"kl/old": value}) for value in (9.0, measured)
+        )
         after = objective.after_updates(scored, StepReport(updates), state)
         assert after == replace(state, kl_coef=pytest.approx(0.3 * factor))
         assert Objective(algorithm()).after_updates(scored, StepReport(updates), state) == state
@@ -156,7 +179,10 @@ def test_nan_log_probs_outside_the_mask_change_nothing():
     rules = algorithm(**PRESETS["reinforce_pp"])
     logprobs = make_logprobs(batch)
     spoilt = TokenScores(
-        *(torch.where(batch.mask, x, float("nan")) for x in (logprobs.old_logprobs, logprobs.ref_logprobs))
+        *(
+            torch.where(batch.mask, x, float("nan"))
+            for x in (logprobs.old_logprobs, logprobs.ref_logprobs)
+        )
     )
     scored, _ = Objective(rules).advantages(batch, spoilt, Objective(rules).initial_state())
     assert torch.equal(scored.advantages, scored_by(batch, rules).advantages)
@@ -168,7 +194,9 @@ def test_nan_log_probs_outside_the_mask_change_nothing():
 def test_token_losses_add_up_to_the_formula():
     batch = make_batch()
     kl = {"estimator": "k3+", "where": "loss", "coef": 0.3}
-    rules = algorithm(kl=kl, entropy_coef=0.05, correction="tis", correction_options={"cap": 1.05}, clip_low=0.1)
+    rules = algorithm(
+        kl=kl, entropy_coef=0.05, correction="tis", correction_options={"cap": 1.05}, clip_low=0.1
+    )
     scored = scored_by(batch, rules)
     new = torch.where(batch.mask, scored.old_logprobs + 0.3, float("nan")).requires_grad_()
     entropy = torch.rand(batch.num_tokens, requires_grad=True)
@@ -182,7 +210,9 @@ def test_token_losses_add_up_to_the_formula():
     done.loss.sum().backward()
     assert new.grad.isfinite().all() and not new.grad[~batch.mask].any()
     torch.testing.assert_close(entropy.grad, -0.05 * batch.mask.float())
-    slope = torch.where(scored.advantages > 0, 0.0, -scored.advantages * ratio) * gap.exp().clamp(max=1.05)
+    slope = torch.where(scored.advantages > 0, 0.0, -scored.advantages * ratio) * gap.exp().clamp(
+        max=1.05
+    )
     slope = slope + 0.3 * (scored.old_logprobs + 0.3 - scored.ref_logprobs)
     torch.testing.assert_close(new.grad, torch.where(batch.mask, slope, 0), rtol=1e-4, atol=1e-6)
 
@@ -212,18 +242,31 @@ def test_clip_frac_counts_the_tokens_a_bound_acts_on(loss):
     batch = make_batch()
     scored = scored_by(batch, algorithm())
     step = 0.6 * torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(2))
-    at = (scored.old_logprobs + step, scored.old_logprobs, scored.advantages, batch.mask, batch.cu_seqlens)
+    at = (
+        scored.old_logprobs + step,
+        scored.old_logprobs,
+        scored.advantages,
+        batch.mask,
+        batch.cu_seqlens,
+    )
     bounds = {"clip_low": 0.1, "clip_high": 0.1}
     far = {"clip_low": 1e9, "clip_high": 1e9}
     clipped = LOSS_AND_CLIP[loss](*at, **bounds)[1]
     if loss == "gmpo":  # one number a row: rows that are touched
-        rows = [slice(a, b) for a, b in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)]
-        clipped = torch.cat([clipped[row].any().expand(row.stop - row.start) for row in rows]) & batch.mask
+        rows = [
+            slice(a, b) for a, b in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)
+        ]
+        clipped = (
+            torch.cat([clipped[row].any().expand(row.stop - row.start) for row in rows])
+            & batch.mask
+        )
         clipped &= scored.advantages != 0
     changed = LOSSES[loss](*at, **bounds) != LOSSES[loss](*at, **far)
     nonzero = scored.advantages != 0
     assert torch.equal(clipped & nonzero, changed) and 0 < clipped.sum() < batch.mask.sum()
-    rules = algorithm(loss=loss, **bounds, **({"dual_clip": None} if "dual_clip" in CLIPS[loss] else {}))
+    rules = algorithm(
+        loss=loss, **bounds, **({"dual_clip": None} if "dual_clip" in CLIPS[loss] else {})
+    )
     done = losses_of(at[0], scored, rules)
     assert done.sums["clip_frac"] == LOSS_AND_CLIP[loss](*at, **bounds)[1].sum()
 
@@ -249,7 +292,9 @@ def test_on_policy_the_value_is_zero_and_the_gradient_is_reinforces():
     gradients = []
     for name in ("ppo_clip", "reinforce"):
         new = scored.old_logprobs.clone().requires_grad_()
-        loss = AGGREGATIONS["seq-mean-token-mean"](LOSSES[name](new, *at), batch.mask, batch.cu_seqlens)
+        loss = AGGREGATIONS["seq-mean-token-mean"](
+            LOSSES[name](new, *at), batch.mask, batch.cu_seqlens
+        )
         loss.backward()
         gradients.append(new.grad)
         if name == "ppo_clip":
@@ -299,15 +344,21 @@ class Tiny(nn.Module):
         return self.out(hidden).log_softmax(-1).gather(1, labels[:, None])[:, 0]
 
 
-def gradient(scored: ScoredBatch, rules: Algorithm, plan: MicrobatchPlan, aggregation: str) -> Tensor:
+def gradient(
+    scored: ScoredBatch, rules: Algorithm, plan: MicrobatchPlan, aggregation: str
+) -> Tensor:
     """Summed over the updates, ranks and micro-batches of a plan, as the trainer sums it."""
     model = Tiny()
     weights = loss_weights(scored, plan, aggregation, group=scored.group, constant=8)
-    spans = [slice(a, b) for a, b in zip(scored.cu_seqlens[:-1], scored.cu_seqlens[1:], strict=True)]
+    spans = [
+        slice(a, b) for a, b in zip(scored.cu_seqlens[:-1], scored.cu_seqlens[1:], strict=True)
+    ]
     for rows in (rows for update in plan.rows for rank in update for rows in rank if rows):
         index = torch.cat([torch.arange(spans[row].start, spans[row].stop) for row in rows])
         lengths = torch.tensor([0, *(spans[row].stop - spans[row].start for row in rows)])
-        new = torch.cat([model.logprobs(scored.tokens[spans[row]], scored.labels[spans[row]]) for row in rows])
+        new = torch.cat(
+            [model.logprobs(scored.tokens[spans[row]], scored.labels[spans[row]]) for row in rows]
+        )
         part = MicrobatchRows(rows, index, lengths.cumsum(0), scored.mask[index])
         loss = Objective(rules).loss(scored)(TokenOutputs(new), part).loss
         (loss * weights[index]).sum().backward()
@@ -318,7 +369,9 @@ def gradient(scored: ScoredBatch, rules: Algorithm, plan: MicrobatchPlan, aggreg
 @pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "gmpo", "cispo"])
 def test_the_gradient_does_not_depend_on_ranks_or_micro_batches(aggregation, loss):
     batch = make_batch(seed=3)
-    rules = algorithm(loss=loss, aggregation=aggregation, kl={"coef": 0.1}, correction="tis", clip_low=0.3)
+    rules = algorithm(
+        loss=loss, aggregation=aggregation, kl={"coef": 0.1}, correction="tis", clip_low=0.3
+    )
     scored = scored_by(batch, rules)
     whole = MicrobatchPlan((((tuple(range(batch.num_rows)),),),), (int(batch.mask.sum()),), 1.0)
     expected = gradient(scored, rules, whole, aggregation)
@@ -327,7 +380,9 @@ def test_the_gradient_does_not_depend_on_ranks_or_micro_batches(aggregation, los
         for max_tokens in (12, 40):
             layout = Layout.of(Parallel(), dp, 0)
             plan = plan_microbatches(scored, layout, Train(max_tokens_per_microbatch=max_tokens))
-            torch.testing.assert_close(gradient(scored, rules, plan, aggregation), expected, rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(
+                gradient(scored, rules, plan, aggregation), expected, rtol=1e-10, atol=1e-12
+            )
 
 
 def test_each_update_has_its_own_denominator():

@@ -33,17 +33,26 @@ def with_rewards(batch: TrainBatch, values: list[float]) -> TrainBatch:
 
 
 def advantages_of(
-    batch: TrainBatch, rules: Algorithm, state: ObjectiveState | None = None, logprobs: TokenScores | None = None
+    batch: TrainBatch,
+    rules: Algorithm,
+    state: ObjectiveState | None = None,
+    logprobs: TokenScores | None = None,
 ) -> tuple[ScoredBatch, ObjectiveState]:
     objective = Objective(rules)
-    return objective.advantages(batch, logprobs or make_logprobs(batch), state or objective.initial_state())
+    return objective.advantages(
+        batch, logprobs or make_logprobs(batch), state or objective.initial_state()
+    )
 
 
 def means_of(done: TokenLosses, batch: ScoredBatch, rules: Algorithm) -> dict[str, float]:
-    return Objective(rules).metrics(batch, {name: float(x) / float(done.count) for name, x in done.sums.items()})
+    return Objective(rules).metrics(
+        batch, {name: float(x) / float(done.count) for name, x in done.sums.items()}
+    )
 
 
-def outcomes(batch: TrainBatch, state: ObjectiveState | None = None, **values) -> tuple[torch.Tensor, ObjectiveState]:
+def outcomes(
+    batch: TrainBatch, state: ObjectiveState | None = None, **values
+) -> tuple[torch.Tensor, ObjectiveState]:
     """What `reinforce` gives each row's last token: its outcome reward, after all that was done to it."""
     rules = algorithm(advantage="reinforce", **values)
     scored, state = advantages_of(batch, rules, state)
@@ -71,7 +80,9 @@ def test_rewards_are_normalised_by_all_seen_so_far_and_clipped_at_the_stage_aske
         got, after = outcomes(with_rewards(batch, second), state, normalise_rewards=True, **more)
         torch.testing.assert_close(got, expected if bounds is None else expected.clamp(*bounds))
         assert after.reward_stats == pytest.approx((8, float(seen.mean()), float(seen.var() * 7)))
-    got, after = outcomes(with_rewards(batch, second), state, normalise_rewards=True, reward_clip=(-1, 4))
+    got, after = outcomes(
+        with_rewards(batch, second), state, normalise_rewards=True, reward_clip=(-1, 4)
+    )
     assert after.reward_stats[1] == pytest.approx((8.0 + 3 + 3 + 4 + 4) / 8), "clipped first"
     same, _ = outcomes(with_rewards(batch, [2.0] * 4), normalise_rewards=True)
     assert same.tolist() == [0, 0, 0, 0]
@@ -90,7 +101,9 @@ def test_the_greedy_baseline_is_clipped_as_the_rewards_are():
     batch = replace(make_batch(num_prompts=1), baseline=torch.full((4,), 3.0))
     batch = with_rewards(batch, [0.0, 1.0, 2.0, 5.0])
     scored, _ = advantages_of(batch, algorithm(advantage="remax", reward_clip=(0.0, 2.0)))
-    torch.testing.assert_close(scored.advantages[last_trained(batch)], torch.tensor([0.0, 1.0, 2.0, 2.0]) - 2.0)
+    torch.testing.assert_close(
+        scored.advantages[last_trained(batch)], torch.tensor([0.0, 1.0, 2.0, 2.0]) - 2.0
+    )
 
 
 def test_only_outcomes_are_touched():
@@ -98,7 +111,9 @@ def test_only_outcomes_are_touched():
     batch = with_rewards(make_batch(num_prompts=1), [1.0, 2.0, 3.0, 4.0])
     outcome_at = batch.outcome_at.clone()
     outcome_at[0] = -1
-    got, state = outcomes(replace(batch, outcome_at=outcome_at), reward_clip=(0, 1), normalise_rewards=True)
+    got, state = outcomes(
+        replace(batch, outcome_at=outcome_at), reward_clip=(0, 1), normalise_rewards=True
+    )
     assert state.reward_stats[0] == 3 and got.tolist() == [1, 0, 0, 0]
 
 
@@ -112,13 +127,23 @@ def test_bypass_takes_the_engines_log_probs_and_does_not_correct_again():
     batch, logprobs = replace(batch, rollout_logprobs=spoilt), make_logprobs(batch)
     rules = algorithm(use_rollout_logprobs=True, clip_low=1e9, clip_high=1e9, dual_clip=None)
     scored, _ = advantages_of(batch, rules, logprobs=logprobs)
-    taken = torch.where(batch.rollout_logprobs.isnan(), logprobs.old_logprobs, batch.rollout_logprobs)
-    assert torch.equal(scored.old_logprobs, logprobs.old_logprobs), "the trainer's own, for the parity gate"
+    taken = torch.where(
+        batch.rollout_logprobs.isnan(), logprobs.old_logprobs, batch.rollout_logprobs
+    )
+    assert torch.equal(scored.old_logprobs, logprobs.old_logprobs), (
+        "the trainer's own, for the parity gate"
+    )
     done = losses_of(logprobs.old_logprobs, scored, rules)
     at = (logprobs.old_logprobs, taken, scored.advantages, batch.mask, batch.cu_seqlens)
     expected = LOSSES["ppo_clip"](*at, clip_low=1e9, clip_high=1e9, dual_clip=None)
     torch.testing.assert_close(done.loss, expected, rtol=0, atol=0)
-    tis = algorithm(correction="tis", correction_options={"cap": 1e9}, clip_low=1e9, clip_high=1e9, dual_clip=None)
+    tis = algorithm(
+        correction="tis",
+        correction_options={"cap": 1e9},
+        clip_low=1e9,
+        clip_high=1e9,
+        dual_clip=None,
+    )
     corrected, _ = advantages_of(batch, tis, logprobs=logprobs)
     torch.testing.assert_close(done.loss, losses_of(logprobs.old_logprobs, corrected, tis).loss)
     assert means_of(done, scored, rules)["correction/ess"] == 1
@@ -130,8 +155,12 @@ def test_correction_figures():
     scored = scored_by(batch, rules)
     means = means_of(losses_of(scored.old_logprobs, scored, rules), scored, rules)
     plain = (scored.old_logprobs - scored.rollout_logprobs)[batch.mask].double().exp()
-    assert means["correction/ess"] == pytest.approx(float(plain.sum() ** 2 / plain.square().sum() / plain.numel()))
-    assert means["correction/clipped"] == pytest.approx(float(((plain < 0.9) | (plain > 1.1)).double().mean()))
+    assert means["correction/ess"] == pytest.approx(
+        float(plain.sum() ** 2 / plain.square().sum() / plain.numel())
+    )
+    assert means["correction/clipped"] == pytest.approx(
+        float(((plain < 0.9) | (plain > 1.1)).double().mean())
+    )
     assert 0.2 < means["correction/clipped"] < 1 and means["correction/ess"] < 1
     assert means["correction/weight"] == pytest.approx(float(plain.clamp(0.9, 1.1).mean()))
     assert not any(name.startswith("importance_weight") for name in means)
@@ -158,12 +187,16 @@ def test_the_coefficient_follows_its_target_from_the_next_batch_on(where):
     kl = {"where": where, "coef": 0.1, "target": 1e-4, "horizon": 32}
     rules = algorithm(advantage="reinforce", kl=kl)
     scored, state = advantages_of(batch, rules)
-    assert scored.kl_coef == 0.1 and state.kl_coef == pytest.approx(0.1 * (1 + 0.2 * batch.num_rows / 32))
+    assert scored.kl_coef == 0.1 and state.kl_coef == pytest.approx(
+        0.1 * (1 + 0.2 * batch.num_rows / 32)
+    )
     again, _ = advantages_of(batch, rules, state)
     losses = [losses_of(s.old_logprobs, s, rules).loss for s in (scored, again)]
     assert again.kl_coef == state.kl_coef
     assert torch.equal(scored.advantages, again.advantages) == (where == "loss")
-    assert torch.equal(*losses) == (where == "reward" and bool((scored.advantages == again.advantages).all()))
+    assert torch.equal(*losses) == (
+        where == "reward" and bool((scored.advantages == again.advantages).all())
+    )
     fixed = algorithm(advantage="reinforce", kl={**kl, "target": None})
     assert advantages_of(batch, fixed)[1].kl_coef == 0.1
 
@@ -176,7 +209,9 @@ def test_the_coefficient_follows_the_mean_over_rows(short, long, rises):
     gap = torch.tensor([short, long]).repeat_interleave(batch.cu_seqlens.diff())
     old = torch.where(batch.mask, -1.0, 0.0)
     kl = KL["k3"](old, old - gap)
-    per_row = [float(kl[mask].mean()) for mask in (batch.mask & (gap == short), batch.mask & (gap == long))]
+    per_row = [
+        float(kl[mask].mean()) for mask in (batch.mask & (gap == short), batch.mask & (gap == long))
+    ]
     target = (sum(per_row) / 2 + float(kl[batch.mask].mean())) / 2
     rules = algorithm(advantage="reinforce", kl={"coef": 0.1, "target": target, "horizon": 8})
     _, state = advantages_of(batch, rules, logprobs=TokenScores(old, old - gap))
@@ -185,7 +220,9 @@ def test_the_coefficient_follows_the_mean_over_rows(short, long, rises):
 
 def test_a_batch_without_a_token_leaves_the_state():
     batch = make_batch()
-    batch = replace(batch, mask=torch.zeros_like(batch.mask), outcome_at=torch.full_like(batch.outcome_at, -1))
+    batch = replace(
+        batch, mask=torch.zeros_like(batch.mask), outcome_at=torch.full_like(batch.outcome_at, -1)
+    )
     rules = algorithm(kl={"coef": 0.1, "target": 1e-4}, normalise_rewards=True)
     scored, state = advantages_of(batch, rules)
     assert state == Objective(rules).initial_state() and not scored.advantages.any()
@@ -198,21 +235,30 @@ def test_a_batch_without_a_token_leaves_the_state():
 def test_off_policy_kl_has_the_gradient_of_the_ratio_times_delta(estimator, slope):
     """The gradient of KL(pi || ref) under the old policy's samples; k1's 1 vanishes in the mean."""
     batch = make_batch()
-    rules = algorithm(loss_options={}, kl={"estimator": estimator, "coef": 1.0, "importance_weighted": True})
+    rules = algorithm(
+        loss_options={}, kl={"estimator": estimator, "coef": 1.0, "importance_weighted": True}
+    )
     scored = scored_by(batch, rules)
     flat = replace(scored, advantages=torch.zeros_like(scored.advantages))
     new = (scored.old_logprobs + 0.3).requires_grad_()
     losses_of(new, flat, rules).loss.sum().backward()
     delta = (new - scored.ref_logprobs).detach()
     expected = math.exp(0.3) * (delta + 1 if slope == "1 + delta" else delta)
-    torch.testing.assert_close(new.grad, torch.where(batch.mask, expected, 0.0), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        new.grad, torch.where(batch.mask, expected, 0.0), rtol=1e-4, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("estimator", KL)
 def test_the_value_clamp_bounds_every_estimator(estimator):
     batch = make_batch()
     rules = algorithm(
-        kl={"estimator": estimator, "coef": 1.0, "value_clamp": 0.01, "importance_weighted": estimator == "k1"}
+        kl={
+            "estimator": estimator,
+            "coef": 1.0,
+            "value_clamp": 0.01,
+            "importance_weighted": estimator == "k1",
+        }
     )
     scored = scored_by(batch, rules)
     flat = replace(scored, advantages=torch.zeros_like(scored.advantages))
@@ -221,7 +267,9 @@ def test_the_value_clamp_bounds_every_estimator(estimator):
     assert float(loss.detach().abs().max()) == pytest.approx(0.01)
     loss.sum().backward()
     if estimator == "k3+":
-        torch.testing.assert_close(new.grad, torch.where(batch.mask, scored.old_logprobs - scored.ref_logprobs, 0.0))
+        torch.testing.assert_close(
+            new.grad, torch.where(batch.mask, scored.old_logprobs - scored.ref_logprobs, 0.0)
+        )
 
 
 # --- selection ----------------------------------------------------------------------------------------------------
@@ -266,7 +314,9 @@ def test_steps_reach_the_advantages_with_the_outcome_as_one_more():
         batch = collate([Group(Prompt(0, (), ""), tuple(samples))], temperature=1.0)
         none = torch.zeros(batch.num_tokens)
         objective = Objective(rules)
-        return objective.advantages(batch, TokenScores(none, None), objective.initial_state())[0].advantages.tolist()
+        return objective.advantages(batch, TokenScores(none, None), objective.initial_state())[
+            0
+        ].advantages.tolist()
 
     pool = torch.tensor([1.0, 0.0, 0.0, 0.5, 1.0], dtype=torch.float64)
     a, b, c, d, e = ((pool - pool.mean()) / (pool.std() + 1e-6)).tolist()

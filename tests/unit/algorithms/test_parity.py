@@ -49,14 +49,18 @@ def test_by_hand() -> None:
 
 def test_nan_is_infinite_and_an_empty_batch_agrees() -> None:
     assert measure({6: math.nan}).max == math.inf
-    empty = SimpleNamespace(mask=MASK & False, cu_seqlens=CU, rollout_logprobs=ROLLOUT, old_logprobs=ROLLOUT)
+    empty = SimpleNamespace(
+        mask=MASK & False, cu_seqlens=CU, rollout_logprobs=ROLLOUT, old_logprobs=ROLLOUT
+    )
     assert compare(empty).metrics() == dict.fromkeys(measure({}).metrics(), 0.0)  # pyright: ignore[reportArgumentType]
 
 
 def pattern(diff: Tensor) -> Parity:
     """`diff` [100]: trainer - engine on one row."""
     mask, cu = torch.ones(100, dtype=torch.bool), torch.tensor([0, 100])
-    return compare(SimpleNamespace(mask=mask, cu_seqlens=cu, rollout_logprobs=0 * diff, old_logprobs=diff))  # pyright: ignore[reportArgumentType]
+    return compare(
+        SimpleNamespace(mask=mask, cu_seqlens=cu, rollout_logprobs=0 * diff, old_logprobs=diff)
+    )  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
@@ -64,9 +68,17 @@ def pattern(diff: Tensor) -> Parity:
     [
         (torch.linspace(-1, -0.5, 100), False, "more probability .* temperature 0.7"),
         (torch.linspace(0.5, 1, 100), False, "less probability .* temperature 0.7"),
-        (torch.linspace(0, 1, 100) * (-1) ** torch.arange(100), False, "KV cache that was not reset"),
+        (
+            torch.linspace(0, 1, 100) * (-1) ** torch.arange(100),
+            False,
+            "KV cache that was not reset",
+        ),
         (0.02 * (-1) ** torch.arange(100) + (torch.arange(100) == 9), True, "routing"),
-        (0.02 * (-1) ** torch.arange(100) + (torch.arange(100) % 50 == 0), False, "lower-precision kernels"),
+        (
+            0.02 * (-1) ** torch.arange(100) + (torch.arange(100) % 50 == 0),
+            False,
+            "lower-precision kernels",
+        ),
         ((-1.0) ** torch.arange(100), False, "weights are not the trainer"),
     ],
     ids=["more", "less", "positions", "routing", "kernels", "weights"],
@@ -79,13 +91,21 @@ def test_causes(diff: Tensor, is_moe: bool, words: str) -> None:
 def test_quantiles_and_floor_by_hand() -> None:
     diff_K = torch.tensor([0.1, -0.5, 0.3, -0.2, 0.4])
     quantiles = Quantiles.of(diff_K)
-    assert (quantiles.median, quantiles.p90, quantiles.max) == pytest.approx((0.3, 0.5, 0.5)) and quantiles.count == 5
+    assert (quantiles.median, quantiles.p90, quantiles.max) == pytest.approx(
+        (0.3, 0.5, 0.5)
+    ) and quantiles.count == 5
     assert Quantiles.of(torch.tensor([0.1, math.nan])) == Quantiles(math.inf, math.inf, math.inf, 2)
     assert Quantiles.of(diff_K[:0]) == Quantiles(0.0, 0.0, 0.0, 0)
-    many_K = torch.rand(20_000_000, generator=torch.Generator().manual_seed(0))  # torch.quantile takes 16 million
-    assert (Quantiles.of(many_K).median, Quantiles.of(many_K).p90) == pytest.approx((0.5, 0.9), abs=1e-3)
+    many_K = torch.rand(
+        20_000_000, generator=torch.Generator().manual_seed(0)
+    )  # torch.quantile takes 16 million
+    assert (Quantiles.of(many_K).median, Quantiles.of(many_K).p90) == pytest.approx(
+        (0.5, 0.9), abs=1e-3
+    )
     floor = rounding_floor(torch.tensor([-2.0, -4.0]), torch.tensor([[0.1, -0.1], [0.1, 0.1]]))
-    assert (floor.median, floor.p90, floor.count) == pytest.approx((0.1 * 2**0.5 + 2**-22 * 3,) * 2 + (4,))
+    assert (floor.median, floor.p90, floor.count) == pytest.approx(
+        (0.1 * 2**0.5 + 2**-22 * 3,) * 2 + (4,)
+    )
     exact = rounding_floor(torch.tensor([-2.0, -4.0]), torch.zeros(2, 2), error=LOG_SOFTMAX_ERROR)
     assert exact.median == exact.p90 == pytest.approx(2**-22 * 3 + 2**-17)
 
@@ -97,5 +117,10 @@ def test_excess_by_hand() -> None:
     assert (excess(0.3, 0.2).statistic, excess(0.1, 0.4).statistic) == pytest.approx((9, 4))
     assert excess(0.3, 0.2).limit == pytest.approx(MAX_EXCESS, rel=1e-3)
     assert excess(0.14, 0.2).is_explained and not excess(0.15, 0.2).is_explained
-    assert excess(0.15, 0.2, count=4).limit == pytest.approx(4 * MAX_EXCESS) and excess(0.15, 0.2, count=4).is_explained
-    assert Excess(Quantiles(0.0, 0.0, 0.0, 0), Quantiles(0.0, 0.0, 0.0, 0)).is_explained, "no tokens"
+    assert (
+        excess(0.15, 0.2, count=4).limit == pytest.approx(4 * MAX_EXCESS)
+        and excess(0.15, 0.2, count=4).is_explained
+    )
+    assert Excess(Quantiles(0.0, 0.0, 0.0, 0), Quantiles(0.0, 0.0, 0.0, 0)).is_explained, (
+        "no tokens"
+    )

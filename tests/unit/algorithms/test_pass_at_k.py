@@ -30,36 +30,55 @@ def test_pass_at_k_needs_k_samples() -> None:
 
 
 def test_which_k_are_reported() -> None:
-    assert [ks_of(samples) for samples in (1, 2, 3, 4, 6, 16)] == [[], [2], [2, 3], [2, 4], [2, 4, 6], [2, 4, 8, 16]]
+    assert [ks_of(samples) for samples in (1, 2, 3, 4, 6, 16)] == [
+        [],
+        [2],
+        [2, 3],
+        [2, 4],
+        [2, 4, 6],
+        [2, 4, 8, 16],
+    ]
 
 
 def test_one_sample_per_problem_gives_wilsons_interval() -> None:
     """The values of R's prop.test(7, 10, correct=FALSE) and prop.test(0, 20, correct=FALSE)."""
-    assert mean_interval([1.0] * 7 + [0.0] * 3, 1) == pytest.approx((0.3967781, 0.8922087), abs=1e-6)
+    assert mean_interval([1.0] * 7 + [0.0] * 3, 1) == pytest.approx(
+        (0.3967781, 0.8922087), abs=1e-6
+    )
     assert mean_interval([0.0] * 20, 1) == pytest.approx((0.0, 0.1611252), abs=1e-6)
 
 
 def test_intervals_stay_within_0_and_1_and_never_shrink_to_a_point() -> None:
     for score in (0.0, 1.0):
         low, high = mean_interval([score] * 30, 8)
-        assert 0 <= low <= score <= high <= 1 and 0.08 < high - low < 0.15, "30 problems, however many samples"
+        assert 0 <= low <= score <= high <= 1 and 0.08 < high - low < 0.15, (
+            "30 problems, however many samples"
+        )
     low, high = mean_interval([0.5] * 30, 8)
     assert 0.1 < high - low < 0.13, "problems that do not differ: 240 independent samples"
     assert mean_interval([0.25], 1)[1] > 0.7
 
 
 def test_rewards_get_the_normal_interval() -> None:
-    assert mean_interval([-1.0, 3.0, 1.0], None) == pytest.approx((1 - 2.2632, 1 + 2.2632), abs=1e-3)
+    assert mean_interval([-1.0, 3.0, 1.0], None) == pytest.approx(
+        (1 - 2.2632, 1 + 2.2632), abs=1e-3
+    )
 
 
 def independent(scores: list[float], samples: int) -> tuple[float, float]:
     """The wrong interval: as if all samples were independent."""
     return mean_interval(
-        [float(index < fmean(scores) * len(scores) * samples) for index in range(len(scores) * samples)], 1
+        [
+            float(index < fmean(scores) * len(scores) * samples)
+            for index in range(len(scores) * samples)
+        ],
+        1,
     )
 
 
-def coverage(interval: Interval, *, problems: int, samples: int, k: int, a: float, b: float) -> float:
+def coverage(
+    interval: Interval, *, problems: int, samples: int, k: int, a: float, b: float
+) -> float:
     """The share of 1000 simulated evaluations whose interval has the true pass@k; difficulties are Beta(a, b)."""
     draw = random.Random(f"{problems}/{samples}/{k}/{a}/{b}")
     truth = 1 - prod((b + i) / (a + b + i) for i in range(k))  # E[1 - (1 - p)^k]

@@ -31,7 +31,12 @@ GOLDEN = [  # entry, dtypes, options, log-probs averaged over tokens
     (f"trl.dpo.sigmoid_norm.{NONE}.{KL}", ("f32", "f64"), {}, True),
     (f"trl.dpo.hinge.{NONE}.{KL}", ("f32", "f64"), {"loss": "hinge"}, False),
     (f"trl.dpo.ipo.{NONE}.{KL}", ("f32", "f64"), {"loss": "ipo"}, True),
-    (f"trl.dpo.robust.b0.1.ls0.1.{KL}", ("f32", "f64"), {"loss": "robust", "label_smoothing": 0.1}, False),
+    (
+        f"trl.dpo.robust.b0.1.ls0.1.{KL}",
+        ("f32", "f64"),
+        {"loss": "robust", "label_smoothing": 0.1},
+        False,
+    ),
     ("openrlhf.dpo.b0.1.ls0.0.ipo0", ("f32",), {}, False),
     ("openrlhf.dpo.b0.1.ls0.1.ipo0", ("f32",), {"label_smoothing": 0.1}, False),
     ("openrlhf.dpo.b0.1.ls0.0.ipo1", ("f32",), {"loss": "ipo"}, False),
@@ -40,18 +45,25 @@ GOLDEN = [  # entry, dtypes, options, log-probs averaged over tokens
 ]
 
 
-@pytest.mark.parametrize(("entry", "dtypes", "options", "average"), GOLDEN, ids=lambda value: str(value))
-def test_dpo_is_the_peers(entry: str, dtypes: tuple[str, ...], options: dict, average: bool) -> None:
+@pytest.mark.parametrize(
+    ("entry", "dtypes", "options", "average"), GOLDEN, ids=lambda value: str(value)
+)
+def test_dpo_is_the_peers(
+    entry: str, dtypes: tuple[str, ...], options: dict, average: bool
+) -> None:
     """Loss and gradient; NaN stands at masked positions."""
     for dtype in dtypes:
         case = load_case("dpo", dtype)
         mask, pairs = case.raw("mask").bool().flatten(), torch.arange(10).view(2, 5).T
         policy_T, reference_T = (
-            torch.where(mask, case.raw(name).flatten(), float("nan")) for name in ("policy_logps", "ref_logps")
+            torch.where(mask, case.raw(name).flatten(), float("nan"))
+            for name in ("policy_logps", "ref_logps")
         )
         policy_T.requires_grad_()
         reduced = (mask, torch.arange(11) * 9)
-        rows = (response_logprobs(x_T, *reduced, average=average) for x_T in (policy_T, reference_T))
+        rows = (
+            response_logprobs(x_T, *reduced, average=average) for x_T in (policy_T, reference_T)
+        )
         loss = dpo(*rows, pairs, **options).mean()
         loss.backward()
         close = {"rtol": 1e-9, "atol": 1e-12} if dtype == "f64" else {"rtol": 1e-5, "atol": 1e-6}
@@ -76,14 +88,24 @@ def test_bradley_terry_is_openrlhfs(name: str) -> None:
 def test_bradley_terry_depends_on_differences_and_never_overflows() -> None:
     scores_N, pairs = torch.randn(4, dtype=torch.float64), torch.tensor([[0, 1], [2, 3], [0, 3]])
     none = torch.zeros(3)
-    torch.testing.assert_close(bradley_terry(scores_N, pairs, none), bradley_terry(scores_N + 7, pairs, none))
-    extreme = bradley_terry(torch.tensor([200.0, 0.0]), torch.tensor([[0, 1], [1, 0]]), torch.zeros(2))
+    torch.testing.assert_close(
+        bradley_terry(scores_N, pairs, none), bradley_terry(scores_N + 7, pairs, none)
+    )
+    extreme = bradley_terry(
+        torch.tensor([200.0, 0.0]), torch.tensor([[0, 1], [1, 0]]), torch.zeros(2)
+    )
     torch.testing.assert_close(extreme, torch.tensor([0.0, 200.0]))
     for dtype in (torch.bfloat16, torch.float32):
-        huge = bradley_terry(torch.tensor([1e30, 0.0], dtype=dtype), torch.tensor([[1, 0]]), torch.zeros(1))
+        huge = bradley_terry(
+            torch.tensor([1e30, 0.0], dtype=dtype), torch.tensor([[1, 0]]), torch.zeros(1)
+        )
         assert huge.dtype == torch.float32 and huge.isfinite().all()
-    centred = bradley_terry(scores_N, pairs, none, centre=0.5) - bradley_terry(scores_N, pairs, none)
-    torch.testing.assert_close(centred, 0.5 * (scores_N[pairs[:, 0]] + scores_N[pairs[:, 1]]).square())
+    centred = bradley_terry(scores_N, pairs, none, centre=0.5) - bradley_terry(
+        scores_N, pairs, none
+    )
+    torch.testing.assert_close(
+        centred, 0.5 * (scores_N[pairs[:, 0]] + scores_N[pairs[:, 1]]).square()
+    )
 
 
 def test_at_the_start_dpo_is_log_2_and_its_gradient_half_of_beta() -> None:
@@ -91,12 +113,17 @@ def test_at_the_start_dpo_is_log_2_and_its_gradient_half_of_beta() -> None:
     loss_P = dpo(policy_N, policy_N.detach(), torch.tensor([[1, 0]]), beta=0.3)
     loss_P.sum().backward()
     assert policy_N.grad is not None
-    assert loss_P.item() == pytest.approx(math.log(2), abs=1e-15) and policy_N.grad.tolist() == [0.15, -0.15]
+    assert loss_P.item() == pytest.approx(math.log(2), abs=1e-15) and policy_N.grad.tolist() == [
+        0.15,
+        -0.15,
+    ]
 
 
 def rows_of(batch: PreferenceBatch, rows: tuple[int, ...]) -> MicrobatchRows:
     bounds = batch.cu_seqlens.tolist()
-    index = torch.cat([torch.arange(bounds[row], bounds[row + 1]) for row in rows] or [torch.arange(0)])
+    index = torch.cat(
+        [torch.arange(bounds[row], bounds[row + 1]) for row in rows] or [torch.arange(0)]
+    )
     lengths = [bounds[row + 1] - bounds[row] for row in rows]
     return MicrobatchRows(rows, index, torch.tensor([0, *lengths]).cumsum(0), batch.mask[index])
 
@@ -108,7 +135,11 @@ def ranked_batch(sizes: list[int], seed: int = 0) -> PreferenceBatch:
     lengths = torch.randint(3, 8, (len(group),), generator=generator)
     cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     starts = torch.tensor([0, *sizes]).cumsum(0).tolist()
-    pairs = [(s + i, s + j) for s, size in zip(starts, sizes, strict=False) for i, j in combinations(range(size), 2)]
+    pairs = [
+        (s + i, s + j)
+        for s, size in zip(starts, sizes, strict=False)
+        for i, j in combinations(range(size), 2)
+    ]
     total = int(cu_seqlens[-1])
     mask = torch.rand(total, generator=generator) < 0.7
     mask[cu_seqlens[1:] - 1], mask[cu_seqlens[1:] - 2] = False, True
@@ -120,7 +151,12 @@ def ranked_batch(sizes: list[int], seed: int = 0) -> PreferenceBatch:
 
 
 def total(
-    batch: PreferenceBatch, plan: MicrobatchPlan, policy_T: Tensor, reference_N: Tensor, *, by_prompt: bool = False
+    batch: PreferenceBatch,
+    plan: MicrobatchPlan,
+    policy_T: Tensor,
+    reference_N: Tensor,
+    *,
+    by_prompt: bool = False,
 ) -> tuple[Tensor, dict]:
     """The loss of all micro-batches of a plan of one update, and its metrics."""
     weights_T, losses = pair_weights(batch, plan, by_prompt=by_prompt), []
@@ -129,15 +165,22 @@ def total(
         outputs = TokenOutputs(policy_T[part.index], entropy_T=policy_T[part.index].detach().exp())
         losses.append((dpo_losses(batch, reference_N, Dpo(beta=0.5), outputs, part), part))
     count = sum(int(each.count) for each, _ in losses)
-    metrics = {name: float(sum(each.sums[name] for each, _ in losses)) / count for name in losses[0][0].sums}
+    metrics = {
+        name: float(sum(each.sums[name] for each, _ in losses)) / count
+        for name in losses[0][0].sums
+    }
     assert all(set(each.sums) == set(metrics) for each, _ in losses), "the same names without rows"
-    return torch.stack([(each.loss * part.select(weights_T)).sum() for each, part in losses]).sum(), metrics
+    return torch.stack(
+        [(each.loss * part.select(weights_T)).sum() for each, part in losses]
+    ).sum(), metrics
 
 
 def test_the_loss_is_the_mean_over_all_pairs_however_they_are_packed() -> None:
     batch = ranked_batch([2, 4, 3, 2])
     generator = torch.Generator().manual_seed(1)
-    policy_T, reference_T = (-torch.rand(batch.num_tokens, generator=generator).double() for _ in range(2))
+    policy_T, reference_T = (
+        -torch.rand(batch.num_tokens, generator=generator).double() for _ in range(2)
+    )
     policy_T[~batch.mask] = reference_T[~batch.mask] = float("nan")
     policy_T.requires_grad_()
     reference_N = response_logprobs(reference_T, batch.mask, batch.cu_seqlens)
@@ -147,19 +190,31 @@ def test_the_loss_is_the_mean_over_all_pairs_however_they_are_packed() -> None:
         ratios.append((policy_T - reference_T)[span][batch.mask[span]].sum())
     margins = [0.5 * (ratios[better] - ratios[worse]) for better, worse in batch.pairs.tolist()]
     losses = -torch.stack([margin.sigmoid().log() for margin in margins])
-    expected, of_prompts = losses.mean(), torch.stack([part.mean() for part in losses.split([1, 6, 3, 1])]).mean()
+    expected, of_prompts = (
+        losses.mean(),
+        torch.stack([part.mean() for part in losses.split([1, 6, 3, 1])]).mean(),
+    )
     (gradient,) = torch.autograd.grad(expected, policy_T, retain_graph=True)
     found = []
-    for rows in [(((0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10),),), (((9, 10), (2, 3, 4, 5)), ((6, 7, 8, 0, 1), ()))]:
+    for rows in [
+        (((0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10),),),
+        (((9, 10), (2, 3, 4, 5)), ((6, 7, 8, 0, 1), ())),
+    ]:
         loss, metrics = total(batch, MicrobatchPlan((rows,), (1,), 1.0), policy_T, reference_N)
         torch.testing.assert_close(loss, expected)
-        torch.testing.assert_close(torch.autograd.grad(loss, policy_T)[0], torch.where(batch.mask, gradient, 0))
+        torch.testing.assert_close(
+            torch.autograd.grad(loss, policy_T)[0], torch.where(batch.mask, gradient, 0)
+        )
         plan = MicrobatchPlan((rows,), (1,), 1.0)
-        torch.testing.assert_close(total(batch, plan, policy_T, reference_N, by_prompt=True)[0], of_prompts)
+        torch.testing.assert_close(
+            total(batch, plan, policy_T, reference_N, by_prompt=True)[0], of_prompts
+        )
         found.append(metrics)
     assert found[0] == pytest.approx(found[1])
     assert found[0]["rewards/margin"] == pytest.approx(float(torch.stack(margins).mean().detach()))
-    assert found[0]["rewards/accuracy"] == pytest.approx(sum(margin.item() > 0 for margin in margins) / len(margins))
+    assert found[0]["rewards/accuracy"] == pytest.approx(
+        sum(margin.item() > 0 for margin in margins) / len(margins)
+    )
 
 
 def test_a_pair_that_is_split_is_refused() -> None:
@@ -179,13 +234,22 @@ def test_every_pair_or_every_prompt_counts_equally() -> None:
         assert of_prompt == pytest.approx(expected)
         sums = []
         for update in plan.updates():
-            rows = rows_of(batch, tuple(planned_rows(update, batch.num_rows).nonzero().flatten().tolist()))
+            rows = rows_of(
+                batch, tuple(planned_rows(update, batch.num_rows).nonzero().flatten().tolist())
+            )
             pairs, margins = local_pairs(batch, rows)
             assert margins.tolist() == [
-                m for m, p in zip(batch.margins.tolist(), batch.pairs, strict=True) if p[0] in rows.rows
+                m
+                for m, p in zip(batch.margins.tolist(), batch.pairs, strict=True)
+                if p[0] in rows.rows
             ]
             sums.append(
-                float((pair_losses(torch.ones(len(pairs)), {}, pairs, rows).loss * rows.select(weights_T)).sum())
+                float(
+                    (
+                        pair_losses(torch.ones(len(pairs)), {}, pairs, rows).loss
+                        * rows.select(weights_T)
+                    ).sum()
+                )
             )
         assert sums == pytest.approx([1.0, 1.0])
 

@@ -44,7 +44,9 @@ class Rows:
 
     @property
     def spans(self) -> list[slice]:
-        return [slice(a, b) for a, b in zip(self.cu[:-1].tolist(), self.cu[1:].tolist(), strict=True)]
+        return [
+            slice(a, b) for a, b in zip(self.cu[:-1].tolist(), self.cu[1:].tolist(), strict=True)
+        ]
 
     def reordered(self, order: list[int]) -> Rows:
         """The same rows in another order."""
@@ -52,8 +54,15 @@ class Rows:
             name: torch.cat([getattr(self, name)[self.spans[row]] for row in order])
             for name in ("mask", "rewards", "step_ends", "values", "new", "old", "rollout")
         }
-        lengths = torch.tensor([0, *(self.spans[row].stop - self.spans[row].start for row in order)])
-        return Rows(**per_token, cu=lengths.cumsum(0), group=self.group[order], baseline=self.baseline[order])
+        lengths = torch.tensor(
+            [0, *(self.spans[row].stop - self.spans[row].start for row in order)]
+        )
+        return Rows(
+            **per_token,
+            cu=lengths.cumsum(0),
+            group=self.group[order],
+            baseline=self.baseline[order],
+        )
 
     def poisoned(self) -> Rows:
         """NaN and infinities at every masked position."""
@@ -90,7 +99,8 @@ def batches(draw) -> Rows:
     return Rows(
         mask=mask,
         cu=cu,
-        group=torch.tensor(draw(st.lists(st.integers(0, 3), min_size=num_rows, max_size=num_rows))) * 11,
+        group=torch.tensor(draw(st.lists(st.integers(0, 3), min_size=num_rows, max_size=num_rows)))
+        * 11,
         rewards=normal(total).round() * mask,
         step_ends=mask & (torch.rand(total, generator=generator) < 0.4),
         baseline=normal(num_rows),
@@ -115,7 +125,9 @@ def losses(name: str, rows: Rows) -> tuple[Tensor, Tensor]:
     """(loss_T, gradient of its sum)."""
     logprobs = rows.new.clone().requires_grad_()
     clean = replace(rows, rewards=torch.where(rows.mask, rows.rewards, 0))
-    given_T = torch.where(rows.mask, row_advantages(clean), rows.rewards)  # poisoned where the batch is
+    given_T = torch.where(
+        rows.mask, row_advantages(clean), rows.rewards
+    )  # poisoned where the batch is
     loss_T = LOSSES[name](logprobs, rows.old, given_T, rows.mask, rows.cu)
     loss_T.sum().backward()
     return loss_T.detach(), logprobs.grad
@@ -133,7 +145,9 @@ def test_advantages_do_not_depend_on_the_order_of_rows(name, rows, random):
     random.shuffle(order)
     ours = advantages(name, rows)
     shuffled = torch.cat([ours[rows.spans[row]] for row in order])
-    torch.testing.assert_close(advantages(name, rows.reordered(order)), shuffled, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        advantages(name, rows.reordered(order)), shuffled, rtol=1e-9, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
@@ -192,13 +206,17 @@ def test_a_micro_batch_of_whole_rows_has_the_losses_of_the_batch(name, rows, ran
 @pytest.mark.parametrize("name", LOSSES)
 @settings(max_examples=20)
 @given(batches(), st.sampled_from([1, 2, 4]), st.sampled_from(sorted(WEIGHTS)), st.randoms())
-def test_any_assignment_of_rows_to_ranks_gives_the_gradient_of_the_whole(name, rows, num_ranks, aggregation, random):
+def test_any_assignment_of_rows_to_ranks_gives_the_gradient_of_the_whole(
+    name, rows, num_ranks, aggregation, random
+):
     """Through a model of one table of logits; a rank's rows in any order, a rank may have none."""
     generator = torch.Generator().manual_seed(random.randrange(2**31))
     theta = torch.randn(5, 7, generator=generator, dtype=torch.float64)
     state_T, label_T = (torch.randint(0, n, rows.mask.shape, generator=generator) for n in (5, 7))
     advantages_T = row_advantages(rows)
-    weights_T = WEIGHTS[aggregation](rows.mask, rows.cu, rows.group, constant=16) * corrections("tis", rows)
+    weights_T = WEIGHTS[aggregation](rows.mask, rows.cu, rows.group, constant=16) * corrections(
+        "tis", rows
+    )
 
     def gradient(order: list[int]) -> Tensor:
         if not order:
@@ -233,11 +251,18 @@ def test_a_shift_of_all_scores_changes_nothing(name, rows, shift):
         if any_token:
             shifted[span.start + int(rows.mask[span].nonzero()[-1])] += shift
     options = {"singleton": "zero"}
-    ours, moved = (advantages(name, replace(rows, rewards=r), **options) for r in (rows.rewards, shifted))
+    ours, moved = (
+        advantages(name, replace(rows, rewards=r), **options) for r in (rows.rewards, shifted)
+    )
     torch.testing.assert_close(moved, ours, rtol=1e-6, atol=1e-6)
 
 
-SCALE_FREE = ("grpo", "grpo_process", "reinforce_pp", "reinforce_pp_baseline")  # divided by a standard deviation
+SCALE_FREE = (
+    "grpo",
+    "grpo_process",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+)  # divided by a standard deviation
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
@@ -247,7 +272,12 @@ def test_scaled_rewards_scale_the_advantages_or_leave_them(name, rows, factor):
     options = {"eps": 0.0} if name in SCALE_FREE else {}
     options |= {"whiten": False} if name == "gae" else {}
     options |= {"singleton": "zero"} if name in ROW_ADVANTAGES else {}
-    scaled = replace(rows, rewards=factor * rows.rewards, values=factor * rows.values, baseline=factor * rows.baseline)
+    scaled = replace(
+        rows,
+        rewards=factor * rows.rewards,
+        values=factor * rows.values,
+        baseline=factor * rows.baseline,
+    )
     expected = advantages(name, rows, **options) * (1 if name in SCALE_FREE else factor)
     torch.testing.assert_close(advantages(name, scaled, **options), expected, rtol=1e-8, atol=1e-8)
 
@@ -293,7 +323,9 @@ def test_a_batch_where_nothing_was_sampled(name, dtype):
 @pytest.mark.parametrize("name", AGGREGATIONS)
 def test_an_empty_batch_has_loss_zero_with_a_graph(name):
     loss_T = torch.full((6,), float("nan"), requires_grad=True)
-    loss = AGGREGATIONS[name](loss_T, torch.zeros(6), torch.tensor([0, 2, 6]), torch.tensor([0, 1]), constant=4)
+    loss = AGGREGATIONS[name](
+        loss_T, torch.zeros(6), torch.tensor([0, 2, 6]), torch.tensor([0, 1]), constant=4
+    )
     loss.backward()
     assert loss == 0 and not loss_T.grad.any()
 
@@ -301,7 +333,10 @@ def test_an_empty_batch_has_loss_zero_with_a_graph(name):
 @given(batches())
 def test_value_loss_has_no_gradient_where_the_clip_acts(rows):
     values = rows.values.clone().requires_grad_()
-    old, targets = rows.values - 1.0, rows.values - 2.0  # clipped to old + 0.2, which is nearer to the target
+    old, targets = (
+        rows.values - 1.0,
+        rows.values - 2.0,
+    )  # clipped to old + 0.2, which is nearer to the target
     loss_T = VALUE_LOSSES["clipped"](values, old, targets, rows.mask, clip=0.2)
     loss_T.sum().backward()
     torch.testing.assert_close(loss_T[rows.mask], torch.full_like(loss_T[rows.mask], 2.0))

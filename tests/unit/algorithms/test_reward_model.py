@@ -22,12 +22,16 @@ MASK[CU_SEQLENS[1:] - 1] = False
 
 
 def numbers(seed: int, count: int = sum(LENGTHS)) -> Tensor:
-    return torch.randn(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 3
+    return (
+        torch.randn(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 3
+    )
 
 
 def weighted(values: Tensor, gates: Tensor) -> float:
     shares = [math.exp(gate) for gate in gates.tolist()]
-    return sum(share * value for share, value in zip(shares, values.tolist(), strict=True)) / sum(shares)
+    return sum(share * value for share, value in zip(shares, values.tolist(), strict=True)) / sum(
+        shares
+    )
 
 
 PLAIN = {
@@ -88,7 +92,12 @@ def ranked(scores: list[float], *, margins: Tensor | None = None, centre: float 
     values = torch.zeros(batch.num_tokens, dtype=torch.float64)
     values[batch.cu_seqlens[1:] - 1] = torch.tensor(scores, dtype=torch.float64)
     values.requires_grad_()
-    loss = partial(ranking_losses, batch, lambda out, at: row_scores(out, at.mask, at.cu_seqlens, "last"), centre)
+    loss = partial(
+        ranking_losses,
+        batch,
+        lambda out, at: row_scores(out, at.mask, at.cu_seqlens, "last"),
+        centre,
+    )
     losses = loss(TokenOutputs(values_T=values), rows)
     losses.loss.sum().backward()
     return losses, values.grad[batch.cu_seqlens[1:] - 1].tolist()
@@ -105,30 +114,47 @@ def test_every_pair_counts_and_only_differences_matter() -> None:
         for row, sign in ((better, 1), (worse, -1)):
             slope[row] += -sign / (1 + math.exp(x)) + 2 * centre * total
     last = CU_SEQLENS[1:4] - 1
-    assert losses.loss[last].tolist() == pytest.approx(by_row) and losses.loss.sum() == losses.loss[last].sum()
+    assert (
+        losses.loss[last].tolist() == pytest.approx(by_row)
+        and losses.loss.sum() == losses.loss[last].sum()
+    )
     assert gradient == pytest.approx(slope)
     assert (int(losses.count), int(losses.sums["accuracy"])) == (3, hits)
     shifted = ranked([score + 7.0 for score in scores], margins=margins)[0]
-    assert shifted.loss.tolist() == pytest.approx(ranked(scores, margins=margins)[0].loss.tolist(), abs=1e-12)
+    assert shifted.loss.tolist() == pytest.approx(
+        ranked(scores, margins=margins)[0].loss.tolist(), abs=1e-12
+    )
 
 
 def test_a_tie_is_half_right() -> None:
-    assert ranked_right(torch.tensor([2.0, 1.0, 1.0]), torch.tensor([[0, 1], [1, 2], [2, 0]])).tolist() == [1, 0.5, 0]
+    assert ranked_right(
+        torch.tensor([2.0, 1.0, 1.0]), torch.tensor([[0, 1], [1, 2], [2, 0]])
+    ).tolist() == [1, 0.5, 0]
 
 
 @pytest.mark.parametrize(("difference", "expected"), [(200.0, 0.0), (-200.0, 200.0), (-1e4, 1e4)])
 def test_losses_are_finite_at_any_score(difference: float, expected: float) -> None:
     losses, gradient = ranked([0.0, difference, 0.0])
-    assert losses.loss[CU_SEQLENS[2] - 1].item() == pytest.approx(2 * expected) and all(map(math.isfinite, gradient))
+    assert losses.loss[CU_SEQLENS[2] - 1].item() == pytest.approx(2 * expected) and all(
+        map(math.isfinite, gradient)
+    )
     batch = StepBatch(**steps() | {"is_right": MASK})
     outputs = TokenOutputs(values_T=torch.full((sum(LENGTHS),), difference))
     rows = MicrobatchRows((0, 1, 2, 3), torch.arange(sum(LENGTHS)), CU_SEQLENS, MASK)
-    assert step_losses(batch, outputs, rows).loss[MASK].tolist() == pytest.approx([expected] * int(MASK.sum()))
+    assert step_losses(batch, outputs, rows).loss[MASK].tolist() == pytest.approx(
+        [expected] * int(MASK.sum())
+    )
 
 
 def steps() -> dict:
     zeros = torch.zeros(sum(LENGTHS), dtype=torch.int64)
-    return {"tokens": zeros, "labels": zeros, "mask": MASK, "cu_seqlens": CU_SEQLENS, "temperature": 1.0}
+    return {
+        "tokens": zeros,
+        "labels": zeros,
+        "mask": MASK,
+        "cu_seqlens": CU_SEQLENS,
+        "temperature": 1.0,
+    }
 
 
 def test_a_step_is_right_with_the_probability_of_its_score() -> None:

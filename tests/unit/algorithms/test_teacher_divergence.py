@@ -35,7 +35,13 @@ def plain(logits: Tensor, teacher: Tensor, k: int, beta: float) -> Tensor:
         return (a * (a / b).log()).sum(1)
 
     mix = beta * q + (1 - beta) * p
-    return kl(p, q) if beta == 1 else kl(q, p) if beta == 0 else beta * kl(q, mix) + (1 - beta) * kl(p, mix)
+    return (
+        kl(p, q)
+        if beta == 1
+        else kl(q, p)
+        if beta == 0
+        else beta * kl(q, mix) + (1 - beta) * kl(p, mix)
+    )
 
 
 @pytest.mark.parametrize("beta", [1.0, 0.0, 0.3])
@@ -45,7 +51,9 @@ def test_value_and_gradient_are_those_of_plain_softmaxes(k: int, beta: float) ->
     found = teacher_divergence(*top(logits, teacher, k), torch.ones(T).bool(), beta=beta)
     exact = plain(logits, teacher, k, beta)
     assert torch.allclose(found, exact, rtol=1e-10, atol=1e-12)
-    gradients = [torch.autograd.grad((x * torch.arange(1, T + 1)).sum(), logits)[0] for x in (found, exact)]
+    gradients = [
+        torch.autograd.grad((x * torch.arange(1, T + 1)).sum(), logits)[0] for x in (found, exact)
+    ]
     assert torch.allclose(*gradients, rtol=1e-9, atol=1e-11)
     assert gradients[0].abs().max() > 0.01
 
@@ -53,7 +61,10 @@ def test_value_and_gradient_are_those_of_plain_softmaxes(k: int, beta: float) ->
 @pytest.mark.parametrize("beta", [1.0, 0.0, 0.3])
 def test_a_lower_bound_that_grows_with_k(beta: float) -> None:
     logits, teacher = draw()
-    found = [teacher_divergence(*top(logits, teacher, k), torch.ones(T).bool(), beta=beta) for k in range(1, VOCAB + 1)]
+    found = [
+        teacher_divergence(*top(logits, teacher, k), torch.ones(T).bool(), beta=beta)
+        for k in range(1, VOCAB + 1)
+    ]
     assert all((less <= more + 1e-12).all() for less, more in pairwise(found))
     assert (found[0] >= 0).all() and (found[3] < 0.999 * found[-1]).any()
 
@@ -67,7 +78,9 @@ def test_order_padding_and_masked_positions_do_not_matter(beta: float) -> None:
     (gradient,) = torch.autograd.grad(plain.sum(), student_TK)
     assert plain[2] == 0 and (gradient[2] == 0).all() and (plain[mask] > 0).all()
     with torch.no_grad():
-        places = torch.stack([torch.randperm(6, generator=torch.Generator().manual_seed(t)) for t in range(T)])
+        places = torch.stack(
+            [torch.randperm(6, generator=torch.Generator().manual_seed(t)) for t in range(T)]
+        )
         student = torch.cat([student_TK, torch.full((T, 2), -0.1)], 1).gather(1, places)
         padded = torch.cat([teacher_TK, torch.full((T, 2), -torch.inf)], 1).gather(1, places)
         student[2], padded[2] = torch.nan, torch.nan

@@ -63,7 +63,13 @@ def contenders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def request(function: str, output: Path | None = None) -> dict:
     arguments = {"size": 10}
     where = None if output is None else str(output)
-    return {"function": function, "arguments": arguments, "threads": [THREADS], "call_s": 0.01, "output": where}
+    return {
+        "function": function,
+        "arguments": arguments,
+        "threads": [THREADS],
+        "call_s": 0.01,
+        "output": where,
+    }
 
 
 def test_a_contender_reports_its_time_memory_and_output(contenders: None, tmp_path: Path) -> None:
@@ -75,7 +81,9 @@ def test_a_contender_reports_its_time_memory_and_output(contenders: None, tmp_pa
     assert report["versions"].keys() >= {"python", "torch", "megarl"}
     assert np.load(tmp_path / "out.npy").shape == (10,)
     assert 0 < contender.main(request("contenders:quick"))["seconds"][str(THREADS)] < 0.1
-    assert contender.main(request("contenders:absent")) == {"error": "not installed: pip install something"}
+    assert contender.main(request("contenders:absent")) == {
+        "error": "not installed: pip install something"
+    }
 
 
 @pytest.mark.long
@@ -85,16 +93,29 @@ def test_contenders_in_processes_of_their_own(contenders: None, tmp_path: Path, 
     report = json.loads((tmp_path / "report.json").read_text())
     rows = {row["contender"]: row for row in report["results"] if row["case"] == "numbers"}
     assert list(rows) == ["quick", "slow", "wrong", "absent", "broken"]
-    assert rows["slow"]["is_equal"] and rows["slow"]["speedup"] > 5 and rows["slow"]["peak_bytes"] > 20 << 20
-    assert not rows["wrong"]["is_equal"] and rows["wrong"]["note"].startswith("DIFFERS, at most 1.0e+00")
-    assert rows["absent"]["note"] == "not installed: pip install something" and rows["absent"]["seconds"] is None
+    assert (
+        rows["slow"]["is_equal"]
+        and rows["slow"]["speedup"] > 5
+        and rows["slow"]["peak_bytes"] > 20 << 20
+    )
+    assert not rows["wrong"]["is_equal"] and rows["wrong"]["note"].startswith(
+        "DIFFERS, at most 1.0e+00"
+    )
+    assert (
+        rows["absent"]["note"] == "not installed: pip install something"
+        and rows["absent"]["seconds"] is None
+    )
     assert rows["broken"]["note"] == "failed: IndexError: list index out of range"
-    assert all(text in shown for text in ("numbers", "alone", "pip install something", "load", "torch"))
+    assert all(
+        text in shown for text in ("numbers", "alone", "pip install something", "load", "torch")
+    )
     assert report["before"]["load"] and report["rounds"] == 1
 
 
 def test_rounds_alternate(contenders: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case("two", tuple(Contender(name, f"contenders:{name}") for name in ("absent", "broken")))
+    case = Case(
+        "two", tuple(Contender(name, f"contenders:{name}") for name in ("absent", "broken"))
+    )
     lines: list[str] = []
     monkeypatch.setattr("benchmarks.frame._run_contender", lambda case, contender, output: ANSWER)
     run_case(case, rounds=3, progress=lines.append)
@@ -108,7 +129,13 @@ def test_rounds_alternate(contenders: None, monkeypatch: pytest.MonkeyPatch) -> 
     ]
 
 
-ANSWER = {"seconds": {"1": 1.0}, "cpu_seconds": {"1": 1.0}, "peak_bytes": None, "figures": {}, "versions": {}}
+ANSWER = {
+    "seconds": {"1": 1.0},
+    "cpu_seconds": {"1": 1.0},
+    "peak_bytes": None,
+    "figures": {},
+    "versions": {},
+}
 
 
 def test_names() -> None:
@@ -138,7 +165,11 @@ SMALLEST = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if name == "end_to_end" else ()) for name in SMALLEST]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if name == "end_to_end" else ())
+        for name in SMALLEST
+    ],
 )
 def test_the_smallest_case_runs(name: str) -> None:
     function, arguments = SMALLEST[name]

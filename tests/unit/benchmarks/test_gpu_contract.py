@@ -9,7 +9,10 @@ from benchmarks.gpu_contract import LARGE, SMALL, compare_parameters, model_fold
 from megarl.models.registry import FAMILIES, read_model
 from megarl.models.shards import ShardSlice
 
-SLICES = [ShardSlice("a", (0, 0), (2, 4), "x", 0, (4, 1)), ShardSlice("b", (0,), (4,), "x", 8, (1,))]
+SLICES = [
+    ShardSlice("a", (0, 0), (2, 4), "x", 0, (4, 1)),
+    ShardSlice("b", (0,), (4,), "x", 8, (1,)),
+]
 X = torch.empty(12, dtype=torch.bfloat16)
 
 

@@ -20,6 +20,10 @@ def test_real_ranks_receive_each_byte_once():
 def test_one_rank_holds_what_its_world_sampled():
     figures = one_rank(replicas=3, samples=8, tokens=64)
     assert (figures["ranks"], figures["samples"]) == (3 * MEMBERS, 24)
-    assert figures["computed: received_mb"] < figures["sample_mb"] < figures["computed: padded_all_gather_mb"]
+    assert (
+        figures["computed: received_mb"]
+        < figures["sample_mb"]
+        < figures["computed: padded_all_gather_mb"]
+    )
     (full,) = [arguments for name, arguments in CASES if name == "one_rank"]
     assert full["replicas"] * MEMBERS == WORLD == 512

@@ -53,7 +53,9 @@ def model(request, tmp_path_factory) -> Path:
     if "num_nextn_predict_layers" in config:
         (made / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
     for name, size in hf_shapes(read_model(made), mtp=True).items():
-        dtype = torch.float32 if name.endswith(("norm.weight", "correction_bias")) else torch.bfloat16
+        dtype = (
+            torch.float32 if name.endswith(("norm.weight", "correction_bias")) else torch.bfloat16
+        )
         tensors[name] = torch.randn(size, generator=generator).to(dtype)
     (made / "model.safetensors").unlink()
     names = sorted(tensors, key=lambda name: name[::-1])
@@ -63,7 +65,9 @@ def model(request, tmp_path_factory) -> Path:
         held = {name: tensors[name] for name in names[number::3]}
         save_file(held, made / file)
         where |= dict.fromkeys(held, file)
-    (made / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    (made / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": where})
+    )
     return made
 
 
@@ -72,8 +76,12 @@ def moe(tmp_path_factory) -> Path:
     return create_model(Create(**SIZES | MODELS["qwen3_moe"]), tmp_path_factory.mktemp("moe"))
 
 
-def run(source: Path, target: Path, to: str, sizes: Parallel = Parallel(), file_bytes: int = 1 << 30) -> str:  # noqa: B008
-    return command.run_convert(source, target, to, sizes, config=None, file_bytes=file_bytes, interactive=False)
+def run(
+    source: Path, target: Path, to: str, sizes: Parallel = Parallel(), file_bytes: int = 1 << 30
+) -> str:  # noqa: B008
+    return command.run_convert(
+        source, target, to, sizes, config=None, file_bytes=file_bytes, interactive=False
+    )
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -97,14 +105,23 @@ def test_there_and_back(model, tmp_path):
     said = run(tmp_path / "other", tmp_path / "back", "hf", file_bytes=20_000)
     assert_same(model, tmp_path / "back")
     assert "verified" in said
-    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())["weight_map"]
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())[
+        "weight_map"
+    ]
     assert len(set(index.values())) > 1
     for name, file in index.items():
         assert name in load_file(tmp_path / "back" / file)
-    sums = [sorted((tmp_path / made / "checksums.megarl").read_text().split("\n")) for made in ("one", "other", "back")]
+    sums = [
+        sorted((tmp_path / made / "checksums.megarl").read_text().split("\n"))
+        for made in ("one", "other", "back")
+    ]
     assert sums[0] == sums[1] == sums[2], "one checksum a tensor, whatever holds it"
-    assert (tmp_path / "back" / "tokenizer.json").is_file() and (tmp_path / "one" / "config.json").is_file()
-    assert {path.name for path in tmp_path.iterdir()} == {"one", "other", "back"}, "no staging is left"
+    assert (tmp_path / "back" / "tokenizer.json").is_file() and (
+        tmp_path / "one" / "config.json"
+    ).is_file()
+    assert {path.name for path in tmp_path.iterdir()} == {"one", "other", "back"}, (
+        "no staging is left"
+    )
 
 
 def test_layers_of_multi_token_prediction_are_whole_or_said_to_be_absent(tmp_path):
@@ -113,7 +130,9 @@ def test_layers_of_multi_token_prediction_are_whole_or_said_to_be_absent(tmp_pat
         json.dumps(json.loads((made / "config.json").read_text()) | {"num_nextn_predict_layers": 1})
     )
     assert "without multi-token prediction layers" in run(made, tmp_path / "without", "megatron")
-    assert "without multi-token prediction layers" in run(tmp_path / "without", tmp_path / "back", "hf")
+    assert "without multi-token prediction layers" in run(
+        tmp_path / "without", tmp_path / "back", "hf"
+    )
     tensors = load_file(made / "model.safetensors")
     tensors["model.layers.3.enorm.weight"] = torch.ones(SIZES["hidden"])
     save_file(tensors, made / "model.safetensors")
@@ -125,7 +144,9 @@ def test_dtypes_that_megatron_cannot_keep_apart_are_refused(moe, tmp_path):
     os.system(f"cp -r {moe} {tmp_path / 'mixed'}")
     key = "model.layers.1.self_attn.k_proj.weight"
     edited(tmp_path / "mixed", lambda held: held.update({key: held[key].to(torch.bfloat16)}))
-    with pytest.raises(ValueError, match=r"k_proj.weight is torch.bfloat16 and .*q_proj.weight torch.float32"):
+    with pytest.raises(
+        ValueError, match=r"k_proj.weight is torch.bfloat16 and .*q_proj.weight torch.float32"
+    ):
         run(tmp_path / "mixed", tmp_path / "out", "megatron")
     assert not (tmp_path / "out").exists()
 
@@ -134,7 +155,9 @@ def test_files_are_those_of_a_stage_and_an_expert_rank(moe, tmp_path):
     run(moe, tmp_path / "out", "megatron", Parallel(tensor=2, pipeline=3, expert=2))
     held = defaultdict(set)  # file -> (stage, which half of the experts)
     for index, stored in FileSystemReader(tmp_path / "out").read_metadata().storage_data.items():
-        if (layer := re.match(r"decoder\.layers\.(\d)\.", index.fqn)) and "_extra_state" not in index.fqn:
+        if (
+            layer := re.match(r"decoder\.layers\.(\d)\.", index.fqn)
+        ) and "_extra_state" not in index.fqn:
             half = index.offset[0] // 2 if ".experts." in index.fqn else None
             held[stored.relative_path].add((int(layer[1]), half))
     expected = [{(stage, half)} for stage in range(3) for half in (None, 0, 1)]
@@ -201,12 +224,18 @@ def test_a_damaged_checkpoint_is_refused_by_name(moe, tmp_path):
         os.system(f"cp -r {tmp_path / 'good'} {broken}")
         damage(broken / name)
         with pytest.raises(
-            ValueError, match=rf"{name} has .* bytes, but (decoder|output_layer).* truncated or missing"
+            ValueError,
+            match=rf"{name} has .* bytes, but (decoder|output_layer).* truncated or missing",
         ):
             run(broken, tmp_path / "out", "hf")
     places = FileSystemReader(tmp_path / "good").read_metadata().storage_data
-    (embedding,) = (place.offset for index, place in places.items() if index.fqn.startswith("embedding."))
-    for at, error, said in ((0, ValueError, "cannot be read"), (2000, CheckFailed, "since the folder was created")):
+    (embedding,) = (
+        place.offset for index, place in places.items() if index.fqn.startswith("embedding.")
+    )
+    for at, error, said in (
+        (0, ValueError, "cannot be read"),
+        (2000, CheckFailed, "since the folder was created"),
+    ):
         broken = tmp_path / f"flipped{at}"
         os.system(f"cp -r {tmp_path / 'good'} {broken}")
         raw = bytearray((broken / "__0_0.distcp").read_bytes())
@@ -216,7 +245,10 @@ def test_a_damaged_checkpoint_is_refused_by_name(moe, tmp_path):
             run(broken, tmp_path / "out", "hf")
     other = json.loads((broken / "config.json").read_text()) | {"hidden_size": 64}
     (broken / "config.json").write_text(json.dumps(other))
-    with pytest.raises(ValueError, match=r"\.metadata: embedding\.\S+ has shape \(\d+, 32\), .*requires \(\d+, 64\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"\.metadata: embedding\.\S+ has shape \(\d+, 32\), .*requires \(\d+, 64\)",
+    ):
         run(broken, tmp_path / "out", "hf")
     assert not (tmp_path / "out").exists()
 
@@ -263,7 +295,9 @@ def test_a_full_disk_names_file_and_tensor_and_the_next_run_goes_on(moe, tmp_pat
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
     try:
-        with pytest.raises(CheckFailed, match=r"/\.out\.part/\S+: File too large while writing (model|lm_head)\S+;"):
+        with pytest.raises(
+            CheckFailed, match=r"/\.out\.part/\S+: File too large while writing (model|lm_head)\S+;"
+        ):
             run(source, tmp_path / "out", to)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -277,7 +311,9 @@ def test_a_disk_that_would_be_full_is_refused_before_the_first_byte(moe, tmp_pat
     real = os.statvfs(tmp_path)
     few = os.statvfs_result([*real[:4], 20_000 // real.f_frsize, *real[5:]])
     monkeypatch.setattr(os, "statvfs", lambda path: few)
-    with pytest.raises(CheckFailed, match=r"__\d_0\.distcp: not enough disk space for model\.\S+: .* \d+ are free"):
+    with pytest.raises(
+        CheckFailed, match=r"__\d_0\.distcp: not enough disk space for model\.\S+: .* \d+ are free"
+    ):
         run(moe, tmp_path / "out", "megatron")
     assert not list((tmp_path / ".out.part").glob("*.distcp"))
 
@@ -318,7 +354,10 @@ def test_killed_in_the_middle_it_goes_on(moe, tmp_path, to):
     kept = {file.name: (file.parent.parent / file.stem).stat().st_ino for file in whole}
     said = run(source, tmp_path / "out", to, file_bytes=20_000)
     assert "of it from an interrupted run" in said
-    assert all((tmp_path / "out" / name.removesuffix(".pickle")).stat().st_ino == inode for name, inode in kept.items())
+    assert all(
+        (tmp_path / "out" / name.removesuffix(".pickle")).stat().st_ino == inode
+        for name, inode in kept.items()
+    )
     if to == "megatron":
         run(tmp_path / "out", tmp_path / "again", "hf")
     assert_same(moe, tmp_path / ("again" if to == "megatron" else "out"))
@@ -340,14 +379,19 @@ def test_what_was_written_wrong_never_gets_its_name(moe, tmp_path, monkeypatch):
         def changed():
             for param, flat in params:
                 if param == "decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight":
-                    flat = flat.view(-1, 16)[[1, 0, *range(2, 32)]].flatten()  # two rows swapped: plain sums agree
+                    flat = flat.view(-1, 16)[
+                        [1, 0, *range(2, 32)]
+                    ].flatten()  # two rows swapped: plain sums agree
                 yield param, flat
 
         return write(self, folder, file, changed())
 
     with monkeypatch.context() as patch:
         patch.setattr(MegatronTarget, "write", swapped)
-        with pytest.raises(CheckFailed, match=r"model\.layers\.1\.mlp\.experts\.3\.down_proj\.weight differ from the"):
+        with pytest.raises(
+            CheckFailed,
+            match=r"model\.layers\.1\.mlp\.experts\.3\.down_proj\.weight differ from the",
+        ):
             run(moe, tmp_path / "out", "megatron")
     assert not (tmp_path / "out").exists()
     run(moe, tmp_path / "out", "megatron")

@@ -31,19 +31,39 @@ def parameters_of(origin, slices, dtype=torch.float32, fp32=frozenset()):
     tensors = load_file(origin / "model.safetensors")
     sizes = {}
     for part in slices:
-        last = part.offset + sum((n - 1) * s for n, s in zip(part.shape, part.strides, strict=True)) + 1
+        last = (
+            part.offset
+            + sum((n - 1) * s for n, s in zip(part.shape, part.strides, strict=True))
+            + 1
+        )
         sizes[part.param] = max(sizes.get(part.param, 0), last)
     wide = {part.param for part in slices if part.name in fp32}
-    held = {name: torch.zeros(size, dtype=torch.float32 if name in wide else dtype) for name, size in sizes.items()}
+    held = {
+        name: torch.zeros(size, dtype=torch.float32 if name in wide else dtype)
+        for name, size in sizes.items()
+    }
     for part in slices:
-        values = tensors[part.name][tuple(slice(s, s + n) for s, n in zip(part.start, part.shape, strict=True))]
+        values = tensors[part.name][
+            tuple(slice(s, s + n) for s, n in zip(part.start, part.shape, strict=True))
+        ]
         held[part.param].as_strided(part.shape, part.strides, part.offset).copy_(values)
     return held
 
 
-def export(origin, folder, *, drop=None, dtype=torch.float32, fp32=frozenset(), place=lambda x: x, **options):
+def export(
+    origin,
+    folder,
+    *,
+    drop=None,
+    dtype=torch.float32,
+    fp32=frozenset(),
+    place=lambda x: x,
+    **options,
+):
     shape = read_model(origin)
-    slices = slices_of(megatron_table(shape, spec="local", padded_vocab=68), shape, Layout.of(Parallel(), 1, 0))
+    slices = slices_of(
+        megatron_table(shape, spec="local", padded_vocab=68), shape, Layout.of(Parallel(), 1, 0)
+    )
     held = {name: place(x) for name, x in parameters_of(origin, slices, dtype, fp32).items()}
     slices = [part for part in slices if part.name != drop]
     export_hf(
@@ -59,15 +79,31 @@ def export(origin, folder, *, drop=None, dtype=torch.float32, fp32=frozenset(), 
 
 def test_one_file_is_the_checkpoint_again(origin, tmp_path):
     export(origin, tmp_path / "hf")
-    before, after = load_file(origin / "model.safetensors"), load_file(tmp_path / "hf" / "model.safetensors")
+    before, after = (
+        load_file(origin / "model.safetensors"),
+        load_file(tmp_path / "hf" / "model.safetensors"),
+    )
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert (tmp_path / "hf" / "tokenizer.json").exists()
 
 
 def test_files_of_config_and_tokenizer_are_copied(tmp_path):
-    copied = ["config.json", "chat_template.jinja", "tokenizer.model", "qwen.tiktoken", "merges.txt", "code.py"]
-    others = ["model.safetensors", "model.safetensors.index.json", "metadata.json", "pytorch_model.bin", "README.md"]
+    copied = [
+        "config.json",
+        "chat_template.jinja",
+        "tokenizer.model",
+        "qwen.tiktoken",
+        "merges.txt",
+        "code.py",
+    ]
+    others = [
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "metadata.json",
+        "pytorch_model.bin",
+        "README.md",
+    ]
     (tmp_path / "to").mkdir()
     for name in copied + others:
         (tmp_path / name).touch()
@@ -78,7 +114,10 @@ def test_files_of_config_and_tokenizer_are_copied(tmp_path):
 def test_parameters_on_another_device_are_exported_from_there(origin, tmp_path):
     with two_devices():
         export(origin, tmp_path / "hf", place=there)
-    before, after = load_file(origin / "model.safetensors"), load_file(tmp_path / "hf" / "model.safetensors")
+    before, after = (
+        load_file(origin / "model.safetensors"),
+        load_file(tmp_path / "hf" / "model.safetensors"),
+    )
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
@@ -97,10 +136,14 @@ def test_a_tensor_that_stays_fp32_does_so_among_bf16_ones(tmp_path):
 
 
 def test_a_wide_parameter_that_should_not_be_is_refused(tmp_path, origin):
-    with pytest.raises(CheckFailed, match=r"has .* torch.bfloat16, contiguous; the plan reads .* torch.float32"):
+    with pytest.raises(
+        CheckFailed, match=r"has .* torch.bfloat16, contiguous; the plan reads .* torch.float32"
+    ):
         narrow = {"model.norm.weight"}
         shape = read_model(origin)
-        slices = slices_of(megatron_table(shape, spec="local", padded_vocab=68), shape, Layout.of(Parallel(), 1, 0))
+        slices = slices_of(
+            megatron_table(shape, spec="local", padded_vocab=68), shape, Layout.of(Parallel(), 1, 0)
+        )
         held = parameters_of(origin, slices, torch.bfloat16)
         export_hf(
             tmp_path / "hf",

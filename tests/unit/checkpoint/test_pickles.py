@@ -17,7 +17,13 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megarl.checkpoint.pickles import ALLOWED, UnsafePickleError, check_pickles, load_object, load_pickle
+from megarl.checkpoint.pickles import (
+    ALLOWED,
+    UnsafePickleError,
+    check_pickles,
+    load_object,
+    load_pickle,
+)
 
 
 class Runs:
@@ -55,7 +61,9 @@ def call(module: str, name: str, argument: str) -> bytes:
         ("megarl.checkpoint.pickles", "load_object"),
     ],
 )
-def test_a_name_that_no_checkpoint_contains_is_refused(tmp_path: Path, module: str, name: str) -> None:
+def test_a_name_that_no_checkpoint_contains_is_refused(
+    tmp_path: Path, module: str, name: str
+) -> None:
     (tmp_path / ".metadata").write_bytes(call(module, name, f"touch {tmp_path}/ran"))
     refused = rf"\.metadata refers to {module}\.{name}, which could run code"
     with pytest.raises(UnsafePickleError, match=refused):
@@ -77,7 +85,9 @@ def test_an_object_that_runs_code_is_refused(tmp_path: Path, legacy: bool) -> No
     stream = io.BytesIO()
     torch.save([Runs(f"touch {tmp_path}/ran")], stream, _use_new_zipfile_serialization=not legacy)
     stream.seek(0)
-    with pytest.raises(UnsafePickleError, match=r"^__0_0\.distcp refers to posix\.system, which could run code"):
+    with pytest.raises(
+        UnsafePickleError, match=r"^__0_0\.distcp refers to posix\.system, which could run code"
+    ):
         load_object(stream, "__0_0.distcp")
     assert not (tmp_path / "ran").exists()
 
@@ -95,7 +105,9 @@ def test_the_state_of_random_generators_is_loaded() -> None:
     torch.save(state, stream)
     stream.seek(0)
     loaded = load_object(stream, "__0_0.distcp")
-    assert (loaded["numpy"][1] == state["numpy"][1]).all() and torch.equal(loaded["torch"], state["torch"])
+    assert (loaded["numpy"][1] == state["numpy"][1]).all() and torch.equal(
+        loaded["torch"], state["torch"]
+    )
 
 
 def test_a_pickle_for_transformer_engine_is_refused() -> None:
@@ -108,7 +120,9 @@ def test_a_pickle_for_transformer_engine_is_refused() -> None:
             load_object(stream, "__0_0.distcp")
 
 
-@pytest.mark.parametrize("content", [b"", b"garbage", b"PK\3\4", pickle.dumps([Runs("true")], 4), b"\x80\x02]"])
+@pytest.mark.parametrize(
+    "content", [b"", b"garbage", b"PK\3\4", pickle.dumps([Runs("true")], 4), b"\x80\x02]"]
+)
 def test_what_is_no_object_is_an_error_of_its_file(tmp_path: Path, content: bytes) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data={})))
     (tmp_path / "common.pt").write_bytes(content)

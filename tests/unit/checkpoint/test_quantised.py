@@ -36,19 +36,30 @@ def config_of(name: str) -> dict[str, Any]:
     raw = CONFIGS[name]
     if "quant_method" in raw:
         return raw
-    groups = {"group_0": {"targets": ["Linear"], "weights": {k: v for k, v in raw.items() if k != "format"}}}
+    groups = {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {k: v for k, v in raw.items() if k != "format"},
+        }
+    }
     return {"quant_method": "compressed-tensors", "format": raw["format"], "config_groups": groups}
 
 
 def write(folder: Path, fmt: BlockFormat, tensors: dict[str, Tensor], **plain: Tensor) -> None:
-    stored = {name + suffix: part for name, w in tensors.items() for suffix, part in quantize(w, fmt).items()}
+    stored = {
+        name + suffix: part
+        for name, w in tensors.items()
+        for suffix, part in quantize(w, fmt).items()
+    }
     save_file(stored | plain, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({"quantization_config": config_of(fmt.name)}))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_slices(tmp_path: Path, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices(
+    tmp_path: Path, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows and columns that begin anywhere, as one block or as many, into strided memory, of a matrix and of a stack of
     matrices; gpt-oss's inputs come first, and its outputs as pairs."""
     fmt, generator = FORMATS[name], torch.Generator().manual_seed(0)
@@ -79,7 +90,9 @@ def test_slices(tmp_path: Path, name: str, dtype: torch.dtype, monkeypatch: pyte
                 index = (2,) if label == "stack" else ()
                 start, full = (*index, top, left), ((1, *size) if index else size)
                 parameter = torch.full((2 * size[0] * size[1],), 7.0, dtype=dtype)
-                strides = (0, 2, 2 * size[0]) if index else (2, 2 * size[0])  # transposed, every second element
+                strides = (
+                    (0, 2, 2 * size[0]) if index else (2, 2 * size[0])
+                )  # transposed, every second element
                 box = ShardSlice(label, start, full, "p", 1, strides)
                 folder.copy(box, parameter)
                 expected = exact[(*index, slice(top, bottom), slice(left, right))]
@@ -87,21 +100,36 @@ def test_slices(tmp_path: Path, name: str, dtype: torch.dtype, monkeypatch: pyte
                 assert (parameter[::2] == 7).all()
                 if fmt.is_transposed and index and left % 2 == right % 2 == 0:
                     pairs = (1, size[0], size[1] // 2, 2)
-                    box = ShardSlice(label, (2, top, left // 2, 0), pairs, "p", 0, (0, 1, size[0], right * size[0]))
+                    box = ShardSlice(
+                        label,
+                        (2, top, left // 2, 0),
+                        pairs,
+                        "p",
+                        0,
+                        (0, 1, size[0], right * size[0]),
+                    )
                     parameter = torch.zeros(2 * right * size[0], dtype=dtype)
                     folder.copy(box, parameter)
                     assert torch.equal(strided_view(parameter, box).reshape(size), expected)
 
 
 def test_folder_is_checked_by_its_stored_tensors(tmp_path: Path) -> None:
-    plain = {"norm": torch.ones(4), "w.input_scale": torch.ones(()), "m.rotary_emb.inv_freq": torch.ones(2)}
+    plain = {
+        "norm": torch.ones(4),
+        "w.input_scale": torch.ones(()),
+        "m.rotary_emb.inv_freq": torch.ones(2),
+    }
     write(tmp_path, FORMATS["fp8_block"], {"w": torch.ones(200, 300)}, **plain)
     folder = HfFolder(tmp_path)
     shapes = {"w": (200, 300), "norm": (4,)}
     folder.check(shapes)
     assert folder.dtype("w") == torch.bfloat16 and folder.dtype("norm") == torch.float32
-    with pytest.raises(ValueError, match=r"w has shape \(200, 300\), but config.json requires \(200, 301\)"):
+    with pytest.raises(
+        ValueError, match=r"w has shape \(200, 300\), but config.json requires \(200, 301\)"
+    ):
         folder.check(shapes | {"w": (200, 301)})
-    with pytest.raises(ValueError, match=r"w_scale_inv has shape \(2, 3\), but config.json requires \(1, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"w_scale_inv has shape \(2, 3\), but config.json requires \(1, 3\)"
+    ):
         folder.format = replace(FORMATS["fp8_block"], block=(256, 128))
         folder.check(shapes)

@@ -38,10 +38,14 @@ def by_products(parts: Mapping[str, dict[str, Tensor]], fmt: BlockFormat) -> dic
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_rank_has_its_slices(tmp_path: Path, kind: str) -> None:
     folder, fmt, parts = make_quantised(kind, tmp_path)
-    exact = kind == "deepseek_v3-fp8"  # transformers refuses 576 rows, and takes 192 rows for two blocks of 96
+    exact = (
+        kind == "deepseek_v3-fp8"
+    )  # transformers refuses 576 rows, and takes 192 rows for two blocks of 96
     dtype = torch.float32 if exact else torch.bfloat16
     expected = (
-        load_file(folder / "model.safetensors") | by_products(parts, fmt) if exact else by_transformers(kind, folder)
+        load_file(folder / "model.safetensors") | by_products(parts, fmt)
+        if exact
+        else by_transformers(kind, folder)
     )
     shape = read_model(folder)
     table = megatron_table(shape, spec="local", padded_vocab=80)
@@ -51,7 +55,11 @@ def test_every_rank_has_its_slices(tmp_path: Path, kind: str) -> None:
             slices = slices_of(table, shape, layout)
             sizes: dict[str, int] = {}
             for part in slices:
-                end = part.offset + sum((n - 1) * s for n, s in zip(part.shape, part.strides, strict=True)) + 1
+                end = (
+                    part.offset
+                    + sum((n - 1) * s for n, s in zip(part.shape, part.strides, strict=True))
+                    + 1
+                )
                 sizes[part.param] = max(sizes.get(part.param, 0), end)
             parameters = {name: torch.zeros(size, dtype=dtype) for name, size in sizes.items()}
             load_hf(parameters, slices, folder)
@@ -60,7 +68,10 @@ def test_every_rank_has_its_slices(tmp_path: Path, kind: str) -> None:
                 if len(part.shape) > full.dim():
                     full = full.unflatten(-1, (-1, 2))
                 mine = strided_view(parameters[part.param], part)
-                region = tuple(slice(start, start + size) for start, size in zip(part.start, part.shape, strict=True))
+                region = tuple(
+                    slice(start, start + size)
+                    for start, size in zip(part.start, part.shape, strict=True)
+                )
                 assert torch.equal(mine, full[region]), f"rank {rank} of {tensor}: {part}"
     assert len(parts) >= 4
 
@@ -76,7 +87,9 @@ def test_converted_to_megatron_and_back(tmp_path: Path, kind: str) -> None:
     options: dict[str, Any] = {"config": folder, "file_bytes": 100_000, "interactive": False}
     run_convert(folder, tmp_path / "megatron", "megatron", Parallel(), **options)
     run_convert(tmp_path / "megatron", tmp_path / "bf16", "hf", Parallel(), **options)
-    run_convert(tmp_path / "megatron", tmp_path / "same", "hf", Parallel(), **options, quantise=True)
+    run_convert(
+        tmp_path / "megatron", tmp_path / "same", "hf", Parallel(), **options, quantise=True
+    )
     before, plain, same = (stored(path) for path in (folder, tmp_path / "bf16", tmp_path / "same"))
     assert "quantization_config" not in config(tmp_path / "bf16")
     assert config(tmp_path / "same") == config(folder)
@@ -87,18 +100,27 @@ def test_converted_to_megatron_and_back(tmp_path: Path, kind: str) -> None:
         assert (x.dtype, x.shape) == (before[name].dtype, before[name].shape), name
     for name in parts:
         scale, values = same[name + fmt.scale].float(), same[name + fmt.values]
-        assert torch.equal(values.view(torch.uint8), before[name + fmt.values].view(torch.uint8)), name
+        assert torch.equal(values.view(torch.uint8), before[name + fmt.values].view(torch.uint8)), (
+            name
+        )
         torch.testing.assert_close(scale, before[name + fmt.scale].float(), rtol=2**-7, atol=0)
     for name, exact in read_all(folder).items():
         assert torch.equal(exact, plain[name]), name
         torch.testing.assert_close(read_all(tmp_path / "same")[name], exact, rtol=2**-6, atol=0)
     with pytest.raises(ValueError, match=r"megatron has no \*.safetensors"):
         run_convert(
-            tmp_path / "megatron", tmp_path / "x", "hf", Parallel(), **options | {"config": None}, quantise=True
+            tmp_path / "megatron",
+            tmp_path / "x",
+            "hf",
+            Parallel(),
+            **options | {"config": None},
+            quantise=True,
         )
 
 
-def test_a_fault_in_the_written_scales_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_in_the_written_scales_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, *_ = make_quantised("deepseek_v3-fp8", tmp_path)
     options: dict[str, Any] = {"config": folder, "file_bytes": 1 << 30, "interactive": False}
     encode = Storage.encode
@@ -110,5 +132,7 @@ def test_a_fault_in_the_written_scales_is_found(tmp_path: Path, monkeypatch: pyt
         return parts
 
     monkeypatch.setattr(Storage, "encode", faulty)
-    with pytest.raises(CheckFailed, match=r"model.layers.1.self_attn.o_proj.weight differ from the source"):
+    with pytest.raises(
+        CheckFailed, match=r"model.layers.1.self_attn.o_proj.weight differ from the source"
+    ):
         run_convert(folder, tmp_path / "same", "hf", Parallel(), **options, quantise=True)

@@ -58,11 +58,18 @@ class Job:
     """A trainer that learns a step at a time, its cursor and its checkpoints, as a new process has them."""
 
     def __init__(
-        self, root: Path, folder: Path | None = None, model: Create = SMALL, beside: Trainer | None = None, **options
+        self,
+        root: Path,
+        folder: Path | None = None,
+        model: Create = SMALL,
+        beside: Trainer | None = None,
+        **options,
     ) -> None:
         path, layout = create_model(model, root / "models"), Layout.of(Parallel(), 1, 0)
         train, device = Train.model_validate(TRAIN), torch.device("cpu")
-        self.trainer = Trainer.build(read_model(path), layout, train=train, folder=path, device=device, beside=beside)
+        self.trainer = Trainer.build(
+            read_model(path), layout, train=train, folder=path, device=device, beside=beside
+        )
         self.cursor, self.said = Cursor(), []
         self.state, self.folder = ObjectiveState(0.0), folder or root / "checkpoints"
         given = {"every": 1, "keep": 3, "last_step": 100, "say": self.said.append, **options}
@@ -81,7 +88,10 @@ class Job:
                 for order, main in enumerate(group["params"]):
                     found |= {f"main {number} {order}": main.detach().clone()}
                     state = part.optimizer.state[main]
-                    found |= {f"{key} {number} {order}": torch.as_tensor(v).clone() for key, v in state.items()}
+                    found |= {
+                        f"{key} {number} {order}": torch.as_tensor(v).clone()
+                        for key, v in state.items()
+                    }
         return found
 
 
@@ -127,7 +137,12 @@ class Iterative(Job):
 
     def __init__(self, root: Path) -> None:
         self.model, self.history, self.is_onloaded = Job(root, root / "unused"), Cursor(), False
-        further = Further({"reward_model.": self.model.trainer}, {"history": self.history}, self.onloaded, self.lent)
+        further = Further(
+            {"reward_model.": self.model.trainer},
+            {"history": self.history},
+            self.onloaded,
+            self.lent,
+        )
         super().__init__(root, further=further, beside=self.model.trainer)
         self.reference = Reference(self.trainer.parameters_by_name().values())
 
@@ -150,15 +165,25 @@ class Iterative(Job):
 
     def everything(self) -> dict[str, torch.Tensor]:
         with self.lent():
-            reference = {name: p.detach().clone() for name, p in self.trainer.parameters_by_name().items()}
+            reference = {
+                name: p.detach().clone() for name, p in self.trainer.parameters_by_name().items()
+            }
         parts = {"policy": self.weights(), "model": self.model.weights(), "reference": reference}
-        found = {f"{part} {name}": value for part, values in parts.items() for name, value in values.items()}
+        found = {
+            f"{part} {name}": value
+            for part, values in parts.items()
+            for name, value in values.items()
+        }
         schedules = [self.trainer.scheduler.step, self.model.trainer.scheduler.step]
-        return found | {"numbers": torch.tensor([self.history.position, self.cursor.position, *schedules])}
+        return found | {
+            "numbers": torch.tensor([self.history.position, self.cursor.position, *schedules])
+        }
 
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+    return one.keys() == other.keys() and all(
+        torch.equal(value, other[name]) for name, value in one.items()
+    )
 
 
 def test_what_a_stage_has_beside_the_policy_comes_back(tmp_path: Path) -> None:
@@ -216,7 +241,9 @@ def test_everything_comes_back_as_it_was_when_it_was_saved(tmp_path: Path) -> No
     again = Job(tmp_path)
     assert again.checkpoints.restore("auto") == (1, ObjectiveState(1.5, (1, 0.25, 3.0)))
     found = again.weights()
-    assert found.keys() == kept.keys() and all(torch.equal(found[name], kept[name]) for name in kept)
+    assert found.keys() == kept.keys() and all(
+        torch.equal(found[name], kept[name]) for name in kept
+    )
     assert again.cursor.position == 4 and again.trainer.scheduler.step == 1
     assert draws() == expected
     again.step(2)
@@ -261,7 +288,9 @@ def test_names_come_last_and_only_the_newest_stay(tmp_path: Path, asynchronous: 
         job.step(step)
         job.checkpoints.maybe_save(step, job.state)
         newest = {1: [1], 2: [1, 2], 3: [2, 3]}[step]
-        assert files.steps(folder) == (newest if not asynchronous else {1: [], 2: [1], 3: [1, 2]}[step])
+        assert files.steps(folder) == (
+            newest if not asynchronous else {1: [], 2: [1], 3: [1, 2]}[step]
+        )
     job.checkpoints.finish()
     assert files.steps(folder) == [2, 3] and (folder / "latest").read_text() == '"step_3"\n'
 
@@ -276,13 +305,17 @@ def flip(file: Path) -> None:
     file.write_bytes(data)
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "common.pt", "metadata.json", "manifest.json"])
+@pytest.mark.parametrize(
+    "name", ["__0_0.distcp", ".metadata", "common.pt", "metadata.json", "manifest.json"]
+)
 def test_a_damaged_checkpoint_is_skipped_by_name(saved: Job, name: str) -> None:
     for damage in (cut, flip, Path.unlink):
         with damaged(saved, 2) as (newest,):
             damage(newest / name)
             assert saved.checkpoints.restore("auto")[0] == 1
-            assert len(saved.said) == 1 and saved.said[0].startswith(f"megarl: skipping checkpoint {newest}: ")
+            assert len(saved.said) == 1 and saved.said[0].startswith(
+                f"megarl: skipping checkpoint {newest}: "
+            )
             # a manifest with one bit flipped is still one, and blames the file that this bit was about
             assert name in saved.said[0] or (name, damage) == ("manifest.json", flip)
             with pytest.raises(ValueError, match=r"step_2 is incomplete: .*; use another one"):
@@ -330,10 +363,18 @@ def seal(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("craft", "name"),
-    [(code_in_metadata, r"\.metadata"), (code_in_an_object, r"__0_\d\.distcp"), (code_in_common, r"common\.pt")],
+    [
+        (code_in_metadata, r"\.metadata"),
+        (code_in_an_object, r"__0_\d\.distcp"),
+        (code_in_common, r"common\.pt"),
+    ],
 )
 def test_a_crafted_checkpoint_runs_nothing(
-    saved: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, craft: Callable[[Path, Runs], None], name: str
+    saved: Job,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    craft: Callable[[Path, Runs], None],
+    name: str,
 ) -> None:
     with damaged(saved, 2) as (newest,):
         craft(newest, Runs(f"touch {tmp_path}/ran"))
@@ -343,7 +384,9 @@ def test_a_crafted_checkpoint_runs_nothing(
         assert re.search(refused, saved.said[0])
         with pytest.raises(ValueError, match=refused):
             saved.checkpoints.restore(str(newest))
-        monkeypatch.setattr(state, "check_pickles", lambda folder: None)  # the loading itself is safe, too
+        monkeypatch.setattr(
+            state, "check_pickles", lambda folder: None
+        )  # the loading itself is safe, too
         with pytest.raises(BaseException, match=r"posix\.system"):
             saved.checkpoints.restore(str(newest))
         assert not (tmp_path / "ran").exists()
@@ -363,7 +406,9 @@ def lists_common_only(folder: Path) -> None:
 
 
 def unlisted_shard(folder: Path) -> None:
-    names = [path.name for path in folder.iterdir() if path.name not in ("__0_1.distcp", "manifest.json")]
+    names = [
+        path.name for path in folder.iterdir() if path.name not in ("__0_1.distcp", "manifest.json")
+    ]
     files.write_manifest(folder, files.sums(folder, names))
     flip(folder / "__0_1.distcp")
 
@@ -384,7 +429,9 @@ def deep(folder: Path) -> None:
 
 
 def names_a_secret(folder: Path) -> None:
-    manifest = files.sums(folder, [path.name for path in folder.iterdir() if path.name != "manifest.json"])
+    manifest = files.sums(
+        folder, [path.name for path in folder.iterdir() if path.name != "manifest.json"]
+    )
     files.write_manifest(folder, manifest | {"../../secret": {"bytes": 1, "sha256": ""}})
 
 
@@ -400,7 +447,9 @@ def names_a_secret(folder: Path) -> None:
         (names_a_secret, "../../secret is missing"),
     ],
 )
-def test_a_manifest_that_covers_less_is_not_whole(saved: Job, damage: Callable[[Path], None], reason: str) -> None:
+def test_a_manifest_that_covers_less_is_not_whole(
+    saved: Job, damage: Callable[[Path], None], reason: str
+) -> None:
     with damaged(saved, 2) as (newest,):
         damage(newest)
         assert saved.checkpoints.restore("auto")[0] == 1
@@ -414,7 +463,9 @@ def replaced_by_a_folder(file: Path) -> None:
 
 SECRET = '{"files": {"../../secret": {"bytes": 1, "sha256": ""}}}'
 DAMAGES = {
-    "manifest is not UTF-8": lambda folder: (folder / "manifest.json").write_bytes(b'{"files": {"\xff": 1}}'),
+    "manifest is not UTF-8": lambda folder: (folder / "manifest.json").write_bytes(
+        b'{"files": {"\xff": 1}}'
+    ),
     "manifest names a file outside": lambda folder: (folder / "manifest.json").write_text(SECRET),
     "a folder in a shard's place": lambda folder: replaced_by_a_folder(folder / "__0_0.distcp"),
     "empty": lambda folder: [file.unlink() for file in folder.iterdir()],
@@ -451,12 +502,17 @@ def test_nothing_whole_is_said_and_not_started_over(saved: Job) -> None:
     with damaged(saved, 1, 2) as folders:
         for folder in folders:
             flip(folder / "common.pt")
-        with pytest.raises(ValueError, match=r"no checkpoint in .* is complete .*step_2: common.pt.*step_1: common.pt"):
+        with pytest.raises(
+            ValueError,
+            match=r"no checkpoint in .* is complete .*step_2: common.pt.*step_1: common.pt",
+        ):
             saved.checkpoints.restore("auto")
         assert saved.checkpoints.restore("never")[0] == 0
 
 
-def test_a_failed_write_stops_the_run_at_the_next_boundary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_stops_the_run_at_the_next_boundary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = Job(tmp_path)
 
     def full(folder: Path, names: list[str]) -> None:
@@ -466,7 +522,9 @@ def test_a_failed_write_stops_the_run_at_the_next_boundary(tmp_path: Path, monke
         broken.setattr(files, "sums", full)
         job.step(1)
         job.checkpoints.maybe_save(1, job.state)
-        with pytest.raises(CheckFailed, match=r"step_1.* was not written: rank 0: the disk of .* is full"):
+        with pytest.raises(
+            CheckFailed, match=r"step_1.* was not written: rank 0: the disk of .* is full"
+        ):
             job.checkpoints.finish()
     assert files.steps(tmp_path / "checkpoints") == []
     job.checkpoints.save()  # what a refused run does last: now there is room
@@ -492,12 +550,16 @@ def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
     for value in (float("nan"), float("-inf")):
         name, tensor = list(job.trainer.parameters_by_name().items())[-1]
         tensor.data.view(-1)[-1] = value
-        with pytest.raises(CheckFailed, match=rf"NaN or infinity in {name}, as loaded from models/x"):
+        with pytest.raises(
+            CheckFailed, match=rf"NaN or infinity in {name}, as loaded from models/x"
+        ):
             check_weights(rank, job.trainer)
 
 
 @pytest.mark.parametrize("free", [0, 4_000, 40_000, 150_000])
-def test_a_full_disk_is_named_and_the_older_checkpoint_stays(tmp_path: Path, small_disk: Path, free: int) -> None:
+def test_a_full_disk_is_named_and_the_older_checkpoint_stays(
+    tmp_path: Path, small_disk: Path, free: int
+) -> None:
     """The disk fills at the first file, at a shard, at the metadata; afterwards there is room again."""
     job = Job(tmp_path, folder=small_disk)
     job.step(1)
@@ -507,7 +569,10 @@ def test_a_full_disk_is_named_and_the_older_checkpoint_stays(tmp_path: Path, sma
     filler.write_bytes(bytes(shutil.disk_usage(small_disk).free - free))
     before = shutil.disk_usage(small_disk).free
     job.step(2)
-    with pytest.raises((CheckFailed, OSError), match=rf"the disk of {small_disk}.* is full: [\d,]+ of 1,048,576 bytes"):
+    with pytest.raises(
+        (CheckFailed, OSError),
+        match=rf"the disk of {small_disk}.* is full: [\d,]+ of 1,048,576 bytes",
+    ):
         job.checkpoints.maybe_save(2, job.state)
         job.checkpoints.finish()
     assert [path.name for path in small_disk.iterdir() if path.suffix == ".part"] == []
@@ -521,7 +586,9 @@ def test_a_limit_on_file_sizes_is_named(tmp_path: Path) -> None:
     job.step(1)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
-        with pytest.raises(CheckFailed, match=r"more than the limit of 20,000 bytes; raise it \(`ulimit -f`\)"):
+        with pytest.raises(
+            CheckFailed, match=r"more than the limit of 20,000 bytes; raise it \(`ulimit -f`\)"
+        ):
             job.checkpoints.maybe_save(1, job.state)
             job.checkpoints.finish()
     finally:
@@ -530,6 +597,8 @@ def test_a_limit_on_file_sizes_is_named(tmp_path: Path) -> None:
 
 def test_another_models_checkpoint_is_refused_with_what_differs(saved: Job, tmp_path: Path) -> None:
     wide = Job(tmp_path, model=SMALL.model_copy(update={"hidden": 48}))
-    with pytest.raises(ValueError, match=r"step_2 is not a checkpoint of this model: .*32.*48") as refused:
+    with pytest.raises(
+        ValueError, match=r"step_2 is not a checkpoint of this model: .*32.*48"
+    ) as refused:
         wide.checkpoints.restore(str(saved.folder / "step_2"))
     assert "\n" not in str(refused.value)

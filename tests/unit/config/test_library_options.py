@@ -23,9 +23,22 @@ def check(key: str, **options: object) -> list[str]:
 @pytest.mark.parametrize(
     ("key", "options"),
     [
-        (ENGINE, {"max_num_seqs": 64, "max_num_batched_tokens": 8192, "enable_prefix_caching": False}),
-        (ENGINE, {"attention_backend": "FLASH_ATTN", "compilation_config": {"level": 3}, "unsafe": False}),
-        (MEGATRON, {"apply_rope_fusion": False, "overlap_grad_reduce": False, "bucket_size": 10_000_000}),
+        (
+            ENGINE,
+            {"max_num_seqs": 64, "max_num_batched_tokens": 8192, "enable_prefix_caching": False},
+        ),
+        (
+            ENGINE,
+            {
+                "attention_backend": "FLASH_ATTN",
+                "compilation_config": {"level": 3},
+                "unsafe": False,
+            },
+        ),
+        (
+            MEGATRON,
+            {"apply_rope_fusion": False, "overlap_grad_reduce": False, "bucket_size": 10_000_000},
+        ),
         (MEGATRON, {}),
     ],
 )
@@ -38,7 +51,12 @@ def test_what_changes_only_the_speed_passes(key, options):
     [
         (ENGINE, "seed", 1, "every layout samples the same tokens"),
         (ENGINE, "speculative_config", {}, "every layout samples the same tokens"),
-        (ENGINE, "logprobs_mode", "raw_logprobs", "log-probs are those of the distribution that was sampled"),
+        (
+            ENGINE,
+            "logprobs_mode",
+            "raw_logprobs",
+            "log-probs are those of the distribution that was sampled",
+        ),
         (ENGINE, "dtype", "float16", "the engine computes the trainer's log-probs"),
         (ENGINE, "kv_cache_dtype", "fp8", "the engine computes the trainer's log-probs"),
         (ENGINE, "load_format", "auto", "every sync is verified"),
@@ -50,7 +68,12 @@ def test_what_changes_only_the_speed_passes(key, options):
         (MEGATRON, "params_dtype", "bf16", "the precision"),
         (MEGATRON, "hidden_dropout", 0.1, "a forward pass repeats"),
         (MEGATRON, "overlap_param_gather", True, "a sync reads whole weights"),
-        (MEGATRON, "calculate_per_token_loss", False, "its gradient the same however tokens are divided"),
+        (
+            MEGATRON,
+            "calculate_per_token_loss",
+            False,
+            "its gradient the same however tokens are divided",
+        ),
         (MEGATRON, "num_layers", 3, "the model is that of config.json"),
     ],
 )
@@ -77,14 +100,18 @@ def test_fields_are_those_of_vllm():
     """Read from the source, they are what importing the library gives."""
     from vllm import EngineArgs
 
-    assert {x.name for x in fields(EngineArgs)} == set(library_options._fields(*LIBRARIES[ENGINE][:2])) - ASYNC
+    assert {x.name for x in fields(EngineArgs)} == set(
+        library_options._fields(*LIBRARIES[ENGINE][:2])
+    ) - ASYNC
 
 
 def test_what_megarl_sets_itself_is_not_harmless():
     """Of the engine's settings, but for the three that a CPU needs."""
     engine = Path(library_options.__file__).parents[1].joinpath("rollout/arguments.py").read_text()
     ours = [
-        line.split('"')[1] for line in engine.split("settings: dict")[1].split("}\n")[0].splitlines() if '": ' in line
+        line.split('"')[1]
+        for line in engine.split("settings: dict")[1].split("}\n")[0].splitlines()
+        if '": ' in line
     ]
     harmless = LIBRARIES[ENGINE][3]
     assert len(ours) > 10

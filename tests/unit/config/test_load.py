@@ -13,7 +13,14 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.config.load import RENAMED, _known_keys, load_config, parse_config, resolved_yaml, run_dir
+from megarl.config.load import (
+    RENAMED,
+    _known_keys,
+    load_config,
+    parse_config,
+    resolved_yaml,
+    run_dir,
+)
 from megarl.config.presets import PRESETS
 from megarl.config.schema import Config, ParallelSizes
 
@@ -35,9 +42,14 @@ def base(tmp_path: Path) -> Path:
 
 
 def test_overrides_win_and_are_read_as_yaml(base: Path) -> None:
-    config = load_config(base, ["train.steps=3", "train.betas=[0.8, 0.9]", "train.lr=2e-5", "task.options={max: 3e1}"])
+    config = load_config(
+        base,
+        ["train.steps=3", "train.betas=[0.8, 0.9]", "train.lr=2e-5", "task.options={max: 3e1}"],
+    )
     assert (config.train.steps, config.train.betas, config.train.lr) == (3, (0.8, 0.9), 2e-5)
-    assert config.task.options == {"max": 30.0}, "1e1-style numbers are numbers, also where no type says so"
+    assert config.task.options == {"max": 30.0}, (
+        "1e1-style numbers are numbers, also where no type says so"
+    )
     assert load_config(base).train.steps == 7
 
 
@@ -50,11 +62,15 @@ def test_path_on_the_command_line_replaces_create(base: Path) -> None:
     }
 
 
-def test_another_task_on_the_command_line_does_not_get_the_options_of_the_files(tmp_path: Path) -> None:
+def test_another_task_on_the_command_line_does_not_get_the_options_of_the_files(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("task: {name: 'a.b:f', template: plain, options: {vocab: 67, size: 3}}\n")
     task = load_config(file, ["task.options.size=4", "task.name=jsonl:x.jsonl"]).task
-    assert (task.options, task.template) == ({"size": 4}, "plain"), "those of the command line are the new task's"
+    assert (task.options, task.template) == ({"size": 4}, "plain"), (
+        "those of the command line are the new task's"
+    )
     assert load_config(file, ["task.name=a.b:f"]).task.options == {"vocab": 67, "size": 3}
     assert load_config(file, ["task.options.size=4"]).task.options == {"vocab": 67, "size": 4}
     file.write_text("task: {options: {max_terms: 2}}\n")  # of the default task
@@ -64,7 +80,9 @@ def test_another_task_on_the_command_line_does_not_get_the_options_of_the_files(
 
 def test_a_task_on_the_command_line_replaces_a_mixture_and_the_reverse(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
-    file.write_text("task: {template: plain, mixture: [{name: 'a.b:f', weight: 2}, {name: 'a.b:g'}]}\n")
+    file.write_text(
+        "task: {template: plain, mixture: [{name: 'a.b:f', weight: 2}, {name: 'a.b:g'}]}\n"
+    )
     task = load_config(file, ["task.name=a.b:h"]).task
     assert (task.name, task.mixture, task.template) == ("a.b:h", (), "plain")
     assert [part.weight for part in load_config(file).task.mixture] == [2.0, 1.0]
@@ -89,17 +107,29 @@ def test_resolved_reads_back_the_same(base: Path) -> None:
 
 @given(st.sampled_from(sorted(PRESETS)), st.floats(0.0, 0.9), st.floats(0.0, 2.0))
 def test_explicit_values_win_over_any_preset(preset: str, clip: float, coef: float) -> None:
-    algorithm = parse_config({"algorithm": {"preset": preset, "clip_low": clip, "kl": {"coef": coef}}}).algorithm
+    algorithm = parse_config(
+        {"algorithm": {"preset": preset, "clip_low": clip, "kl": {"coef": coef}}}
+    ).algorithm
     assert (algorithm.clip_low, algorithm.kl.coef, algorithm.preset) == (clip, coef, preset)
     expected = PRESETS[preset].get("kl", {}).get("estimator", Config().algorithm.kl.estimator)
     assert algorithm.kl.estimator == expected, "the rest of a section still comes from the preset"
-    assert parse_config(yaml.safe_load(resolved_yaml(Config(algorithm=algorithm)))).algorithm == algorithm
+    assert (
+        parse_config(yaml.safe_load(resolved_yaml(Config(algorithm=algorithm)))).algorithm
+        == algorithm
+    )
 
 
 def test_options_of_another_function_do_not_follow_a_changed_name() -> None:
-    kept = parse_config({"algorithm": {"preset": "grpo", "correction": PRESETS["grpo"]["correction"]}}).algorithm
+    kept = parse_config(
+        {"algorithm": {"preset": "grpo", "correction": PRESETS["grpo"]["correction"]}}
+    ).algorithm
     assert kept.correction_options == PRESETS["grpo"]["correction_options"]
-    assert parse_config({"algorithm": {"preset": "grpo", "correction": "none"}}).algorithm.correction_options == {}
+    assert (
+        parse_config(
+            {"algorithm": {"preset": "grpo", "correction": "none"}}
+        ).algorithm.correction_options
+        == {}
+    )
 
 
 @pytest.mark.parametrize(
@@ -136,12 +166,20 @@ def test_errors_are_one_line_with_the_key_the_place_and_the_remedy(
 
 @pytest.mark.parametrize(("key", "new"), sorted(RENAMED.items()))
 def test_a_renamed_key_is_refused_with_its_new_name(base: Path, key: str, new: str) -> None:
-    with pytest.raises(ValueError, match=rf"^{re.escape(key)} on the command line has been renamed; use {new}$"):
+    with pytest.raises(
+        ValueError, match=rf"^{re.escape(key)} on the command line has been renamed; use {new}$"
+    ):
         load_config(base, [f"{key}=1"])
     section, _, name = key.rpartition(".")
     lines = [*section.split("."), f"{name}: 1"]
-    base.write_text("\n".join("  " * depth + (line if "1" in line else line + ":") for depth, line in enumerate(lines)))
-    with pytest.raises(ValueError, match=rf"^{re.escape(key)} in .* line [23] has been renamed; use {new}$"):
+    base.write_text(
+        "\n".join(
+            "  " * depth + (line if "1" in line else line + ":") for depth, line in enumerate(lines)
+        )
+    )
+    with pytest.raises(
+        ValueError, match=rf"^{re.escape(key)} in .* line [23] has been renamed; use {new}$"
+    ):
         load_config(base)
     assert new in set(_known_keys(Config)), "the new name is a key"
     assert key not in set(_known_keys(Config))
@@ -209,7 +247,9 @@ def test_errors_in_a_file_name_its_line(tmp_path: Path, text: str, parts: list[s
         (b"a: 1\n---\nb: 2\n", ["line 2", "not YAML"]),
     ],
 )
-def test_what_is_no_yaml_is_one_line_with_the_file(tmp_path: Path, content: bytes, parts: list[str]) -> None:
+def test_what_is_no_yaml_is_one_line_with_the_file(
+    tmp_path: Path, content: bytes, parts: list[str]
+) -> None:
     file = tmp_path / "c.yaml"
     file.write_bytes(content)
     with pytest.raises(ValueError) as caught:
@@ -220,7 +260,12 @@ def test_what_is_no_yaml_is_one_line_with_the_file(tmp_path: Path, content: byte
         assert part in text, text
 
 
-BOMB = "\n".join(["a0: &a0 [lol, lol]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))])
+BOMB = "\n".join(
+    [
+        "a0: &a0 [lol, lol]",
+        *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)),
+    ]
+)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +295,9 @@ BOMB = "\n".join(["a0: &a0 [lol, lol]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}
         ("? [[a]]\n: 2", 1, "a key is a list or a mapping"),
     ],
 )  # fmt: skip
-def test_yaml_that_is_a_trap_is_one_line_at_once(tmp_path: Path, text: str, line: int | None, part: str) -> None:
+def test_yaml_that_is_a_trap_is_one_line_at_once(
+    tmp_path: Path, text: str, line: int | None, part: str
+) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(text)
     began = time.process_time()
@@ -262,9 +309,13 @@ def test_yaml_that_is_a_trap_is_one_line_at_once(tmp_path: Path, text: str, line
     assert time.process_time() - began < 5
 
 
-@pytest.mark.parametrize("value", ["[" * 5000, "&a [*a]", "9" * 5000, "!!python/object/apply:os.system ['true']", "\0"])
+@pytest.mark.parametrize(
+    "value", ["[" * 5000, "&a [*a]", "9" * 5000, "!!python/object/apply:os.system ['true']", "\0"]
+)
 def test_an_override_that_is_a_trap(base: Path, value: str) -> None:
-    with pytest.raises(ValueError, match=r"^the value of run\.name=.* is not YAML.*; quote it$") as caught:
+    with pytest.raises(
+        ValueError, match=r"^the value of run\.name=.* is not YAML.*; quote it$"
+    ) as caught:
         load_config(base, [f"run.name={value}"])
     assert len(str(caught.value)) < 400
 
@@ -316,6 +367,10 @@ def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
 
 
 def test_config_imports_no_heavy_package() -> None:
-    code = "import megarl.config.validate, megarl.launch.spawn, megarl.cli, sys; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    code = (
+        "import megarl.config.validate, megarl.launch.spawn, megarl.cli, sys; print(*sys.modules)"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert not {"torch", "vllm", "megatron", "ray", "transformers", "matplotlib"} & set(loaded)

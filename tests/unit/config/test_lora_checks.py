@@ -25,20 +25,50 @@ def check(lora: dict[str, Any], create: dict[str, Any] | None = None, **sections
 @pytest.mark.parametrize(
     ("lora", "create", "sections", "parts"),
     [
-        ({"targets": ["q_prj"]}, {}, {}, ["lora.targets: q_prj", "choose from down_proj, gate_proj, k_proj"]),
+        (
+            {"targets": ["q_prj"]},
+            {},
+            {},
+            ["lora.targets: q_prj", "choose from down_proj, gate_proj, k_proj"],
+        ),
         ({"targets": ["q_proj", "gate"]}, MOE, {}, ["gate is no linear layer that can be adapted"]),
         ({"targets": ["lm_head", "embed_tokens"]}, {}, {}, ["lm_head, embed_tokens"]),
-        ({"targets": ["gate_proj"]}, {"family": "gpt_oss", "experts": 4}, {}, ["k_proj, o_proj, q_proj, v_proj"]),
+        (
+            {"targets": ["gate_proj"]},
+            {"family": "gpt_oss", "experts": 4},
+            {},
+            ["k_proj, o_proj, q_proj, v_proj"],
+        ),
         ({"dropout": 0.1}, {}, {}, ["lora.dropout=0.1", "set it to 0"]),
         ({}, {}, {"stage": "reward_model"}, ["stage: reward_model", "remove lora"]),
         ({}, {}, {"algorithm": {"preset": "ppo"}}, ["algorithm.advantage=gae"]),
-        ({"sync": "adapter"}, MOE, {}, ["down_proj, gate_proj, up_proj of experts", "lora.sync=merged"]),
+        (
+            {"sync": "adapter"},
+            MOE,
+            {},
+            ["down_proj, gate_proj, up_proj of experts", "lora.sync=merged"],
+        ),
         ({"sync": "adapter"}, MLA, {}, ["of experts", "lora.sync=merged"]),
-        ({"sync": "adapter", "targets": ["o_proj"]}, MLA, {}, ["latent attention", "lora.sync=merged"]),
+        (
+            {"sync": "adapter", "targets": ["o_proj"]},
+            MLA,
+            {},
+            ["latent attention", "lora.sync=merged"],
+        ),
         ({"sync": "adapter", "rank": 600}, {}, {}, ["lora.rank=600", "512"]),
         ({"sync": "adapter"}, {}, {"rollout": {"sleep_level": 2}}, ["rollout.sleep_level=2"]),
-        ({}, MLA, {"moe": {"bias_update_rate": 0.1}}, ["moe.bias_update_rate=0.1 changes the base"]),
-        ({"sync": "adapter"}, {}, {"launch": {"topology": "split"}}, ["split moves whole weights", "lora.sync=merged"]),
+        (
+            {},
+            MLA,
+            {"moe": {"bias_update_rate": 0.1}},
+            ["moe.bias_update_rate=0.1 changes the base"],
+        ),
+        (
+            {"sync": "adapter"},
+            {},
+            {"launch": {"topology": "split"}},
+            ["split moves whole weights", "lora.sync=merged"],
+        ),
         (
             {},
             {},
@@ -50,7 +80,9 @@ def check(lora: dict[str, Any], create: dict[str, Any] | None = None, **sections
         ({"rank": 0}, {}, {}, ["lora.rank"]),
     ],
 )
-def test_refusals(lora: dict[str, Any], create: dict[str, Any], sections: dict[str, Any], parts: list[str]) -> None:
+def test_refusals(
+    lora: dict[str, Any], create: dict[str, Any], sections: dict[str, Any], parts: list[str]
+) -> None:
     with pytest.raises((ValueError, FileNotFoundError)) as refused:
         check(lora, create, **sections)
     assert all(part in str(refused.value) for part in parts), refused.value
@@ -85,7 +117,9 @@ def test_allowed(lora: dict[str, Any], create: dict[str, Any], sections: dict[st
         ({"r": None}, "is not the config of a LoRA adapter"),
     ],
 )
-def test_an_adapter_to_begin_with_must_fit(tmp_path: Path, change: dict[str, Any], part: str) -> None:
+def test_an_adapter_to_begin_with_must_fit(
+    tmp_path: Path, change: dict[str, Any], part: str
+) -> None:
     config = peft_config("base", Table((), (), ()), rank=4, alpha=8.0, dropout=0.0)
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     check({"rank": 4, "alpha": 8.0, "path": str(tmp_path)})

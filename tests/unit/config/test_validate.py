@@ -46,9 +46,13 @@ def torchrun(world: int) -> Env:
 
 def test_the_smallest_world_holds_the_layout() -> None:
     moe = {"family": "qwen3_moe", "experts": 4}
-    job = check_config(made({"parallel": {"tensor": 2, "expert": 2, "expert_tensor": 1}}, **moe), ALONE)
+    job = check_config(
+        made({"parallel": {"tensor": 2, "expert": 2, "expert_tensor": 1}}, **moe), ALONE
+    )
     assert (job.world, job.layout.dp.size, job.replicas, job.layout.ep.size) == (2, 1, 2, 2)
-    job = check_config(made({"parallel": {"pipeline": 2}, "rollout": {"tensor": 4}}, heads=4, kv_heads=2), ALONE)
+    job = check_config(
+        made({"parallel": {"pipeline": 2}, "rollout": {"tensor": 4}}, heads=4, kv_heads=2), ALONE
+    )
     assert (job.world, job.layout.dp.size, job.replicas) == (4, 2, 1)
 
 
@@ -62,19 +66,43 @@ def test_torchrun_sets_the_world() -> None:
     [
         ({"parallel": {"tensor": 3}}, {}, ["heads=4", "parallel.tensor=3", "1, 2, 4"]),
         ({"parallel": {"tensor": 4}}, {}, ["kv_heads=2", "parallel.tensor=4", "1, 2"]),
-        ({"parallel": {"pipeline": 4}}, {"layers": 3}, ["layers=3", "pipeline x virtual_pipeline = 4 x 1"]),
-        ({"parallel": {"pipeline": 2, "virtual_pipeline": 2}}, {"layers": 3}, ["layers=3", "= 2 x 2 chunks"]),
-        ({"parallel": {"virtual_pipeline": 2}}, {"layers": 4}, ["virtual_pipeline=2", "pipeline to 2 or more"]),
+        (
+            {"parallel": {"pipeline": 4}},
+            {"layers": 3},
+            ["layers=3", "pipeline x virtual_pipeline = 4 x 1"],
+        ),
+        (
+            {"parallel": {"pipeline": 2, "virtual_pipeline": 2}},
+            {"layers": 3},
+            ["layers=3", "= 2 x 2 chunks"],
+        ),
+        (
+            {"parallel": {"virtual_pipeline": 2}},
+            {"layers": 4},
+            ["virtual_pipeline=2", "pipeline to 2 or more"],
+        ),
         ({"parallel": {"expert": 2}}, {}, ["parallel.expert=2", "no experts"]),
-        ({"parallel": {"expert": 3}}, {"family": "qwen3_moe", "experts": 4}, ["experts=4", "parallel.expert=3"]),
+        (
+            {"parallel": {"expert": 3}},
+            {"family": "qwen3_moe", "experts": 4},
+            ["experts=4", "parallel.expert=3"],
+        ),
         (
             {"parallel": {"expert_tensor": 3}},
             {"family": "qwen3_moe", "experts": 4, "moe_intermediate": 32},
             ["moe_intermediate=32", "parallel.expert_tensor=3"],
         ),
         ({"rollout": {"tensor": 3}}, {}, ["heads=4", "rollout.tensor=3"]),
-        ({"parallel": {"tensor": 2}, "launch": {"processes": 3}}, {}, ["launch.processes=3", "multiple of 2"]),
-        ({"rollout": {"top_p": 0.9}}, {}, ["rollout.top_p=0.9", "not supported in training", "1.0"]),
+        (
+            {"parallel": {"tensor": 2}, "launch": {"processes": 3}},
+            {},
+            ["launch.processes=3", "multiple of 2"],
+        ),
+        (
+            {"rollout": {"top_p": 0.9}},
+            {},
+            ["rollout.top_p=0.9", "not supported in training", "1.0"],
+        ),
         ({"rollout": {"top_k": 5}}, {}, ["rollout.top_k=5"]),
         ({"rollout": {"min_p": 0.1}}, {}, ["rollout.min_p=0.1"]),
         ({"rollout": {"samples_per_prompt": 1}}, {}, ["samples_per_prompt=1", "grpo", "2 or more"]),
@@ -90,30 +118,61 @@ def test_torchrun_sets_the_world() -> None:
             {"family": "qwen3_moe", "experts": 4},
             ["moe.bias_update_rate=0.001", "qwen3_moe have no bias", "moe.aux_loss"],
         ),
-        ({"rollout": {"replicas": 2}}, {}, ["rollout.replicas=2", "launch.topology=split", "remove it"]),
+        (
+            {"rollout": {"replicas": 2}},
+            {},
+            ["rollout.replicas=2", "launch.topology=split", "remove it"],
+        ),
         ({"launch": {"dashboard": True}}, {}, ["launch.dashboard=True", "launch.topology=split"]),
         ({"launch": {"max_restarts": 9}}, {}, ["launch.max_restarts=9", "launch.topology=split"]),
-        ({"launch": {"fallback_layouts": [{"processes": 1}]}}, {}, ["launch.fallback_layouts=", "topology=split"]),
+        (
+            {"launch": {"fallback_layouts": [{"processes": 1}]}},
+            {},
+            ["launch.fallback_layouts=", "topology=split"],
+        ),
         (
             {
                 "launch": {
                     **SPLIT["launch"],
-                    "fallback_layouts": [{"processes": 2}, {"processes": 3, "parallel": {"tensor": 2}}],
+                    "fallback_layouts": [
+                        {"processes": 2},
+                        {"processes": 3, "parallel": {"tensor": 2}},
+                    ],
                 }
             },
             {},
             ["launch.fallback_layouts[1]: launch.processes=3 is not divisible", "multiple of 2"],
         ),
-        ({"rollout": {"update_in_flight": False}}, {}, ["rollout.update_in_flight=False", "launch.topology=split"]),
-        ({**SPLIT, "stage": "best_of_n"}, {}, ["launch.topology=split", "not for stage=best_of_n", "colocated"]),
-        ({**SPLIT, "train": {"offload": ["optimizer"]}}, {}, ["train.offload=['optimizer']", "shares none; unset it"]),
-        ({**SPLIT, "rollout": {"sleep_level": 1}}, {}, ["rollout.sleep_level=1", "shares none; unset it"]),
+        (
+            {"rollout": {"update_in_flight": False}},
+            {},
+            ["rollout.update_in_flight=False", "launch.topology=split"],
+        ),
+        (
+            {**SPLIT, "stage": "best_of_n"},
+            {},
+            ["launch.topology=split", "not for stage=best_of_n", "colocated"],
+        ),
+        (
+            {**SPLIT, "train": {"offload": ["optimizer"]}},
+            {},
+            ["train.offload=['optimizer']", "shares none; unset it"],
+        ),
+        (
+            {**SPLIT, "rollout": {"sleep_level": 1}},
+            {},
+            ["rollout.sleep_level=1", "shares none; unset it"],
+        ),
         (
             {**SPLIT, "rewards": [{"name": "model", "options": {"path": "rm"}}]},
             {},
             ["name='model' scores on the trainer's ranks", "serve-reward"],
         ),
-        ({"rollout": {"router_replay": "engine"}}, {}, ["rollout.router_replay=engine", "qwen3", "no experts"]),
+        (
+            {"rollout": {"router_replay": "engine"}},
+            {},
+            ["rollout.router_replay=engine", "qwen3", "no experts"],
+        ),
         (
             {"rollout": {"router_replay": "trainer"}},
             {"family": "qwen3_moe", "experts": 4},
@@ -142,45 +201,102 @@ def test_torchrun_sets_the_world() -> None:
             {"family": "qwen3_moe", "experts": 4},
             ["router_replay=engine", "moe_router_fusion=true"],
         ),
-        ({"launch": {"processes": 4, "processes_per_node": 3}}, {}, ["processes_per_node=3", "the 4 processes"]),
-        ({"model": {"revision": "v1"}}, {}, ["model.revision=v1", "not to model.create", "remove it"]),
-        ({"rewards": [{"name": "model"}]}, {}, ["name='model' needs options.path", "iterative_grpo"]),
         (
-            {"rewards": [{"name": "model", "options": {"path": "rm"}}], "rollout": {"sleep_level": 2}},
+            {"launch": {"processes": 4, "processes_per_node": 3}},
+            {},
+            ["processes_per_node=3", "the 4 processes"],
+        ),
+        (
+            {"model": {"revision": "v1"}},
+            {},
+            ["model.revision=v1", "not to model.create", "remove it"],
+        ),
+        (
+            {"rewards": [{"name": "model"}]},
+            {},
+            ["name='model' needs options.path", "iterative_grpo"],
+        ),
+        (
+            {
+                "rewards": [{"name": "model", "options": {"path": "rm"}}],
+                "rollout": {"sleep_level": 2},
+            },
             {},
             ["rollout.sleep_level=2", "set 1"],
         ),
         ({**ITERATIVE, "train": {"steps": 100}}, {}, ["train.steps=100", "iterative.iterations=3"]),
-        ({**ITERATIVE, "rewards": [{"name": "accuracy"}]}, {}, ["reward_model.train=true", "no `model`", "false"]),
-        ({**ITERATIVE, "rewards": [{"name": "model"}]}, {}, ["iterative.reward_model.labels must have a reward"]),
+        (
+            {**ITERATIVE, "rewards": [{"name": "accuracy"}]},
+            {},
+            ["reward_model.train=true", "no `model`", "false"],
+        ),
+        (
+            {**ITERATIVE, "rewards": [{"name": "model"}]},
+            {},
+            ["iterative.reward_model.labels must have a reward"],
+        ),
         (
             {"rewards": [{"name": "model", "options": {"path": "no/where"}}]},
             {},
             ["rewards: name='model': path=no/where is not a folder", "hub id"],
         ),
         (
-            {**ITERATIVE, "iterative": {"iterations": 3, "reward_model": {"labels": [{"name": "model"}]}}},
+            {
+                **ITERATIVE,
+                "iterative": {"iterations": 3, "reward_model": {"labels": [{"name": "model"}]}},
+            },
             {},
             ["labels must have a reward other than `model`"],
         ),
         (
-            {**ITERATIVE, "iterative": {"iterations": 3, "reward_model": {"updates": 9, "prompts": 8}}},
+            {
+                **ITERATIVE,
+                "iterative": {"iterations": 3, "reward_model": {"updates": 9, "prompts": 8}},
+            },
             {},
             ["reward_model.updates=9", "prompts=8"],
         ),
-        ({"reward_model": {"aggregate": "max"}}, {}, ["aggregate=max", "set reward_model.head=token"]),
-        ({"reward_model": {"process": True, "centre": 0.1}}, {}, ["process=true has no pairs", "remove", "centre"]),
-        ({"dpo": {"loss": "ipo", "label_smoothing": 0.1}}, {}, ["dpo.label_smoothing=0.1", "dpo.loss=ipo", "to 0"]),
-        ({"stage": "dpo", "dpo": {"reference": "previous"}}, {}, ["reference=previous", "stage: iterative_dpo"]),
-        ({"stage": "dpo", "train": {"epochs_per_batch": 2}}, {}, ["epochs_per_batch=2", "raise train.steps"]),
-        ({"stage": "best_of_n", "algorithm": {"loss": "gspo"}}, {}, ["algorithm.loss=gspo", "best_of_n; remove it"]),
+        (
+            {"reward_model": {"aggregate": "max"}},
+            {},
+            ["aggregate=max", "set reward_model.head=token"],
+        ),
+        (
+            {"reward_model": {"process": True, "centre": 0.1}},
+            {},
+            ["process=true has no pairs", "remove", "centre"],
+        ),
+        (
+            {"dpo": {"loss": "ipo", "label_smoothing": 0.1}},
+            {},
+            ["dpo.label_smoothing=0.1", "dpo.loss=ipo", "to 0"],
+        ),
+        (
+            {"stage": "dpo", "dpo": {"reference": "previous"}},
+            {},
+            ["reference=previous", "stage: iterative_dpo"],
+        ),
+        (
+            {"stage": "dpo", "train": {"epochs_per_batch": 2}},
+            {},
+            ["epochs_per_batch=2", "raise train.steps"],
+        ),
+        (
+            {"stage": "best_of_n", "algorithm": {"loss": "gspo"}},
+            {},
+            ["algorithm.loss=gspo", "best_of_n; remove it"],
+        ),
         (
             {"stage": "iterative_dpo", "algorithm": {"aggregation": "token-sum"}},
             {},
             ["algorithm.aggregation=token-sum", "iterative_dpo; remove it"],
         ),
         (
-            {"stage": "iterative_dpo", "rollout": {"samples_per_prompt": 1}, "algorithm": {"advantage": "reinforce"}},
+            {
+                "stage": "iterative_dpo",
+                "rollout": {"samples_per_prompt": 1},
+                "algorithm": {"advantage": "reinforce"},
+            },
             {},
             ["samples_per_prompt=1", "nothing to compare"],
         ),
@@ -189,7 +305,11 @@ def test_torchrun_sets_the_world() -> None:
             {},
             ["samples_per_prompt=1", "nothing to compare; use 2"],
         ),
-        ({"precision": {"fp8": {"recipe": "mxfp8"}}}, {}, ["recipe=mxfp8 needs a GPU", "precision.fp8.emulate=true"]),
+        (
+            {"precision": {"fp8": {"recipe": "mxfp8"}}},
+            {},
+            ["recipe=mxfp8 needs a GPU", "precision.fp8.emulate=true"],
+        ),
         (
             {"precision": {"fp8": {"params": True, "emulate": True}}, "train": {"dtype": "fp32"}},
             {},
@@ -210,35 +330,63 @@ def test_torchrun_sets_the_world() -> None:
             {},
             ["first_last_bf16=1", "none of the 2 layers"],
         ),
-        ({"rollout": {"quantization": "fp8"}, "train": {"dtype": "fp32"}}, {}, ["train.dtype=fp32", "=bf16"]),
+        (
+            {"rollout": {"quantization": "fp8"}, "train": {"dtype": "fp32"}},
+            {},
+            ["train.dtype=fp32", "=bf16"],
+        ),
         (
             {"rollout": {"quantization": "fp8", "tensor": 2}, "train": {"dtype": "bf16"}},
             {},
             ["rollout.tensor=2", "of model.layers.*.self_attn", "choose rollout.tensor from 1"],
         ),
-        ({"rollout": {"max_staleness": 1}}, {}, ["rollout.max_staleness=1", "launch.topology=split"]),
+        (
+            {"rollout": {"max_staleness": 1}},
+            {},
+            ["rollout.max_staleness=1", "launch.topology=split"],
+        ),
         ({}, {"heads": 4, "kv_heads": 3}, ["heads=4", "kv_heads=3"]),
         ({}, {"hidden": 66, "heads": 4}, ["hidden=66", "heads=4"]),
         ({}, {"family": "qwen3_moe"}, ["qwen3_moe", "experts=0"]),
         ({"checkpoint": {"resume": "nevr"}}, {}, ["checkpoint.resume=nevr", "never"]),
         ({"checkpoint": {"resume": "/"}}, {}, ["checkpoint.resume=/", "no metadata.json", "never"]),
-        ({"algorithm": {"loss_options": {"clip_lo": 1}}}, {}, ["algorithm.loss_options.clip_lo", "mean clip_low?"]),
-        ({"algorithm": {"advantage_options": {"x": 1}}}, {}, ["advantage_options.x", "advantage=grpo", "singleton"]),
+        (
+            {"algorithm": {"loss_options": {"clip_lo": 1}}},
+            {},
+            ["algorithm.loss_options.clip_lo", "mean clip_low?"],
+        ),
+        (
+            {"algorithm": {"advantage_options": {"x": 1}}},
+            {},
+            ["advantage_options.x", "advantage=grpo", "singleton"],
+        ),
         (
             {"algorithm": {"correction": "none", "correction_options": {"cap": 1}}},
             {},
             ["correction_options.cap", "correction=none", "takes none; remove it"],
         ),
         ({}, {"vocab": 3}, ["vocab=3", "at least"]),
-        ({"algorithm": {"preset": "reinforce", "clip_low": 0.1}}, {}, ["clip_low=0.1", "loss=reinforce", "has none"]),
-        ({"algorithm": {"preset": "gspo", "dual_clip": 3}}, {}, ["dual_clip=3.0", "loss=gspo", "clip_high"]),
+        (
+            {"algorithm": {"preset": "reinforce", "clip_low": 0.1}},
+            {},
+            ["clip_low=0.1", "loss=reinforce", "has none"],
+        ),
+        (
+            {"algorithm": {"preset": "gspo", "dual_clip": 3}},
+            {},
+            ["dual_clip=3.0", "loss=gspo", "clip_high"],
+        ),
         ({"algorithm": {"loss_options": {"clip_low": 1}}}, {}, ["write algorithm.clip_low"]),
         (
             {"algorithm": {"token_selection_options": {"share": 1}}},
             {},
             ["token_selection_options.share", "loss=ppo_clip", "none"],
         ),
-        ({"algorithm": {"preset": "reinforce_pp", "loss": "gspo"}}, {}, ["loss=gspo", "reinforce_pp", "one per token"]),
+        (
+            {"algorithm": {"preset": "reinforce_pp", "loss": "gspo"}},
+            {},
+            ["loss=gspo", "reinforce_pp", "one per token"],
+        ),
         (
             {"algorithm": {"advantage": "grpo_process", "kl": {"where": "reward", "coef": 0.1}}},
             {},
@@ -250,17 +398,53 @@ def test_torchrun_sets_the_world() -> None:
             ["use_rollout_logprobs=true", "correction=tis", "correction=none"],
         ),
         ({"algorithm": {"kl": {"target": 0.1}}}, {}, ["kl.target=0.1", "kl.coef"]),
-        ({"critic": {"lr": 1.0e-4}}, {}, ["critic.lr=0.0001", "advantage=grpo has no critic", "preset=ppo"]),
+        (
+            {"critic": {"lr": 1.0e-4}},
+            {},
+            ["critic.lr=0.0001", "advantage=grpo has no critic", "preset=ppo"],
+        ),
         ({"stage": "sft", "critic": {"clip": None}}, {}, ["critic.clip=None", "remove it"]),
-        ({"algorithm": {"preset": "ppo"}, "critic": {"min_lr": 1.0}}, {}, ["critic.min_lr=1.0", "critic.lr=9e-06"]),
-        ({"algorithm": {"preset": "ppo"}, "critic": {"warmup_steps": 100}}, {}, ["=100 covers all train.steps=100"]),
-        ({"algorithm": {"preset": "ppo"}, "critic": {"model": "nope/nope"}}, {}, ["critic.model=nope/nope", "folder"]),
-        ({"algorithm": {"preset": "ppo", "loss": "gspo"}}, {}, ["loss=gspo", "advantage=gae", "one per token"]),
-        ({"task": {"name": "a.b:f", "mixture": MIXTURE}}, {}, ["task.name=a.b:f and task.mixture are both set"]),
-        ({"task": {"size": 3, "mixture": MIXTURE}}, {}, ["task.size=3 and task.mixture are both set"]),
+        (
+            {"algorithm": {"preset": "ppo"}, "critic": {"min_lr": 1.0}},
+            {},
+            ["critic.min_lr=1.0", "critic.lr=9e-06"],
+        ),
+        (
+            {"algorithm": {"preset": "ppo"}, "critic": {"warmup_steps": 100}},
+            {},
+            ["=100 covers all train.steps=100"],
+        ),
+        (
+            {"algorithm": {"preset": "ppo"}, "critic": {"model": "nope/nope"}},
+            {},
+            ["critic.model=nope/nope", "folder"],
+        ),
+        (
+            {"algorithm": {"preset": "ppo", "loss": "gspo"}},
+            {},
+            ["loss=gspo", "advantage=gae", "one per token"],
+        ),
+        (
+            {"task": {"name": "a.b:f", "mixture": MIXTURE}},
+            {},
+            ["task.name=a.b:f and task.mixture are both set"],
+        ),
+        (
+            {"task": {"size": 3, "mixture": MIXTURE}},
+            {},
+            ["task.size=3 and task.mixture are both set"],
+        ),
         ({"eval": {"size": 0}}, {}, ["eval.size=0 and eval.sets is empty"]),
-        ({"stage": "sft", "train": {"epochs_per_batch": 2}}, {}, ["epochs_per_batch=2", "stage: sft is new"]),
-        ({"stage": "sft", "sft": {"patience": 2}}, {}, ["sft.patience=2", "eval.every=0; set eval.every"]),
+        (
+            {"stage": "sft", "train": {"epochs_per_batch": 2}},
+            {},
+            ["epochs_per_batch=2", "stage: sft is new"],
+        ),
+        (
+            {"stage": "sft", "sft": {"patience": 2}},
+            {},
+            ["sft.patience=2", "eval.every=0; set eval.every"],
+        ),
         (
             {"stage": "sft", "eval": {"every": 2, "size": 0, "sets": [{"name": "a"}]}},
             {},
@@ -276,25 +460,57 @@ def test_torchrun_sets_the_world() -> None:
             {"vocab": 67},
             ["distill_top_k=70 exceeds the vocabulary of 67"],
         ),
-        ({"algorithm": {"distill_top_k": 9}}, {}, ["distill_top_k=9 has no effect with distill_coef=0; set that"]),
+        (
+            {"algorithm": {"distill_top_k": 9}},
+            {},
+            ["distill_top_k=9 has no effect with distill_coef=0; set that"],
+        ),
         (
             {"algorithm": {"preset": "distill", "distill_beta": 0.5}, "teacher": {"url": URL}},
             {},
             ["distill_beta=0.5 needs algorithm.distill_top_k"],
         ),
-        ({"teacher": {"url": URL}}, {}, ["teacher is set, but nothing reads it", "algorithm.distill_coef"]),
-        ({"reference": {"url": URL}}, {}, ["reference is set, but nothing reads it", "algorithm.kl.coef"]),
-        ({"stage": "sft", **DISTILL, "teacher": {"url": URL}}, {}, ["nothing reads it", "in stage: rl"]),
-        ({**DISTILL, "teacher": {}}, {}, ["teacher.model=None and teacher.url=None: set one of them"]),
-        ({**DISTILL, "teacher": {"url": URL, "model": "x"}}, {}, ["teacher.model=x", "set one of them"]),
-        ({**DISTILL, "teacher": {"model": "no/where"}}, {}, ["teacher.model=no/where is not a folder"]),
+        (
+            {"teacher": {"url": URL}},
+            {},
+            ["teacher is set, but nothing reads it", "algorithm.distill_coef"],
+        ),
+        (
+            {"reference": {"url": URL}},
+            {},
+            ["reference is set, but nothing reads it", "algorithm.kl.coef"],
+        ),
+        (
+            {"stage": "sft", **DISTILL, "teacher": {"url": URL}},
+            {},
+            ["nothing reads it", "in stage: rl"],
+        ),
+        (
+            {**DISTILL, "teacher": {}},
+            {},
+            ["teacher.model=None and teacher.url=None: set one of them"],
+        ),
+        (
+            {**DISTILL, "teacher": {"url": URL, "model": "x"}},
+            {},
+            ["teacher.model=x", "set one of them"],
+        ),
+        (
+            {**DISTILL, "teacher": {"model": "no/where"}},
+            {},
+            ["teacher.model=no/where is not a folder"],
+        ),
         (
             {**DISTILL, "teacher": {"url": URL}, "rollout": {"temperature": 0.7}},
             {},
             ["rollout.temperature=0.7", "at 1; use teacher.model"],
         ),
         (
-            {"algorithm": {"distill_coef": 1.0, "filter_zero_std": True}, "teacher": {"url": URL}, "rewards": []},
+            {
+                "algorithm": {"distill_coef": 1.0, "filter_zero_std": True},
+                "teacher": {"url": URL},
+                "rewards": [],
+            },
             {},
             ["filter_zero_std=true drops every group"],
         ),
@@ -304,7 +520,11 @@ def test_torchrun_sets_the_world() -> None:
             ["loss=gspo needs one advantage per response"],
         ),
         ({"eval": {"sets": [{"name": "a"}, {"name": "a"}]}}, {}, ["two sets named a; rename one"]),
-        ({"eval": {"sets": [{"name": "a", "options": {"x": 1}}]}}, {}, ["a has options={'x': 1}, but no task"]),
+        (
+            {"eval": {"sets": [{"name": "a", "options": {"x": 1}}]}},
+            {},
+            ["a has options={'x': 1}, but no task"],
+        ),
         (
             {"eval": {"sets": [{"name": "a", "samples": 4, "temperature": 0}]}},
             {},
@@ -328,7 +548,11 @@ def test_torchrun_sets_the_world() -> None:
         ),
         ({"algorithm": {"reward_clip": [1, 0]}}, {}, ["reward_clip=[1.0, 0.0]"]),
         ({"algorithm": {"reward_clip_stage": "normalised"}}, {}, ["normalise_rewards=true"]),
-        ({"algorithm": {"overlong": {"buffer": 300}}}, {}, ["overlong.buffer=300", "max_tokens=256"]),
+        (
+            {"algorithm": {"overlong": {"buffer": 300}}},
+            {},
+            ["overlong.buffer=300", "max_tokens=256"],
+        ),
     ],
 )
 def test_refusals(sections: dict[str, Any], create: dict[str, Any], parts: list[str]) -> None:
@@ -351,7 +575,9 @@ def test_model_directories(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no config\.json"):
         model_shape(parse_config({"model": {"path": str(tmp_path)}}))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    with pytest.raises(ValueError, match="'gpt2' is not supported; supported: llama, qwen2, qwen3, qwen3_moe"):
+    with pytest.raises(
+        ValueError, match="'gpt2' is not supported; supported: llama, qwen2, qwen3, qwen3_moe"
+    ):
         model_shape(parse_config({"model": {"path": str(tmp_path)}}))
     (tmp_path / "config.json").write_text(json.dumps(hf_config(Create(hidden=32))))
     assert model_shape(parse_config({"model": {"path": str(tmp_path)}})).hidden == 32
@@ -376,14 +602,38 @@ MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
         ("qwen3", {"rms_norm_eps": "small"}, ['rms_norm_eps="small"', "number above 0"]),
         ("qwen3", {"rope_parameters": [1]}, ["rope_parameters=[1]", "an object"]),
         ("qwen3", {"rope_parameters": {"rope_theta": -1}}, ["rope_parameters: rope_theta=-1"]),
-        ("qwen3", {"rope_parameters": {"rope_type": "llama3"}}, ["rope_parameters has no 'factor'"]),
+        (
+            "qwen3",
+            {"rope_parameters": {"rope_type": "llama3"}},
+            ["rope_parameters has no 'factor'"],
+        ),
         ("qwen3", {"eos_token_id": "</s>"}, ['eos_token_id="</s>"', "token id"]),
-        ("llama", {"hidden_size": 3, "head_dim": None}, ["hidden_size=3", "num_attention_heads=4", "set head_dim"]),
+        (
+            "llama",
+            {"hidden_size": 3, "head_dim": None},
+            ["hidden_size=3", "num_attention_heads=4", "set head_dim"],
+        ),
         ("qwen3_moe", MOE | {"num_experts": 0}, ["num_experts=0", "at least 1"]),
-        ("qwen3", {"num_hidden_layers": 10**12}, ["num_hidden_layers=1000000000000", "below 2**31"]),
-        ("qwen3", {"num_hidden_layers": 10**9}, ["1000000000 layers", "at most 200000 are supported"]),
-        ("qwen3_moe", MOE | {"num_hidden_layers": 10**4, "num_experts": 10**4}, ["10000 layers", "10000 experts"]),
-        ("glm4_moe", GLM | {"num_nextn_predict_layers": 10**9}, ["1000000000 of multi-token prediction"]),
+        (
+            "qwen3",
+            {"num_hidden_layers": 10**12},
+            ["num_hidden_layers=1000000000000", "below 2**31"],
+        ),
+        (
+            "qwen3",
+            {"num_hidden_layers": 10**9},
+            ["1000000000 layers", "at most 200000 are supported"],
+        ),
+        (
+            "qwen3_moe",
+            MOE | {"num_hidden_layers": 10**4, "num_experts": 10**4},
+            ["10000 layers", "10000 experts"],
+        ),
+        (
+            "glm4_moe",
+            GLM | {"num_nextn_predict_layers": 10**9},
+            ["1000000000 of multi-token prediction"],
+        ),
         ("qwen3", {"vocab_size": 2**63}, [f"vocab_size={2**63}", "below 2**31"]),
         ("qwen3", {"vocab_size": 0}, ["vocab_size=0"]),
         ("qwen3", {"hidden_size": -1}, ["hidden_size=-1"]),
@@ -393,11 +643,23 @@ MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
         ("qwen3", {"head_dim": 0}, ["head_dim=0"]),
         ("qwen3", {"rms_norm_eps": float("nan")}, ["rms_norm_eps=NaN"]),
         ("qwen3", {"rope_parameters": None, "rope_theta": float("inf")}, ["rope_theta=Infinity"]),
-        ("qwen3", {"rope_parameters": None, "rope_scaling": {"rope_type": "evil"}}, ["rope_type='evil'"]),
+        (
+            "qwen3",
+            {"rope_parameters": None, "rope_scaling": {"rope_type": "evil"}},
+            ["rope_type='evil'"],
+        ),
         ("qwen3", {"eos_token_id": [[1]]}, ["eos_token_id=[[1]]"]),
         ("qwen3", {"eos_token_id": ["x" * 5000]}, ["eos_token_id="]),
-        ("qwen3", {"quantization_config": {"quant_method": "awq"}}, ['quant_method="awq"', "bf16 copy"]),
-        ("qwen3", {"quantization_config": {"quant_method": ["fp8"]}}, ["quant_method=", "bf16 copy"]),
+        (
+            "qwen3",
+            {"quantization_config": {"quant_method": "awq"}},
+            ['quant_method="awq"', "bf16 copy"],
+        ),
+        (
+            "qwen3",
+            {"quantization_config": {"quant_method": ["fp8"]}},
+            ["quant_method=", "bf16 copy"],
+        ),
         ("qwen3", {"quantization_config": 4}, ["quantization_config: 4 is invalid", "bf16 copy"]),
         (["qwen3"], {}, ["model_type=", "not supported"]),
         ({"a": 1}, {}, ["model_type=", "not supported"]),
@@ -416,10 +678,15 @@ def test_a_config_json_is_refused_by_file_key_and_value(
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
 
 
-@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"a":' * 150 + b"1" + b"}" * 150, b"\xff\xfe{", b"", b"{"])
+@pytest.mark.parametrize(
+    "content", [b"[" * 100_000, b'{"a":' * 150 + b"1" + b"}" * 150, b"\xff\xfe{", b"", b"{"]
+)
 def test_a_config_json_that_is_not_json(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(ValueError, match=r"^.*config\.json is not JSON \(.*\); correct it, or choose another model$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^.*config\.json is not JSON \(.*\); correct it, or choose another model$",
+    ):
         model_shape(parse_config({"model": {"path": str(tmp_path)}}))
 
 
@@ -464,14 +731,23 @@ def bridged(folder: Path, monkeypatch: pytest.MonkeyPatch, **values: Any) -> Con
     return parse_config({"model": {"path": str(folder)}})
 
 
-def test_a_family_without_a_table_needs_megatron_bridge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_without_a_table_needs_megatron_bridge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MISTRAL))
     config = parse_config({"model": {"path": str(tmp_path)}})
     if not is_installed("transformer_engine"):
-        with pytest.raises(ValueError, match=r"'mistral' is not supported; .* Add a table .*transformer_engine"):
+        with pytest.raises(
+            ValueError, match=r"'mistral' is not supported; .* Add a table .*transformer_engine"
+        ):
             model_shape(config)
     shape = model_shape(bridged(tmp_path, monkeypatch))
-    assert (shape.bridge, shape.family, shape.hidden, shape.is_moe) == (tmp_path, "mistral", 32, False)
+    assert (shape.bridge, shape.family, shape.hidden, shape.is_moe) == (
+        tmp_path,
+        "mistral",
+        32,
+        False,
+    )
     with pytest.raises(ValueError, match="and use a folder with weights"):
         parse_model(MISTRAL, "model.create")
 
@@ -479,7 +755,10 @@ def test_a_family_without_a_table_needs_megatron_bridge(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("values", "part"),
     [
-        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported for mistral"),
+        (
+            {"final_logit_softcapping": 30.0},
+            "final_logit_softcapping=30.0 is not supported for mistral",
+        ),
         ({"logits_scaling": 8.0}, "logits_scaling=8.0"),
         ({"vision_config": {"depth": 2}}, 'vision_config={"depth": 2}'),
         ({"is_encoder_decoder": True}, "is_encoder_decoder=true"),
@@ -495,7 +774,9 @@ def test_what_megatron_bridge_cannot_stand_in_for_is_refused(
     assert part in str(caught.value), caught.value
 
 
-def test_routers_of_megatron_bridge_are_asked_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_routers_of_megatron_bridge_are_asked_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = bridged(tmp_path, monkeypatch, **MOE, logit_scale=1.0, head_dim=32)
     assert model_shape(config).experts == 4
     assert check_config(config, ALONE)
@@ -510,7 +791,10 @@ def test_a_checkpoint_to_resume_from_has_metadata(tmp_path: Path) -> None:
 
 
 def test_warnings_name_the_values() -> None:
-    sections = {"train": {"max_tokens_per_microbatch": 64, "prompts_per_step": 1}, "rollout": {"samples_per_prompt": 2}}
+    sections = {
+        "train": {"max_tokens_per_microbatch": 64, "prompts_per_step": 1},
+        "rollout": {"samples_per_prompt": 2},
+    }
     warnings = check_config(made(sections | {"launch": {"processes": 4}}), ALONE).warnings
     assert any("1280 tokens" in text and "64" in text for text in warnings)
     assert any("2 rows for 4 data-parallel ranks" in text for text in warnings)
@@ -522,9 +806,14 @@ def test_warnings_name_the_values() -> None:
     assert any("num_nextn_predict_layers=1" in text for text in check_config(large, ALONE).warnings)
 
 
-def test_bf16_is_advised_against_on_a_cpu_without_its_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_is_advised_against_on_a_cpu_without_its_instructions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(validate, "has_bf16_products", lambda: False)
-    slow, fast = (check_config(made({"train": {"dtype": dtype}}), ALONE).warnings for dtype in ("bf16", "fp32"))
+    slow, fast = (
+        check_config(made({"train": {"dtype": dtype}}), ALONE).warnings
+        for dtype in ("bf16", "fp32")
+    )
     assert any("train.dtype=fp32" in text for text in slow) and fast == ()
 
 
@@ -534,7 +823,10 @@ def test_a_group_of_one_is_legal_where_its_advantage_is_not_zero() -> None:
     check_config(made(one | {"algorithm": {"preset": "remax"}}), ALONE)
     process = {"name": "process", "options": {"scorer": "json:loads"}}
     steps = {"algorithm": {"advantage": "grpo_process"}}
-    assert not any("grpo" in text for text in check_config(made(one | steps | {"rewards": [process]}), ALONE).warnings)
+    assert not any(
+        "grpo" in text
+        for text in check_config(made(one | steps | {"rewards": [process]}), ALONE).warnings
+    )
     with pytest.raises(ValueError, match="samples_per_prompt=1 with advantage=grpo_process"):
         check_config(made(one | steps), ALONE)
     assert any("equals grpo" in text for text in check_config(made(steps), ALONE).warnings)
@@ -543,9 +835,17 @@ def test_a_group_of_one_is_legal_where_its_advantage_is_not_zero() -> None:
 def test_names_are_those_of_the_maths() -> None:
     assert set(names.AGGREGATIONS) == set(AGGREGATIONS)
     for known, functions, common in (
-        (names.ADVANTAGES, {name: function.args[0] for name, function in ADVANTAGES.items()}, {"whiten", "std", "eps"}),
+        (
+            names.ADVANTAGES,
+            {name: function.args[0] for name, function in ADVANTAGES.items()},
+            {"whiten", "std", "eps"},
+        ),
         (names.LOSSES, {name: function.args[0] for name, function in LOSSES.items()}, set()),
-        (names.CORRECTIONS, {name: function.args[0] for name, function in CORRECTIONS.items()}, set()),
+        (
+            names.CORRECTIONS,
+            {name: function.args[0] for name, function in CORRECTIONS.items()},
+            set(),
+        ),
     ):
         options = {name: options_of(function) | common for name, function in functions.items()}
         assert {name: set(of) for name, of in known.items()} == options
@@ -558,10 +858,17 @@ def options_of(rule: Callable[..., Any]) -> set[str]:
 
 
 def test_selections_and_bounds_are_those_of_the_maths() -> None:
-    selects = {name: options_of(function) - {"generator", "clip_low", "clip_high"} for name, function in SELECT.items()}
+    selects = {
+        name: options_of(function) - {"generator", "clip_low", "clip_high"}
+        for name, function in SELECT.items()
+    }
     assert {name: set(of) for name, of in names.SELECT.items()} == selects
     for loss, function in LOSSES.items():
-        own = {name: of.default for name, of in signature(function.args[0]).parameters.items() if "clip" in name}
+        own = {
+            name: of.default
+            for name, of in signature(function.args[0]).parameters.items()
+            if "clip" in name
+        }
         assert names.CLIPS.get(loss, {}) == own, loss
 
 
@@ -570,11 +877,23 @@ def test_distillation_needs_no_reward() -> None:
     check_config(made({"algorithm": {"preset": "rloo"}, "reference": {"url": URL}}), ALONE)
 
 
-def test_the_divergence_of_whole_distributions_leaves_one_advantage_per_response(tmp_path: Path) -> None:
-    config = made({"algorithm": {"preset": "gspo", "distill_coef": 1.0, "distill_top_k": 8}, "teacher": {"url": URL}})
+def test_the_divergence_of_whole_distributions_leaves_one_advantage_per_response(
+    tmp_path: Path,
+) -> None:
+    config = made(
+        {
+            "algorithm": {"preset": "gspo", "distill_coef": 1.0, "distill_top_k": 8},
+            "teacher": {"url": URL},
+        }
+    )
     check_config(config, ALONE)
     (tmp_path / "config.json").write_text(json.dumps(hf_config(Create(hidden=32, vocab=50))))
-    config = made({"algorithm": {"preset": "distill", "distill_top_k": 51}, "teacher": {"model": str(tmp_path)}})
+    config = made(
+        {
+            "algorithm": {"preset": "distill", "distill_top_k": 51},
+            "teacher": {"model": str(tmp_path)},
+        }
+    )
     with pytest.raises(ValueError, match="distill_top_k=51 exceeds the vocabulary of 50"):
         check_config(config, ALONE)
 
@@ -589,7 +908,10 @@ def test_a_critic_is_of_the_policys_vocabulary(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"has a vocabulary of 99, but the policy's is 67"):
             check_config(made(ppo, vocab=67), ALONE)
     with pytest.raises(ValueError, match=r"heads=4 is not divisible by parallel.tensor=3"):
-        check_config(made({**ppo, "parallel": {"tensor": 3}}, vocab=67, heads=3, kv_heads=3, head_dim=32), ALONE)
+        check_config(
+            made({**ppo, "parallel": {"tensor": 3}}, vocab=67, heads=3, kv_heads=3, head_dim=32),
+            ALONE,
+        )
 
 
 def algorithm_of(**values: Any) -> Any:
@@ -608,14 +930,34 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ("kimi_k2", {"attention_bias": True}, "attention_bias=true"),
         ("deepseek_v3", {"topk_method": "greedy"}, 'topk_method="greedy"'),
         ("deepseek_v3", {"rope_scaling": YARN | {"truncate": False}}, "truncate=false"),
-        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, 'fmt="e5m2"'),
+        (
+            "deepseek_v3",
+            {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}},
+            'fmt="e5m2"',
+        ),
         ("llama_3_1_405b", {"mlp_bias": True}, "mlp_bias=true"),
         ("llama_3_1_405b", {"hidden_act": "gelu"}, 'hidden_act="gelu"'),
-        ("llama_3_1_405b", {"partial_rotary_factor": 0.5, "rope_scaling": None}, "partial_rotary_factor=0.5"),
-        ("llama_3_1_405b", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear'"),
-        ("llama_3_1_405b", {"rope_scaling": YARN | {"attention_factor": 1.2}}, "attention_factor=1.2"),
+        (
+            "llama_3_1_405b",
+            {"partial_rotary_factor": 0.5, "rope_scaling": None},
+            "partial_rotary_factor=0.5",
+        ),
+        (
+            "llama_3_1_405b",
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "rope_type='linear'",
+        ),
+        (
+            "llama_3_1_405b",
+            {"rope_scaling": YARN | {"attention_factor": 1.2}},
+            "attention_factor=1.2",
+        ),
         ("qwen3_235b_a22b", {"use_sliding_window": True}, "use_sliding_window=true"),
-        ("qwen3_235b_a22b", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types[1]"),
+        (
+            "qwen3_235b_a22b",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types[1]",
+        ),
         ("qwen3_235b_a22b", {"mlp_only_layers": [0]}, "mlp_only_layers=[0]"),
         ("qwen3_235b_a22b", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
         ("qwen3_235b_a22b", {"rope_scaling": YARN | {"mscale": 0.5}}, "mscale and mscale_all_dim"),
@@ -640,7 +982,9 @@ def test_what_a_table_does_not_obey_is_refused_by_name(
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("key", ["n_group", "topk_group", "first_k_dense_replace", "routed_scaling_factor"])
+@pytest.mark.parametrize(
+    "key", ["n_group", "topk_group", "first_k_dense_replace", "routed_scaling_factor"]
+)
 def test_a_value_whose_default_differs_elsewhere_must_be_given(tmp_path: Path, key: str) -> None:
     raw = json.loads((LARGE / "deepseek_v3" / "config.json").read_text())
     del raw[key]
@@ -650,8 +994,13 @@ def test_a_value_whose_default_differs_elsewhere_must_be_given(tmp_path: Path, k
 
 
 def test_biased_experts_are_not_split_and_sinks_are_not_spread_over_gpus() -> None:
-    sections = {"model": {"path": str(LARGE / "gpt_oss_120b")}, "parallel": {"tensor": 2, "expert_tensor": 2}}
-    with pytest.raises(ValueError, match=r"parallel.expert_tensor=2, but the experts of gpt_oss have biases"):
+    sections = {
+        "model": {"path": str(LARGE / "gpt_oss_120b")},
+        "parallel": {"tensor": 2, "expert_tensor": 2},
+    }
+    with pytest.raises(
+        ValueError, match=r"parallel.expert_tensor=2, but the experts of gpt_oss have biases"
+    ):
         check_config(parse_config(sections), ALONE)
     config = parse_config(sections | {"parallel": {"context": 2}})
     with pytest.raises(ValueError, match=r"parallel.context=2, but gpt_oss's attention sinks"):
@@ -677,22 +1026,29 @@ def test_kl_in_the_reward_is_k1_unless_said() -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_print_as_plain_values_and_read_back(preset: str) -> None:
-    config = made({"algorithm": {"preset": preset}, **({"teacher": {"url": URL}} if preset == "distill" else {})})
+    config = made(
+        {
+            "algorithm": {"preset": preset},
+            **({"teacher": {"url": URL}} if preset == "distill" else {}),
+        }
+    )
     check_config(config, ALONE)
     printed = yaml.safe_load(resolved_yaml(config))["algorithm"]
     assert {key: printed[key] for key in ("advantage", "loss", "aggregation", "correction")} == {
         key: PRESETS[preset][key] for key in ("advantage", "loss", "aggregation", "correction")
     }
-    assert made({"algorithm": printed | {"preset": "grpo"}}).algorithm.model_copy(update={"preset": preset}) == (
-        config.algorithm
-    ), "the printed values alone say it all"
+    assert made({"algorithm": printed | {"preset": "grpo"}}).algorithm.model_copy(
+        update={"preset": preset}
+    ) == (config.algorithm), "the printed values alone say it all"
 
 
 def test_an_optimizer_on_the_host_is_not_offloaded_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.config.validate.count_gpus", lambda: 1)
     train = {"optimizer_cpu_offload": True, "offload": ["gradients"]}
     check_config(made({"train": train}), ALONE)
-    with pytest.raises(ValueError, match=r"train.offload=\['optimizer'\] must not move it; remove optimizer"):
+    with pytest.raises(
+        ValueError, match=r"train.offload=\['optimizer'\] must not move it; remove optimizer"
+    ):
         check_config(made({"train": {**train, "offload": ["optimizer"]}}), ALONE)
 
 
@@ -700,9 +1056,13 @@ def test_the_split_topology_counts_trainers_and_engines_apart() -> None:
     config = made({**SPLIT, "rollout": {"tensor": 2, "replicas": 3}, "parallel": {"tensor": 2}})
     job = check_config(config, ALONE)
     assert (job.world, job.replicas) == (2, 3), "not the least multiple of both sides"
-    assert check_config(made({**SPLIT, "rollout": {"tensor": 2}}), ALONE).world == 1, "the engine's ranks are others"
+    assert check_config(made({**SPLIT, "rollout": {"tensor": 2}}), ALONE).world == 1, (
+        "the engine's ranks are others"
+    )
     with pytest.raises(ValueError, match="not by torchrun; run `megarl train`"):
         check_config(config, Env(0, 2, has_launcher=True))
     for command in ("eval", "parity", "sync"):
-        with pytest.raises(ValueError, match=f"not for `megarl {command}`; set launch.topology=colocated"):
+        with pytest.raises(
+            ValueError, match=f"not for `megarl {command}`; set launch.topology=colocated"
+        ):
             check_config(config, ALONE, command=command)

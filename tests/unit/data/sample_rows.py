@@ -8,13 +8,17 @@ from megarl.data.collate import collate
 from megarl.types import Group, Prompt, Sample, TrainBatch
 
 
-def sample(trainable: str, *, prompt_id: int = 0, index: int = 0, first: int = 10, **more) -> Sample:
+def sample(
+    trainable: str, *, prompt_id: int = 0, index: int = 0, first: int = 10, **more
+) -> Sample:
     """`trainable` as "..xx.x": one character a token; tokens count up from `first`, log-probs are -token."""
     flags = torch.tensor([character == "x" for character in trainable])
     tokens = torch.arange(first, first + len(trainable))
     more = {"finish": "stop", "reward": 1.0} | more
     versions = torch.where(flags, tokens % 7, -1).int()
-    return Sample(prompt_id, index, tokens, flags, torch.where(flags, -tokens.float(), 0.0), versions, **more)
+    return Sample(
+        prompt_id, index, tokens, flags, torch.where(flags, -tokens.float(), 0.0), versions, **more
+    )
 
 
 def batch_of(*samples: Sample) -> TrainBatch:

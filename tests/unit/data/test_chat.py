@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 
 from megarl.config.schema import Create, Task
-from megarl.data.tokenizer import HfTokenizer, TokenIds, load_tokenizer, prompt_encoder, stop_token_ids
+from megarl.data.tokenizer import (
+    HfTokenizer,
+    TokenIds,
+    load_tokenizer,
+    prompt_encoder,
+    stop_token_ids,
+)
 from megarl.launch.random_model import random_tokenizer
 
 # with a system message by default, like SmolLM2's
@@ -48,21 +54,35 @@ def rendered(chat_template: str | None, question: Any = "1 + 1", **task: Any) ->
 
 def test_the_system_prompt_comes_first_and_replaces_the_templates_own() -> None:
     assert rendered(DEFAULT_SYSTEM) == "<|system|>Be kind.\n<|user|>1 + 1\n<|assistant|>"
-    assert rendered(DEFAULT_SYSTEM, system_prompt="Add.") == "<|system|>Add.\n<|user|>1 + 1\n<|assistant|>"
+    assert (
+        rendered(DEFAULT_SYSTEM, system_prompt="Add.")
+        == "<|system|>Add.\n<|user|>1 + 1\n<|assistant|>"
+    )
     assert rendered(THINKING, system_prompt=" Add.\n") == "<|system|>Add.<|user|>1 + 1<|assistant|>"
 
 
 def test_messages_keep_a_system_message_of_their_own() -> None:
-    turns = ({"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "3"})
+    turns = (
+        {"role": "user", "content": "1"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "3"},
+    )
     shown = rendered(THINKING, turns, system_prompt="Add.")
     assert shown == "<|system|>Add.<|user|>1<|assistant|>2<|user|>3<|assistant|>"
-    own = rendered(THINKING, ({"role": "system", "content": "Count."}, *turns[:1]), system_prompt="Add.")
+    own = rendered(
+        THINKING, ({"role": "system", "content": "Count."}, *turns[:1]), system_prompt="Add."
+    )
     assert own == "<|system|>Count.<|user|>1<|assistant|>"
 
 
 def test_template_arguments_reach_the_template() -> None:
-    assert rendered(THINKING, template_args={"enable_thinking": True}) == "<|user|>1 + 1<|assistant|>"
-    assert rendered(THINKING, template_args={"enable_thinking": False}) == "<|user|>1 + 1<|assistant|>(low)"
+    assert (
+        rendered(THINKING, template_args={"enable_thinking": True}) == "<|user|>1 + 1<|assistant|>"
+    )
+    assert (
+        rendered(THINKING, template_args={"enable_thinking": False})
+        == "<|user|>1 + 1<|assistant|>(low)"
+    )
     both = {"enable_thinking": False, "reasoning_effort": "high"}
     assert rendered(THINKING, template_args=both) == "<|user|>1 + 1<|assistant|>(high)"
 
@@ -165,7 +185,9 @@ def test_the_variables_of_a_template_that_is_a_trap(monkeypatch: pytest.MonkeyPa
 
 
 def test_without_a_tokenizer_there_is_no_chat() -> None:
-    with pytest.raises(ValueError, match=re.escape("task.system_prompt needs a chat template, but the model's")):
+    with pytest.raises(
+        ValueError, match=re.escape("task.system_prompt needs a chat template, but the model's")
+    ):
         prompt_encoder(TokenIds((2,), 67), Task(system_prompt="Add."))
 
 
@@ -196,7 +218,9 @@ def merged(tmp_path_factory: pytest.TempPathFactory) -> HfTokenizer:
 def test_a_text_of_one_token_ends_a_response_like_eos(merged: HfTokenizer) -> None:
     ids = merged.inner.get_vocab()
     assert stop_token_ids(merged, ()) == (0,)
-    assert stop_token_ids(merged, ("\n", "\n\n", "<eos>")) == tuple(sorted((0, ids["\u010a"], ids["\u010a\u010a"])))
+    assert stop_token_ids(merged, ("\n", "\n\n", "<eos>")) == tuple(
+        sorted((0, ids["\u010a"], ids["\u010a\u010a"]))
+    )
     characters = tokenizer_of(None)
     assert stop_token_ids(characters, ("\n", "<|user|>")) == (
         2,
@@ -217,7 +241,9 @@ def test_a_text_of_one_token_ends_a_response_like_eos(merged: HfTokenizer) -> No
         ("", "rollout.stop has '', which is 0 tokens of the model's tokenizer ()"),
     ],
 )
-def test_a_text_of_several_tokens_is_refused_by_name(merged: HfTokenizer, text: str, message: str) -> None:
+def test_a_text_of_several_tokens_is_refused_by_name(
+    merged: HfTokenizer, text: str, message: str
+) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         stop_token_ids(merged, ("\n", text))
 
@@ -226,10 +252,13 @@ def test_a_text_outside_the_vocabulary_is_not_one_token() -> None:
     """It would be the token of all unknown texts."""
     small = random_tokenizer(Create(vocab=20))
     with pytest.raises(
-        ValueError, match=re.escape("'x', which is an unknown token of the model's tokenizer ('<unk>')")
+        ValueError,
+        match=re.escape("'x', which is an unknown token of the model's tokenizer ('<unk>')"),
     ):
         stop_token_ids(small, ("x",))
-    with pytest.raises(ValueError, match=re.escape("token ids 0..66 separated by spaces, not '</s>'")):
+    with pytest.raises(
+        ValueError, match=re.escape("token ids 0..66 separated by spaces, not '</s>'")
+    ):
         stop_token_ids(TokenIds((2,), 67), ("</s>",))
 
 

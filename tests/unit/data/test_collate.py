@@ -13,7 +13,9 @@ from megarl.types import Group, Prompt
 
 
 def test_shift_labels_mask_and_logprobs():
-    batch = batch_of(sample("..xxx", reward=0.5), sample(".x", first=30, reward=2.0, finish="length"))
+    batch = batch_of(
+        sample("..xxx", reward=0.5), sample(".x", first=30, reward=2.0, finish="length")
+    )
     assert batch.tokens.tolist() == [10, 11, 12, 13, 14, 30, 31]
     assert batch.labels.tolist() == [11, 12, 13, 14, 0, 31, 0]
     assert batch.mask.tolist() == [False, True, True, True, False, True, False]
@@ -21,12 +23,20 @@ def test_shift_labels_mask_and_logprobs():
     assert batch.versions.tolist() == [-1, 12 % 7, 13 % 7, 14 % 7, -1, 31 % 7, -1]
     assert batch.token_rewards.tolist() == [0, 0, 0, 0.5, 0, 2.0, 0]
     assert batch.cu_seqlens.tolist() == [0, 5, 7]
-    assert (batch.rewards.tolist(), batch.finish.tolist(), batch.temperature) == ([0.5, 2.0], [0, 1], 0.7)
+    assert (batch.rewards.tolist(), batch.finish.tolist(), batch.temperature) == (
+        [0.5, 2.0],
+        [0, 1],
+        0.7,
+    )
 
 
 def test_groups_are_dense_ids_in_order():
     groups = [
-        Group(Prompt(7, (), ""), (sample(".x", prompt_id=7), sample(".x", prompt_id=7, index=1)), baseline=0.25),
+        Group(
+            Prompt(7, (), ""),
+            (sample(".x", prompt_id=7), sample(".x", prompt_id=7, index=1)),
+            baseline=0.25,
+        ),
         Group(Prompt(3, (), ""), (sample(".x", prompt_id=3),)),
     ]
     batch = collate(groups, temperature=1.0)
@@ -51,15 +61,25 @@ def test_step_rewards_on_masked_tokens_move_back():
 def test_an_outcome_of_zero_is_a_step_and_a_mere_sum_of_steps_is_none():
     steps = ((2, 0.25),)
     batch = batch_of(sample(".xxx", reward=0.0, step_rewards=steps))
-    assert batch.step_ends.tolist() == [False, True, True, False] and batch.outcome_at.tolist() == [2]
+    assert batch.step_ends.tolist() == [False, True, True, False] and batch.outcome_at.tolist() == [
+        2
+    ]
     batch = batch_of(sample(".xxx", reward=0.25, step_rewards=steps, has_outcome=False))
-    assert batch.step_ends.tolist() == [False, True, False, False] and batch.outcome_at.tolist() == [-1]
+    assert batch.step_ends.tolist() == [
+        False,
+        True,
+        False,
+        False,
+    ] and batch.outcome_at.tolist() == [-1]
     assert batch.token_rewards.tolist() == [0, 0.25, 0, 0]
 
 
 def test_a_step_that_ends_with_the_row_is_one_step_with_the_outcome():
     batch = batch_of(sample(".x"), sample(".xxx", reward=1.0, step_rewards=((3, 0.25),)))
-    assert batch.token_rewards.tolist() == [1, 0, 0, 0, 1.25, 0] and batch.outcome_at.tolist() == [0, 4]
+    assert batch.token_rewards.tolist() == [1, 0, 0, 0, 1.25, 0] and batch.outcome_at.tolist() == [
+        0,
+        4,
+    ]
     assert batch.step_ends.tolist() == [True, False, False, False, True, False]
 
 
@@ -68,14 +88,20 @@ def test_what_was_cut_takes_no_part_when_masked():
     groups = [Group(Prompt(0, (), ""), (cut, sample(".xx", index=1)))]
     batch = collate(groups, temperature=1.0, mask_truncated=True)
     assert batch.mask.tolist() == [False, False, False, True, True, False]
-    assert batch.outcome_at.tolist() == [-1, 4] and not batch.token_rewards[:3].any() and not batch.step_ends[:3].any()
+    assert (
+        batch.outcome_at.tolist() == [-1, 4]
+        and not batch.token_rewards[:3].any()
+        and not batch.step_ends[:3].any()
+    )
     assert not batch.rollout_logprobs[:3].any() and (batch.versions[:3] == -1).all()
     assert collate(groups, temperature=1.0).mask.sum() == 4
 
 
 def test_a_step_reward_before_anything_sampled_rejects_the_row():
     batch = batch_of(sample("..xx", step_rewards=((1, 0.5),)))
-    assert not batch.mask.any() and not batch.token_rewards.any() and not batch.rollout_logprobs.any()
+    assert (
+        not batch.mask.any() and not batch.token_rewards.any() and not batch.rollout_logprobs.any()
+    )
 
 
 def test_a_row_that_sampled_nothing_has_no_reward_and_no_mask():
@@ -112,4 +138,6 @@ def test_rows_of_a_batch_are_the_batch_of_these_rows():
         part, expected = take_rows(whole, rows), replace(expected, group=whole.group[rows])
         for field in fields(expected):
             ours, theirs = getattr(part, field.name), getattr(expected, field.name)
-            assert torch.equal(ours, theirs) if isinstance(theirs, torch.Tensor) else ours == theirs, field.name
+            assert (
+                torch.equal(ours, theirs) if isinstance(theirs, torch.Tensor) else ours == theirs
+            ), field.name

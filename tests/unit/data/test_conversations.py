@@ -44,7 +44,10 @@ def tokenizer_of(template: str | None = "") -> HfTokenizer:
 
 
 def learned(
-    problem: Problem, chat_template: str | None = "", roles: tuple[str, ...] = ("assistant",), **task: Any
+    problem: Problem,
+    chat_template: str | None = "",
+    roles: tuple[str, ...] = ("assistant",),
+    **task: Any,
 ) -> str:
     """The text of the example, learned parts in brackets."""
     tokenizer = tokenizer_of(chat_template)
@@ -52,7 +55,9 @@ def learned(
     assert example is not None
     shown, inside = "", False
     for token, is_learned in zip(*example, strict=True):
-        shown += ("[" if is_learned else "]") * (is_learned != inside) + tokenizer.inner.decode([token])
+        shown += ("[" if is_learned else "]") * (is_learned != inside) + tokenizer.inner.decode(
+            [token]
+        )
         inside = is_learned
     return shown + "]" * inside
 
@@ -71,7 +76,11 @@ U, A, S = "<|user|>", "<|assistant|>", "<|system|>"
         (of(*TURNS), {"roles": ("user", "assistant")}, f"[{U}a?]{A}[b.<eos>{U}c?]{A}[d.<eos>]"),
         (of(*TURNS), {"system_prompt": "e"}, f"{S}e{U}a?{A}[b.<eos>]{U}c?{A}[d.<eos>]"),
         (of(*TURNS[:2], completion=messages(*TURNS[2:])), {}, f"{U}a?{A}b.<eos>{U}c?{A}[d.<eos>]"),
-        (Problem("a?", None, {"completion": messages(TURNS[1])}), {"system_prompt": "e"}, f"{S}e{U}a?{A}[b.<eos>]"),
+        (
+            Problem("a?", None, {"completion": messages(TURNS[1])}),
+            {"system_prompt": "e"},
+            f"{S}e{U}a?{A}[b.<eos>]",
+        ),
         (Problem("a?", None, {"completion": "b."}), {"template": "plain"}, "a?[b.<eos>]"),
         (of(*TURNS), {"chat_template": TAGGED}, "|user|a?|assistant|[b.~]|user|c?|assistant|[d.~]"),
         (
@@ -101,13 +110,23 @@ def test_a_single_turn_is_the_prompt_and_the_answer_of_a_task() -> None:
 @pytest.mark.parametrize(
     ("problem", "template", "message"),
     [
-        (of(TURNS[0], ("assistant", "x=b."), *TURNS[2:]), FORGETFUL, "renders turn 2 or one before it"),
+        (
+            of(TURNS[0], ("assistant", "x=b."), *TURNS[2:]),
+            FORGETFUL,
+            "renders turn 2 or one before it",
+        ),
         (of(TURNS[0]), "", "has no turn of sft.roles=['assistant']: user: 'a?'"),
         (of(*TURNS), None, "needs a chat template"),
-        (Problem("a?", None, {"completion": 5}), "", "completion must be text or a list of messages, not '5'"),
+        (
+            Problem("a?", None, {"completion": 5}),
+            "",
+            "completion must be text or a list of messages, not '5'",
+        ),
     ],
 )
-def test_what_cannot_be_determined_is_refused(problem: Problem, template: str | None, message: str) -> None:
+def test_what_cannot_be_determined_is_refused(
+    problem: Problem, template: str | None, message: str
+) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         learned(problem, template)
 
@@ -126,11 +145,17 @@ def test_rows_of_a_file_become_a_batch(tmp_path: Path) -> None:
     ]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     tokenizer, task = tokenizer_of(), Task(name=f"jsonl:{tmp_path}/rows.jsonl")
-    encode, example = prompt_encoder(tokenizer, task), example_encoder(tokenizer, task, ("assistant",))
+    encode, example = (
+        prompt_encoder(tokenizer, task),
+        example_encoder(tokenizer, task, ("assistant",)),
+    )
     stream = PromptStream(load_sources(task), encode, max_tokens=64, example=example)
     batch = supervised_batch(tokenizer, stream.take(4))
     end = tokenizer.eos[0]
-    counts = [int((batch.labels[row] == end).where(batch.mask[row], 0).sum()) for row in map(slice, *spans(batch))]
+    counts = [
+        int((batch.labels[row] == end).where(batch.mask[row], 0).sum())
+        for row in map(slice, *spans(batch))
+    ]
     assert sorted(counts) == [1, 1, 1, 2] and int(batch.mask.sum()) == 5 * 3
 
 

@@ -63,35 +63,66 @@ def problems(a_task: Task, split: Any = "train", **more: Any) -> list[Problem]:
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_columns(tmp_path: Path, suffix: str) -> None:
-    chat = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1 + 1", "name": "Ada"}]
+    chat = [
+        {"role": "system", "content": "Add."},
+        {"role": "user", "content": "1 + 1", "name": "Ada"},
+    ]
     rows = [
-        {"question": "1 + 1", "answer": 2, "level": "easy", "chat": chat, "reward_model": {"ground_truth": "two"}},
-        {"question": "2 + 2", "answer": 4, "level": "hard", "chat": chat[1:], "reward_model": {"ground_truth": "4"}},
+        {
+            "question": "1 + 1",
+            "answer": 2,
+            "level": "easy",
+            "chat": chat,
+            "reward_model": {"ground_truth": "two"},
+        },
+        {
+            "question": "2 + 2",
+            "answer": 4,
+            "level": "hard",
+            "chat": chat[1:],
+            "reward_model": {"ground_truth": "4"},
+        },
     ]
     name = write(tmp_path / f"rows{suffix}", rows)
     first, second = problems(task(name, held_out=0))
     assert (first.question, first.answer) == ("1 + 1", "2")
-    assert first.extra == {key: rows[0][key] for key in ("level", "reward_model")} | {"chat": first.extra["chat"]}
+    assert first.extra == {key: rows[0][key] for key in ("level", "reward_model")} | {
+        "chat": first.extra["chat"]
+    }
     assert second.extra["level"] == "hard"
-    first, second = problems(task(name, held_out=0, prompt="chat", answer="reward_model.ground_truth"))
-    assert (first.question, first.answer) == (tuple(chat), "two"), "and no key that only other messages have"
+    first, second = problems(
+        task(name, held_out=0, prompt="chat", answer="reward_model.ground_truth")
+    )
+    assert (first.question, first.answer) == (tuple(chat), "two"), (
+        "and no key that only other messages have"
+    )
     assert first.extra["question"] == "1 + 1"
     (first, _) = problems(task(name, held_out=0, prompt=["level", "question"]))
     assert first.question == "easy\n\n1 + 1"
 
 
 def test_the_answer_of_gsm8k_is_behind_its_solution(tmp_path: Path) -> None:
-    name = write(tmp_path / "gsm8k.jsonl", [{"question": "6 * 7?", "answer": "6 * 7 = <<6*7=42>>42\n#### 42 "}] * 2)
+    name = write(
+        tmp_path / "gsm8k.jsonl",
+        [{"question": "6 * 7?", "answer": "6 * 7 = <<6*7=42>>42\n#### 42 "}] * 2,
+    )
     assert problems(task(name, held_out=0, answer_pattern="#### (.+)"))[0].answer == "42"
 
 
 def test_a_scan_reads_what_the_problems_have(tmp_path: Path) -> None:
-    rows = [row | {"responses": [[{"role": "assistant", "content": answer}] for answer in "yn"]} for row in sums(2500)]
+    rows = [
+        row | {"responses": [[{"role": "assistant", "content": answer}] for answer in "yn"]}
+        for row in sums(2500)
+    ]
     source = load_task(task(write(tmp_path / "rows.parquet", rows), held_out=0.1))
     problems = [source.problem(index) for index in range(source.size or 0)]
     scanned = list(source.problems())
-    assert scanned == problems and [problem.where for problem in scanned] == [problem.where for problem in problems]
-    assert [problem.question for problem in source.problems(whole=False)] == [problem.question for problem in problems]
+    assert scanned == problems and [problem.where for problem in scanned] == [
+        problem.where for problem in problems
+    ]
+    assert [problem.question for problem in source.problems(whole=False)] == [
+        problem.question for problem in problems
+    ]
 
 
 # --- held-out problems --------------------------------------------------------------------------------------------
@@ -111,13 +142,16 @@ def test_a_part_is_held_out_whatever_the_order_of_the_rows(tmp_path: Path) -> No
     assert questions(problems(turned, "eval")) == questions(held_out)
     assert len(problems(task(name, held_out=0))) == 1050
     with pytest.raises(
-        ValueError, match=re.escape("task.options.held_out=0; raise it, or set task.options.eval_split")
+        ValueError,
+        match=re.escape("task.options.held_out=0; raise it, or set task.options.eval_split"),
     ):
         load_task(task(name, held_out=0), "eval")
 
 
 def test_problems_of_the_evaluation_split_are_not_trained_on(tmp_path: Path) -> None:
-    write(tmp_path / "data" / "train.jsonl", [*sums(9), {"question": " 20 +  1 =\n", "answer": "21"}])
+    write(
+        tmp_path / "data" / "train.jsonl", [*sums(9), {"question": " 20 +  1 =\n", "answer": "21"}]
+    )
     write(tmp_path / "data" / "test.jsonl", sums(3, start=20))
     split = task(f"hf:{tmp_path}/data", eval_split="test")
     assert questions(problems(split, "eval")) == questions(
@@ -127,21 +161,36 @@ def test_problems_of_the_evaluation_split_are_not_trained_on(tmp_path: Path) -> 
 
 
 def test_problems_of_evaluation_sets_and_other_parts_are_not_trained_on(tmp_path: Path) -> None:
-    all_rows, some = write(tmp_path / "all.parquet", sums(20)), write(tmp_path / "some.jsonl", sums(4))
+    all_rows, some = (
+        write(tmp_path / "all.parquet", sums(20)),
+        write(tmp_path / "some.jsonl", sums(4)),
+    )
     (tmp_path / "held.jsonl").write_bytes(jsonl(sums(4, start=4)))
     mixture = [
         {"name": all_rows, "options": {"held_out": 0.01}},
-        {"name": f"jsonl:{tmp_path}/some.jsonl", "options": {"eval_file": str(tmp_path / "held.jsonl")}},
+        {
+            "name": f"jsonl:{tmp_path}/some.jsonl",
+            "options": {"eval_file": str(tmp_path / "held.jsonl")},
+        },
     ]
     mixed = Task.model_validate({"mixture": mixture})
-    evaluated = Eval.model_validate({"every": 1, "sets": [{"name": "few", "task": some, "size": 9}]})
-    with pytest.raises(ValueError, match=r"task.mixture\[1\]: .*some.jsonl' has no train problems, as 4 are held out"):
+    evaluated = Eval.model_validate(
+        {"every": 1, "sets": [{"name": "few", "task": some, "size": 9}]}
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"task.mixture\[1\]: .*some.jsonl' has no train problems, as 4 are held out",
+    ):
         list(check_tasks(mixed, evaluated))
     absent = Eval.model_validate({"size": 0, "sets": [{"name": "aime", "task": "jsonl:/absent"}]})
-    with pytest.raises(FileNotFoundError, match=r"eval.sets: aime: task file /absent does not exist"):
+    with pytest.raises(
+        FileNotFoundError, match=r"eval.sets: aime: task file /absent does not exist"
+    ):
         list(check_tasks(task(all_rows), absent, held_out=True))
     one = task(all_rows, held_out=0)
-    notes = list(check_tasks(one, Eval.model_validate({"size": 0, "sets": evaluated.sets}), held_out=True))
+    notes = list(
+        check_tasks(one, Eval.model_validate({"size": 0, "sets": evaluated.sets}), held_out=True)
+    )
     assert notes == [
         f"{all_rows}: 4 of 20 problems are held out for evaluation, and never trained on",
         "eval.sets: few has size=9, but there are 4 problems: all are used",
@@ -155,7 +204,9 @@ def test_problems_of_evaluation_sets_and_other_parts_are_not_trained_on(tmp_path
 
 def zero_rows() -> bytes:
     buffer = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.table({"question": pyarrow.array([], pyarrow.string())}), buffer)
+    pyarrow.parquet.write_table(
+        pyarrow.table({"question": pyarrow.array([], pyarrow.string())}), buffer
+    )
     return buffer.getvalue()
 
 
@@ -180,7 +231,11 @@ BAD: dict[str, bytes] = {
         ("nope.jsonl", {}, "nope.jsonl does not exist; name a file, a folder or a hub id"),
         ("empty.jsonl", {}, "is an empty file"),
         ("blank.jsonl", {}, "has no rows in split train"),
-        ("zero.parquet", {}, "has no rows in split train; correct its files, or task.options.split"),
+        (
+            "zero.parquet",
+            {},
+            "has no rows in split train; correct its files, or task.options.split",
+        ),
         ("broken.jsonl", {}, "broken.jsonl cannot be read (JSON parse error"),
         ("broken.parquet", {}, "broken.parquet cannot be read (Parquet"),
         ("notes.txt", {}, "choose from .jsonl, .json, .parquet, .csv"),
@@ -194,24 +249,38 @@ BAD: dict[str, bytes] = {
             "task.options.prompt=problem is not a column of hf:",
         ),
         ("good.jsonl", {"answer": "a.b"}, "good.jsonl; choose from: question, answer"),
-        ("text.jsonl", {}, "none of the columns prompt, question, problem, messages; set task.options.prompt"),
+        (
+            "text.jsonl",
+            {},
+            "none of the columns prompt, question, problem, messages; set task.options.prompt",
+        ),
         ("null.jsonl", {}, "null.jsonl split train row 7: the prompt must be text"),
         ("number.jsonl", {}, "split train row 0: the prompt must be text"),
         ("roles.jsonl", {}, "row 0: the prompt must be text, or messages must be a list of"),
         ("good.jsonl", {"prompts": "a"}, "task.options.prompts is not an option of task.name=hf:"),
         ("good.jsonl", {"prompts": "a"}, "did you mean prompt?"),
         ("good.jsonl", {"held_out": 2}, "task.options.held_out=2 of task.name=hf:"),
-        ("good.jsonl", {"answer_pattern": "#### .*"}, "has no group; put parentheses around the answer"),
+        (
+            "good.jsonl",
+            {"answer_pattern": "#### .*"},
+            "has no group; put parentheses around the answer",
+        ),
         (
             "good.jsonl",
             {"answer_pattern": "#### (.*)"},
             "row 0: task.options.answer_pattern='#### (.*)' does not match",
         ),
-        ("text.jsonl", {"prompt": "text", "answer_pattern": "(.*)"}, "needs task.options.answer; set it"),
+        (
+            "text.jsonl",
+            {"prompt": "text", "answer_pattern": "(.*)"},
+            "needs task.options.answer; set it",
+        ),
         ("good.jsonl", {"revision": "main"}, "task.options.revision=main is for hub ids"),
     ],
 )
-def test_a_mistake_is_one_line_with_the_remedy(tmp_path: Path, file: str, options: dict[str, Any], says: str) -> None:
+def test_a_mistake_is_one_line_with_the_remedy(
+    tmp_path: Path, file: str, options: dict[str, Any], says: str
+) -> None:
     if file in BAD:
         (tmp_path / file).write_bytes(BAD[file])
     with pytest.raises((ValueError, FileNotFoundError)) as error:
@@ -223,14 +292,18 @@ def test_rows_of_an_evaluation_set_are_checked_too(tmp_path: Path) -> None:
     (tmp_path / "null.jsonl").write_bytes(BAD["null.jsonl"])
     sets = [{"name": "bad", "task": f"hf:{tmp_path}/null.jsonl"}]
     listed = {"name": "megarl.data.tasks:random_tokens", "options": {"vocab": 67}}
-    config = parse_config({"model": {"create": {}}, "task": listed, "eval": {"every": 1, "size": 0, "sets": sets}})
+    config = parse_config(
+        {"model": {"create": {}}, "task": listed, "eval": {"every": 1, "size": 0, "sets": sets}}
+    )
     with pytest.raises(ValueError, match="row 7: the prompt must be text"):
         preflight(config, Env())
 
 
 def test_without_the_package_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hf_dataset, "is_installed", lambda package: False)
-    with pytest.raises(ValueError, match=re.escape("needs the package datasets; pip install 'datasets>=4,<6'")):
+    with pytest.raises(
+        ValueError, match=re.escape("needs the package datasets; pip install 'datasets>=4,<6'")
+    ):
         load_task(task("hf:org/data"))
 
 
@@ -287,19 +360,27 @@ def hub() -> Iterator[Hub]:
         yield running
 
 
-def dry_runs(hub: Hub, folder: Path, *overrides: list[str], **variables: str) -> list[tuple[int, str, str]]:
+def dry_runs(
+    hub: Hub, folder: Path, *overrides: list[str], **variables: str
+) -> list[tuple[int, str, str]]:
     folder.mkdir(exist_ok=True)
     (folder / "c.yaml").write_text(CONFIG.replace("RUNS", str(folder / "runs")))
     commands = [["train", "c.yaml", "--dry-run", *more] for more in overrides]
     env = hub.env(folder / "home", **variables)
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(commands)], cwd=folder, env=env, capture_output=True, text=True
+        [sys.executable, "-c", PROGRAM, json.dumps(commands)],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-def test_a_dataset_of_the_hub_is_pinned_to_its_commit_and_read_offline(hub: Hub, tmp_path: Path) -> None:
+def test_a_dataset_of_the_hub_is_pinned_to_its_commit_and_read_offline(
+    hub: Hub, tmp_path: Path
+) -> None:
     [(code, out, err)] = dry_runs(hub, tmp_path, ["task.options.revision=v1"])
     assert code == 0, err
     commit = hub.repos["datasets"]["org/sums"].commit
@@ -308,9 +389,15 @@ def test_a_dataset_of_the_hub_is_pinned_to_its_commit_and_read_offline(hub: Hub,
     assert "few has size=256, but there are 3 problems" in err
     before = len(hub.requests)
     [(code_of_few, _, err_of_few)] = dry_runs(
-        hub, tmp_path / "few", ["task.options={data_files: few/*.jsonl, held_out: 0.5}", "eval={size: 1, every: 1}"]
+        hub,
+        tmp_path / "few",
+        ["task.options={data_files: few/*.jsonl, held_out: 0.5}", "eval={size: 1, every: 1}"],
     )
-    fetched = {path.rpartition("/")[2] for path in (path for _, path in hub.requests[before:]) if "/resolve/" in path}
+    fetched = {
+        path.rpartition("/")[2]
+        for path in (path for _, path in hub.requests[before:])
+        if "/resolve/" in path
+    }
     assert code_of_few == 0, err_of_few
     assert fetched == {"train.jsonl"}
     before = len(hub.requests)
@@ -334,7 +421,10 @@ def test_mistakes_with_a_hub(hub: Hub, tmp_path: Path) -> None:
         cases.items(), dry_runs(hub, tmp_path, *([override] for override in cases)), strict=True
     ):
         *commits, last = err.splitlines()
-        assert (code, out) == (2, "") and all(" is commit " in line for line in commits), (override, err)
+        assert (code, out) == (2, "") and all(" is commit " in line for line in commits), (
+            override,
+            err,
+        )
         assert says in last, (override, err)
     assert not (tmp_path / "runs").exists()
 
@@ -342,11 +432,16 @@ def test_mistakes_with_a_hub(hub: Hub, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("variables", "says"),
     [
-        ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set; unset it, or run `hf download --repo-type dataset org/sums`"),
+        (
+            {"HF_HUB_OFFLINE": "1"},
+            "HF_HUB_OFFLINE is set; unset it, or run `hf download --repo-type dataset org/sums`",
+        ),
         ({"HF_ENDPOINT": "http://127.0.0.1:9"}, "http://127.0.0.1:9 cannot be used"),
     ],
 )
-def test_offline_and_not_cached(hub: Hub, tmp_path: Path, variables: dict[str, str], says: str) -> None:
+def test_offline_and_not_cached(
+    hub: Hub, tmp_path: Path, variables: dict[str, str], says: str
+) -> None:
     [(code, out, err)] = dry_runs(hub, tmp_path, [], **variables)
     assert (code, out, err.count("\n")) == (2, "", 1), err
     assert says in err

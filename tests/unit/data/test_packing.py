@@ -43,7 +43,9 @@ def test_invariants(lengths, dp, updates, max_tokens, group_size):
 
 
 def test_equal_groups_make_equal_updates():
-    plan = plan_rows([8] * 32, dp=2, updates=4, max_tokens=32, groups=[row // 4 for row in range(32)])
+    plan = plan_rows(
+        [8] * 32, dp=2, updates=4, max_tokens=32, groups=[row // 4 for row in range(32)]
+    )
     assert [sum(len(bin) for rank in update for bin in rank) for update in plan] == [8, 8, 8, 8]
 
 
@@ -72,7 +74,9 @@ def test_ranks_are_evenly_loaded():
     batch = batch_of(*(sample("." + "x" * length) for length in lengths))
     for dp in (1, 2, 4, 8):
         layout = Layout.of(Parallel(), dp, 0)
-        plan = plan_microbatches(batch, layout, Train(max_tokens_per_microbatch=8192, updates_per_step=2))
+        plan = plan_microbatches(
+            batch, layout, Train(max_tokens_per_microbatch=8192, updates_per_step=2)
+        )
         assert plan.efficiency > 0.95, f"dp={dp}"
         assert sum(plan.num_tokens) == int(batch.mask.sum())
         for update in plan.rows:
@@ -91,21 +95,34 @@ def test_a_long_row_weighs_more_than_its_tokens():
     lengths = [20_000, *[100] * 600]
     ranks = plan_rows(lengths, dp=2, updates=1, max_tokens=20_000)[0]
     tokens = [sum(lengths[row] for bin in rank for row in bin) for rank in ranks]
-    assert tokens[0] < tokens[1]  # the rank with the long row; equal tokens would leave it the last to finish
-    cost = [sum(lengths[row] + lengths[row] ** 2 / ATTENTION_LENGTH for bin in rank for row in bin) for rank in ranks]
+    assert (
+        tokens[0] < tokens[1]
+    )  # the rank with the long row; equal tokens would leave it the last to finish
+    cost = [
+        sum(lengths[row] + lengths[row] ** 2 / ATTENTION_LENGTH for bin in rank for row in bin)
+        for rank in ranks
+    ]
     assert max(cost) < 1.01 * min(cost)
 
 
 def test_shuffled_groups_stay_whole():
     groups, units = [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5], [0, 0, 1, 1, 2, 3, 4, 5, 6, 6, 7, 7]
     options = {"dp": 2, "updates": 3, "max_tokens": 16, "groups": groups, "units": units}
-    in_order, *shuffled = (plan_rows([4] * 12, **options, shuffle=seed) for seed in (None, "a", "a", "b"))
+    in_order, *shuffled = (
+        plan_rows([4] * 12, **options, shuffle=seed) for seed in (None, "a", "a", "b")
+    )
     assert shuffled[0] == shuffled[1] != shuffled[2] and in_order not in shuffled
     for plan in shuffled:
         updates = [[row for rank in update for bin in rank for row in bin] for update in plan]
         assert sorted(row for update in updates for row in update) == list(range(12))
-        assert sorted(sorted({groups[row] for row in update}) for update in updates) != [[0, 1], [2, 3], [4, 5]]
-        assert sum(len({groups[row] for row in update}) for update in updates) == 6, "no group is split"
+        assert sorted(sorted({groups[row] for row in update}) for update in updates) != [
+            [0, 1],
+            [2, 3],
+            [4, 5],
+        ]
+        assert sum(len({groups[row] for row in update}) for update in updates) == 6, (
+            "no group is split"
+        )
         bins = [bin for update in plan for rank in update for bin in rank]
         assert all({0, 1} <= set(bin) for bin in bins if 0 in bin), "one unit, one micro-batch"
 
@@ -130,7 +147,9 @@ def test_bins_are_those_of_the_textbook(lengths, capacity):
     for length in sorted((min(length, capacity) for length in lengths), reverse=True):
         at = next((i for i, room in enumerate(rooms) if room >= length), len(rooms))
         rooms[at : at + 1] = [(rooms[at] if at < len(rooms) else capacity) - length]
-    assert sorted(rooms) == sorted(capacity - sum(min(lengths[i], capacity) for i in items) for items in found)
+    assert sorted(rooms) == sorted(
+        capacity - sum(min(lengths[i], capacity) for i in items) for items in found
+    )
 
 
 @pytest.mark.parametrize("count", [512, 8192])

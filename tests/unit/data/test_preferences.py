@@ -35,13 +35,43 @@ QUESTION = {"role": "user", "content": "1 2"}
 FORMATS = [  # question, fields -> responses, pairs, margins
     ("1 2", {"chosen": "3", "rejected": "4 5"}, [[3], [4, 5]], [[0, 1]], [0]),
     ("1 2", {"chosen": "3", "rejected": "4", "margin": 0.5}, [[3], [4]], [[0, 1]], [0.5]),
-    ("1 2", {"chosen": "3", "rejected": "4", "margin": None, "responses": None}, [[3], [4]], [[0, 1]], [0]),
+    (
+        "1 2",
+        {"chosen": "3", "rejected": "4", "margin": None, "responses": None},
+        [[3], [4]],
+        [[0, 1]],
+        [0],
+    ),
     ("1 2", {"chosen": said("3"), "rejected": said("4")}, [[3], [4]], [[0, 1]], [0]),
-    ("1 2", {"chosen": said("3", QUESTION), "rejected": said("4", QUESTION)}, [[3], [4]], [[0, 1]], [0]),
-    (CHAT, {"chosen": said("3", QUESTION), "rejected": said("4", QUESTION)}, [[3], [4]], [[0, 1]], [0]),
+    (
+        "1 2",
+        {"chosen": said("3", QUESTION), "rejected": said("4", QUESTION)},
+        [[3], [4]],
+        [[0, 1]],
+        [0],
+    ),
+    (
+        CHAT,
+        {"chosen": said("3", QUESTION), "rejected": said("4", QUESTION)},
+        [[3], [4]],
+        [[0, 1]],
+        [0],
+    ),
     ("1 2", {"responses": ["3", "4", "5"]}, [[3], [4], [5]], [[0, 1], [0, 2], [1, 2]], [0, 0, 0]),
-    ("1 2", {"responses": ["3", "4", "5"], "ranks": [2, 1, 2]}, [[3], [4], [5]], [[1, 0], [1, 2]], [0, 0]),
-    ("1 2", {"responses": ["3", "4", "5"], "scores": [0.1, 7, 0.1]}, [[3], [4], [5]], [[1, 0], [1, 2]], [0, 0]),
+    (
+        "1 2",
+        {"responses": ["3", "4", "5"], "ranks": [2, 1, 2]},
+        [[3], [4], [5]],
+        [[1, 0], [1, 2]],
+        [0, 0],
+    ),
+    (
+        "1 2",
+        {"responses": ["3", "4", "5"], "scores": [0.1, 7, 0.1]},
+        [[3], [4], [5]],
+        [[1, 0], [1, 2]],
+        [0, 0],
+    ),
     ("1 2", {"responses": [said("3"), said("4")], "scores": [-1, 1]}, [[3], [4]], [[1, 0]], [0]),
     ("1 2", {"responses": ["3", "4"], "ranks": [1, 1]}, [], [], []),
 ]
@@ -50,9 +80,17 @@ FORMATS = [  # question, fields -> responses, pairs, margins
 @pytest.mark.parametrize(("text", "extra", "responses", "pairs", "margins"), FORMATS)
 def test_formats(text: str, extra: dict, responses: list, pairs: list, margins: list) -> None:
     batch = preference_batch(IDS, [prompt(text=text, **extra)])
-    rows = [row.tolist() for row in batch.tokens.split(batch.cu_seqlens.diff().tolist()) if len(row)]
-    assert rows == [[1, 2, *response, EOS] for response in responses], "ended like answers of stage sft"
-    learned = [row.tolist() for row in batch.labels[batch.mask].split([len(row) - 2 for row in rows])] if rows else []
+    rows = [
+        row.tolist() for row in batch.tokens.split(batch.cu_seqlens.diff().tolist()) if len(row)
+    ]
+    assert rows == [[1, 2, *response, EOS] for response in responses], (
+        "ended like answers of stage sft"
+    )
+    learned = (
+        [row.tolist() for row in batch.labels[batch.mask].split([len(row) - 2 for row in rows])]
+        if rows
+        else []
+    )
     assert learned == [[*response, EOS] for response in responses]
     assert batch.pairs.tolist() == pairs and batch.pairs.shape[1] == 2
     assert batch.margins.tolist() == margins and batch.group.tolist() == [0] * len(rows)
@@ -61,7 +99,12 @@ def test_formats(text: str, extra: dict, responses: list, pairs: list, margins: 
 def test_rows_of_a_prompt_are_consecutive_and_tied_prompts_leave_no_gap() -> None:
     nine = {"responses": [str(number) for number in range(3, 12)]}
     batch = preference_batch(
-        IDS, [prompt(0, **nine), prompt(1, responses=["3", "4"], ranks=[1, 1]), prompt(2, chosen="5", rejected="6")]
+        IDS,
+        [
+            prompt(0, **nine),
+            prompt(1, responses=["3", "4"], ranks=[1, 1]),
+            prompt(2, chosen="5", rejected="6"),
+        ],
     )
     assert batch.group.tolist() == [0] * 9 + [1] * 2
     assert len(batch.pairs) == 37 and batch.pairs[-1].tolist() == [9, 10], "36 of nine responses"
@@ -71,17 +114,35 @@ def test_rows_of_a_prompt_are_consecutive_and_tied_prompts_leave_no_gap() -> Non
 ERRORS = [
     ({}, "has no responses, but preferences are learned from `chosen` and `rejected`"),
     ({"chosen": "3"}, "has chosen, but"),
-    ({"chosen": "3", "rejected": "4", "responses": ["3", "4"]}, "has chosen and rejected and responses, but"),
-    ({"chosen": "3", "rejected": 4}, "rejected must be text, or messages that end with the assistant's, not '4'"),
+    (
+        {"chosen": "3", "rejected": "4", "responses": ["3", "4"]},
+        "has chosen and rejected and responses, but",
+    ),
+    (
+        {"chosen": "3", "rejected": 4},
+        "rejected must be text, or messages that end with the assistant's, not '4'",
+    ),
     ({"chosen": "3", "rejected": [QUESTION]}, "messages that end with the assistant's"),
-    ({"chosen": "3", "rejected": said("4", {"role": "user", "content": "7"})}, "1 messages that are not the prompt's"),
-    ({"chosen": "3", "rejected": said("4", QUESTION, *said("5"))}, "2 messages that are not the prompt's"),
+    (
+        {"chosen": "3", "rejected": said("4", {"role": "user", "content": "7"})},
+        "1 messages that are not the prompt's",
+    ),
+    (
+        {"chosen": "3", "rejected": said("4", QUESTION, *said("5"))},
+        "2 messages that are not the prompt's",
+    ),
     ({"chosen": "3", "rejected": "4", "margin": "big"}, "margin must be 1 finite numbers"),
     ({"responses": "3 4"}, "responses must be a list of two or more, best first"),
     ({"responses": ["3"]}, "two or more"),
-    ({"responses": ["3", "4"], "ranks": [1]}, "ranks must be 2 finite numbers, one for each response"),
+    (
+        {"responses": ["3", "4"], "ranks": [1]},
+        "ranks must be 2 finite numbers, one for each response",
+    ),
     ({"responses": ["3", "4"], "scores": [1, float("nan")]}, "scores must be 2 finite numbers"),
-    ({"responses": ["3", "4"], "scores": [1, 2], "ranks": [1, 2]}, "which may contradict each other; keep one"),
+    (
+        {"responses": ["3", "4"], "scores": [1, 2], "ranks": [1, 2]},
+        "which may contradict each other; keep one",
+    ),
 ]
 
 
@@ -101,10 +162,17 @@ def test_every_row_is_checked_before_ranks_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, kind: str
 ) -> None:
     """A run may come to the last row after days."""
-    right, wrong = (STEPS, STEPS | {"labels": [True]}) if stage == "process" else (PAIR, PAIR | {"rejected": None})
+    right, wrong = (
+        (STEPS, STEPS | {"labels": [True]})
+        if stage == "process"
+        else (PAIR, PAIR | {"rejected": None})
+    )
 
     def task(last: dict[str, Any]) -> dict[str, Any]:
-        lines = [json.dumps({"prompt": f"{number}?", **extra}) for number, extra in enumerate([right] * 3 + [last])]
+        lines = [
+            json.dumps({"prompt": f"{number}?", **extra})
+            for number, extra in enumerate([right] * 3 + [last])
+        ]
         (tmp_path / "rows.jsonl").write_text("\n".join([*lines[:2], "", *lines[2:]]))
         (tmp_path / "right.jsonl").write_text(json.dumps({"prompt": "right?", **right}))
         names = {name: f"jsonl:{tmp_path / name}.jsonl" for name in ("rows", "right")}
@@ -115,21 +183,36 @@ def test_every_row_is_checked_before_ranks_start(
         if kind == "eval":
             return {"name": names["right"], "options": {"eval_file": str(tmp_path / "rows.jsonl")}}
         return (
-            {"mixture": [{"name": name} for name in names.values()]} if kind == "mixture" else {"name": names["rows"]}
+            {"mixture": [{"name": name} for name in names.values()]}
+            if kind == "mixture"
+            else {"name": names["rows"]}
         )
 
     def check(last: dict[str, Any]) -> None:
         sections: dict[str, Any] = {"stage": "reward_model" if stage == "process" else stage}
-        sections |= {"reward_model": {"process": stage == "process"}, "eval": {"every": int(kind == "eval"), "size": 4}}
+        sections |= {
+            "reward_model": {"process": stage == "process"},
+            "eval": {"every": int(kind == "eval"), "size": 4},
+        }
         preflight(parse_config({"model": {"create": {}}, "task": task(last), **sections}), Env())
 
     check(right)
-    where = f"hf:{tmp_path}/rows.jsonl split train row 3" if kind == "hf" else f"{tmp_path}/rows.jsonl line 5"
-    says = "has completions=['3', '4'] and labels=[True], but" if stage == "process" else "has chosen, but"
+    where = (
+        f"hf:{tmp_path}/rows.jsonl split train row 3"
+        if kind == "hf"
+        else f"{tmp_path}/rows.jsonl line 5"
+    )
+    says = (
+        "has completions=['3', '4'] and labels=[True], but"
+        if stage == "process"
+        else "has chosen, but"
+    )
     with pytest.raises(ValueError, match=re.escape(f"{where} {says}")):
         check(wrong)
 
 
 def test_an_endless_task_is_checked_by_its_first_problem() -> None:
-    with pytest.raises(ValueError, match="a generated problem has no responses, but preferences are learned from"):
+    with pytest.raises(
+        ValueError, match="a generated problem has no responses, but preferences are learned from"
+    ):
         check_feedback(Source(lambda index: Problem(f"{index}?"), None), steps=False)

@@ -42,7 +42,9 @@ def test_each_update_draws_its_own_and_a_resumed_run_the_same() -> None:
     assert one == numbers(again.mixed(fresh, "2/0")) != other
     assert one != numbers(Replay(0.5, 1000, seed=4, history=replay.history).mixed(fresh, "2/0"))
     drawn = Counter(n for key in range(400) for n in numbers(replay.mixed(fresh, str(key)))[20:])
-    assert set(drawn) == set(range(100)) and max(drawn.values()) < 130 and min(drawn.values()) > 40, "uniform: 80 each"
+    assert (
+        set(drawn) == set(range(100)) and max(drawn.values()) < 130 and min(drawn.values()) > 40
+    ), "uniform: 80 each"
 
 
 def test_the_history_begins_empty_and_keeps_the_newest() -> None:
@@ -57,7 +59,16 @@ def test_the_history_begins_empty_and_keeps_the_newest() -> None:
 def group(*rewards: float | None) -> Group:
     trainable = torch.tensor([False, True, True])
     samples = tuple(
-        Sample(0, n, torch.tensor([50, n, n]), trainable, torch.zeros(3), trainable.int(), "stop", reward=reward)
+        Sample(
+            0,
+            n,
+            torch.tensor([50, n, n]),
+            trainable,
+            torch.zeros(3),
+            trainable.int(),
+            "stop",
+            reward=reward,
+        )
         for n, reward in enumerate(rewards)
     )
     return Group(Prompt(0, (50,), ""), samples)
@@ -68,8 +79,18 @@ def test_samples_are_ranked_by_reward() -> None:
     every, ends = rankings(groups), rankings(groups, "best_worst")
     assert [part.labels for part in every] == [(1.0, 0.0, 1.0, 0.0), (0.2, 0.9)]
     assert [part.labels for part in ends] == [(1.0, 0.0), (0.9, 0.2)]
-    assert [[int(row[0][1]) for row in part.rows] for part in ends] == [[0, 1], [1, 0]], "the first of equal ones"
+    assert [[int(row[0][1]) for row in part.rows] for part in ends] == [[0, 1], [1, 0]], (
+        "the first of equal ones"
+    )
     batch = ranking_batch(every)
-    assert batch.group.tolist() == [0, 0, 0, 0, 1, 1] and batch.cu_seqlens.tolist() == [0, 3, 6, 9, 12, 15, 18]
+    assert batch.group.tolist() == [0, 0, 0, 0, 1, 1] and batch.cu_seqlens.tolist() == [
+        0,
+        3,
+        6,
+        9,
+        12,
+        15,
+        18,
+    ]
     assert batch.pairs.tolist() == [[0, 1], [0, 3], [2, 1], [2, 3], [5, 4]]
     assert batch.mask.tolist() == [True, True, False] * 6

@@ -43,9 +43,13 @@ def judges(name: str, count: int = 3) -> list[TaskJudge]:
     return [TaskJudge(name, {"seed": 0}, dataset(name)[index]) for index in range(count)]
 
 
-def judge(name: str, *texts: str, index: int = 0, timeout_s: float = 20.0) -> list[tuple[float | None, str]]:
+def judge(
+    name: str, *texts: str, index: int = 0, timeout_s: float = 20.0
+) -> list[tuple[float | None, str]]:
     own = judges(name)[index]
-    return [(v.value, v.cause) for v in judge_answers([own] * len(texts), texts, timeout_s=timeout_s)]
+    return [
+        (v.value, v.cause) for v in judge_answers([own] * len(texts), texts, timeout_s=timeout_s)
+    ]
 
 
 def direct(name: str, text: str, index: int = 0) -> float | None:
@@ -79,7 +83,12 @@ def honest(entry: dict[str, Any]) -> list[str]:
 
 
 def assert_as_reasoning_gym(name: str) -> None:
-    cases = [(own, text) for own in judges(name) for text in honest(own.entry) if not is_refused(name, text, own)]
+    cases = [
+        (own, text)
+        for own in judges(name)
+        for text in honest(own.entry)
+        if not is_refused(name, text, own)
+    ]
     verdicts = judge_answers([own for own, _ in cases], [text for _, text in cases], timeout_s=20.0)
     for (own, text), verdict in zip(cases, verdicts, strict=True):
         try:
@@ -95,7 +104,9 @@ def is_refused(name: str, text: str, own: TaskJudge) -> bool:
     return name in FORMS and text != own.entry["answer"] and not FORMS[name](text, own.entry)
 
 
-@pytest.mark.parametrize("name", [*EVALUATE, "chain_sum", "boxnet", "coin_flip", "game_of_life", "prime_factorization"])
+@pytest.mark.parametrize(
+    "name", [*EVALUATE, "chain_sum", "boxnet", "coin_flip", "game_of_life", "prime_factorization"]
+)
 def test_honest_answers_get_what_reasoning_gym_gives(name):
     assert_as_reasoning_gym(name)
 
@@ -113,7 +124,10 @@ def exploits(folder: Path) -> list[str]:
     judged = "__import__('sys')._getframe(1).f_locals"
     return [
         f"__import__('os').system({shell!r})",
-        *(f"{space}__import__('os').system({shell!r})" for space in ("\n", " \n ", "\u00a0", "\x0c", "\u2003\n")),
+        *(
+            f"{space}__import__('os').system({shell!r})"
+            for space in ("\n", " \n ", "\u00a0", "\x0c", "\u2003\n")
+        ),
         f"open({str(folder / 'file')!r}, 'w').write('x')",
         f"().__class__.__base__.__subclasses__()[-1].__init__.__globals__['system']({shell!r})",
         f"[c for c in ().__class__.__base__.__subclasses__() if c.__name__ == 'Popen'][0]({shell!r}, shell=True)",
@@ -172,12 +186,16 @@ def assert_nothing_gained(name: str, folder: Path) -> None:
     verdicts = judge(name, *texts)
     # other judges give a little for texts of some forms; that of game_of_life_halting takes any text for right
     allowed = (
-        {plain, 0.0} if name in FORMS else {plain, *(value for value, _ in verdicts if value is not None and value < 1)}
+        {plain, 0.0}
+        if name in FORMS
+        else {plain, *(value for value, _ in verdicts if value is not None and value < 1)}
     )
     assert {value for value, _ in verdicts} <= allowed, verdicts
     assert not list(folder.iterdir()), "code ran"
     assert dict(vars(type(dataset(name)))) == before, "the judge was replaced"
-    assert judge(name, GARBAGE, str(judges(name)[0].entry["answer"]))[0][0] == plain, "the next sample gained"
+    assert judge(name, GARBAGE, str(judges(name)[0].entry["answer"]))[0][0] == plain, (
+        "the next sample gained"
+    )
 
 
 @pytest.mark.parametrize("name", [*EVALUATE, "chain_sum"])
@@ -186,9 +204,13 @@ def test_an_answer_runs_no_code(name, tmp_path, monkeypatch):
     assert_nothing_gained(name, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["polynomial_multiplication", "simple_integration", "intermediate_integration"])
+@pytest.mark.parametrize(
+    "name", ["polynomial_multiplication", "simple_integration", "intermediate_integration"]
+)
 def test_names_that_are_not_the_problems_are_refused(name):
-    assert [cause for _, cause in judge(name, "exit()", "1 + input()", "entry", "x + quit (1)")] == ["refused"] * 4
+    assert [
+        cause for _, cause in judge(name, "exit()", "1 + input()", "entry", "x + quit (1)")
+    ] == ["refused"] * 4
 
 
 @pytest.mark.long
@@ -202,11 +224,13 @@ def test_the_judges_process_has_nothing_of_the_trainer():
     assert judge("chain_sum", "1")[0][0] is not None
     assert POOL.server.process is not None
     folder = Path(f"/proc/{POOL.server.process.pid}")
-    assert {row.partition("=")[0] for row in folder.joinpath("environ").read_text().split("\0")} - {""} <= {
-        *ENVIRONMENT
-    }
+    assert {row.partition("=")[0] for row in folder.joinpath("environ").read_text().split("\0")} - {
+        ""
+    } <= {*ENVIRONMENT}
     files = {os.readlink(file) for file in folder.joinpath("fd").iterdir()}
-    assert all(path == "/dev/null" or path.startswith(("socket:", "anon_inode:")) for path in files), files
+    assert all(
+        path == "/dev/null" or path.startswith(("socket:", "anon_inode:")) for path in files
+    ), files
 
 
 def puzzle(name: str, numbers: list[int], target: int = 24) -> TaskJudge:
@@ -253,7 +277,8 @@ def test_puzzles_want_exactly_their_numbers_and_their_target(text, numbers, valu
 
 
 @pytest.mark.parametrize(
-    "text", ["4*6*1*1 # 9", "4*6*1*1\n", "4*6*x", "4*6*1.0", "4\u00d76", "4^2", "4;6", "'4'", "\uff14*6"]
+    "text",
+    ["4*6*1*1 # 9", "4*6*1*1\n", "4*6*x", "4*6*1.0", "4\u00d76", "4^2", "4;6", "'4'", "\uff14*6"],
 )
 def test_puzzles_have_numbers_and_four_operators_only(text):
     assert not is_arithmetic(text, {})
@@ -278,7 +303,10 @@ def test_slow_and_large_answers_are_worth_0_and_harm_no_other():
 def test_a_mixture_of_tasks_and_references_is_judged_in_one_call():
     own = [judges(name)[index] for index in range(3) for name in ("chain_sum", "countdown")]
     requests = [
-        ScoreRequest("", "", "", None, final_answer=str(judge.entry["answer"]), extra={"score": judge}) for judge in own
+        ScoreRequest(
+            "", "", "", None, final_answer=str(judge.entry["answer"]), extra={"score": judge}
+        )
+        for judge in own
     ]
     requests.insert(1, ScoreRequest("", "", "", "17", final_answer="17"))
     requests.append(ScoreRequest("", "", "", "17", final_answer=r"\frac{34}{2}"))
@@ -321,6 +349,8 @@ def test_the_judges_end_with_the_trainer():
     caller.wait()
     caller.stdout.close()
     deadline = time.monotonic() + 20
-    while Path(f"/proc/{pid}").exists() and "State:\tZ" not in Path(f"/proc/{pid}/status").read_text():
+    while (
+        Path(f"/proc/{pid}").exists() and "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    ):
         assert time.monotonic() < deadline
         time.sleep(0.05)

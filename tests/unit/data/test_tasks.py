@@ -20,7 +20,10 @@ from megarl.data.prompts import PromptStream, interleave
 from megarl.data.tasks import check_tasks, load_sources, load_task, random_tokens
 from megarl.data.tokenizer import TokenIds, prompt_encoder
 
-SUMS = Task(name="reasoning_gym:chain_sum", options={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1})
+SUMS = Task(
+    name="reasoning_gym:chain_sum",
+    options={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+)
 
 
 def check(task: Task, *, held_out: bool = False) -> list[str]:
@@ -50,7 +53,9 @@ def test_held_out_problems_are_never_trained_on_though_the_task_is_small():
 
 def test_another_seed_is_another_stream():
     one, two = (load_task(SUMS.model_copy(update={"seed": seed})) for seed in (0, 1))
-    assert [one.problem(i).question for i in range(5)] != [two.problem(i).question for i in range(5)]
+    assert [one.problem(i).question for i in range(5)] != [
+        two.problem(i).question for i in range(5)
+    ]
 
 
 def test_a_generator_that_is_a_list_wraps_round():
@@ -61,10 +66,22 @@ def test_a_generator_that_is_a_list_wraps_round():
     ("task", "says"),
     [
         (Task(name="reasoning_gym:chain_sun"), "did you mean chain_sum"),
-        (Task(name="reasoning_gym:chain_sum", options={"terms": 2}), "unexpected keyword argument 'terms'"),
-        (Task(name="reasoning_gym:chain_sum", options={"min_terms": 9, "max_terms": 2}), "rejects task.options="),
-        (Task(name="sums"), "write reasoning_gym:<name>, jsonl:FILE, hf:DATASET, or package.module:function"),
-        (Task(name="no_such_package:problems"), "cannot be imported (No module named 'no_such_package')"),
+        (
+            Task(name="reasoning_gym:chain_sum", options={"terms": 2}),
+            "unexpected keyword argument 'terms'",
+        ),
+        (
+            Task(name="reasoning_gym:chain_sum", options={"min_terms": 9, "max_terms": 2}),
+            "rejects task.options=",
+        ),
+        (
+            Task(name="sums"),
+            "write reasoning_gym:<name>, jsonl:FILE, hf:DATASET, or package.module:function",
+        ),
+        (
+            Task(name="no_such_package:problems"),
+            "cannot be imported (No module named 'no_such_package')",
+        ),
         (Task(name="megarl.data.tasks:no_such"), "has no 'no_such'; it has"),
         (Task(name="megarl.data.tasks:ATTEMPTS"), "is a int, not a function"),
         (Task(name="jsonl:nowhere.jsonl"), "nowhere.jsonl does not exist"),
@@ -73,8 +90,14 @@ def test_a_generator_that_is_a_list_wraps_round():
             Task(name="megarl.data.tasks:random_tokens"),
             "megarl.data.tasks:random_tokens rejects task.options={}",
         ),
-        (Task(name="megarl.data.tasks:random_tokens", options={"vocab": 2}), "rejects task.options={'vocab': 2}"),
-        (Task(name="megarl.data.tasks:random_tokens", options={"vocab": 9, "x": 1}), "unexpected keyword argument 'x'"),
+        (
+            Task(name="megarl.data.tasks:random_tokens", options={"vocab": 2}),
+            "rejects task.options={'vocab': 2}",
+        ),
+        (
+            Task(name="megarl.data.tasks:random_tokens", options={"vocab": 9, "x": 1}),
+            "unexpected keyword argument 'x'",
+        ),
     ],
 )
 def test_wrong_names_and_options(task, says):
@@ -89,12 +112,21 @@ def test_wrong_names_and_options(task, says):
         (['{"prompt": "a"}', "{oops"], "line 2 is not JSON"),
         (['{"prompt": "a"}', "", "[1, 2]"], "line 3 is a list, not an object"),
         (['{"text": "a"}'], "line 1 needs exactly one of prompt, question, messages; it has text"),
-        (['{"prompt": "a", "question": "b"}'], "exactly one of prompt, question, messages; it has prompt, question"),
+        (
+            ['{"prompt": "a", "question": "b"}'],
+            "exactly one of prompt, question, messages; it has prompt, question",
+        ),
         (['{"prompt": 5}'], "prompt must be text, not 5"),
         (['{"messages": [{"role": "user"}]}'], "messages must be a list of"),
         (['{"prompt": ' + "[" * 100_000], "line 1 is not JSON (it is nested more than 100 deep)"),
-        (['{"prompt": "a", "answer": ' + "[" * 150 + "]" * 150 + "}"], "line 1 is not JSON (it is nested more than"),
-        (['{"prompt": "a", "answer": 1' + "0" * 5000 + "}"], "line 1 is not JSON (Exceeds the limit"),
+        (
+            ['{"prompt": "a", "answer": ' + "[" * 150 + "]" * 150 + "}"],
+            "line 1 is not JSON (it is nested more than",
+        ),
+        (
+            ['{"prompt": "a", "answer": 1' + "0" * 5000 + "}"],
+            "line 1 is not JSON (Exceeds the limit",
+        ),
         (['{"prompt": ""}'], "line 1: the prompt must be text"),
     ],
 )
@@ -125,32 +157,53 @@ def test_half_of_a_surrogate_pair_is_refused_by_line(tmp_path, row):
 def test_a_run_with_half_of_a_surrogate_pair_ends_before_it_starts(tmp_path, capsys):
     task = write(tmp_path, r'{"prompt": "a", "answer": "\ud800"}')
     config = tmp_path / "config.yaml"
-    values = {"run": {"dir": str(tmp_path)}, "model": {"create": {}}, "task": {"name": task.name}, "eval": {"every": 0}}
+    values = {
+        "run": {"dir": str(tmp_path)},
+        "model": {"create": {}},
+        "task": {"name": task.name},
+        "eval": {"every": 0},
+    }
     config.write_text(json.dumps(values))
     assert cli.main(["train", str(config)]) == 2
-    assert re.fullmatch(r"megarl: \S*problems\.jsonl line 1 has half of a .*\n", capsys.readouterr().err)
+    assert re.fullmatch(
+        r"megarl: \S*problems\.jsonl line 1 has half of a .*\n", capsys.readouterr().err
+    )
 
 
 def test_lines_end_at_line_feeds_only(tmp_path):
     task = write(tmp_path, '{"prompt": "a\u2028b\x85c", "answer": "\u2029"}', '{"prompt": "b"}')
-    (tmp_path / "problems.jsonl").write_bytes((tmp_path / "problems.jsonl").read_bytes() + b'{"prompt": "\xff"}\n')
+    (tmp_path / "problems.jsonl").write_bytes(
+        (tmp_path / "problems.jsonl").read_bytes() + b'{"prompt": "\xff"}\n'
+    )
     source = load_task(task)
-    assert [source.problem(index).question for index in range(3)] == ["a\u2028b\x85c", "b", "\ufffd"]
+    assert [source.problem(index).question for index in range(3)] == [
+        "a\u2028b\x85c",
+        "b",
+        "\ufffd",
+    ]
     assert source.problem(0).answer == "\u2029"
 
 
 @pytest.mark.parametrize("name", [".", "/dev/null", "/dev/zero"])
 def test_a_task_file_that_is_no_file(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileNotFoundError, match=re.escape(f"task file {name} does not exist; use a file with one")):
+    with pytest.raises(
+        FileNotFoundError, match=re.escape(f"task file {name} does not exist; use a file with one")
+    ):
         check(Task(name=f"jsonl:{name}"))
 
 
 def test_odd_rows_are_read_as_they_are(tmp_path):
     task = write(tmp_path, '{"prompt": "a", "answer": NaN, "response": "b", "tokens": [1]}')
-    (tmp_path / "problems.jsonl").write_bytes(b'{"prompt": "\xff"}\n' + (tmp_path / "problems.jsonl").read_bytes())
+    (tmp_path / "problems.jsonl").write_bytes(
+        b'{"prompt": "\xff"}\n' + (tmp_path / "problems.jsonl").read_bytes()
+    )
     first, second = map(load_task(task).problem, range(2))
-    assert first.question == "\ufffd" and second.answer == "nan" and second.extra == {"response": "b", "tokens": [1]}
+    assert (
+        first.question == "\ufffd"
+        and second.answer == "nan"
+        and second.extra == {"response": "b", "tokens": [1]}
+    )
 
 
 def test_jsonl_rows(tmp_path):
@@ -184,7 +237,11 @@ def test_a_function_of_the_users_in_the_working_directory(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
     source = load_task(Task(name="my_sums:sums", options={"top": 3}))
-    assert (source.size, source.problem(2).question, source.problem(2).answer) == (3, "2 + 1 =", "3")
+    assert (source.size, source.problem(2).question, source.problem(2).answer) == (
+        3,
+        "2 + 1 =",
+        "3",
+    )
 
 
 def test_checking_a_task_imports_no_torch_and_is_quick(tmp_path):
@@ -209,11 +266,15 @@ def test_checking_a_task_imports_no_torch_and_is_quick(tmp_path):
 
 # --- the stream of prompts ----------------------------------------------------------------------------------------
 
-LISTED = Task(name="megarl.data.tasks:random_tokens", options={"vocab": 67, "size": 10}, template="plain")
+LISTED = Task(
+    name="megarl.data.tasks:random_tokens", options={"vocab": 67, "size": 10}, template="plain"
+)
 
 
 def stream(task: Task = LISTED, **more) -> PromptStream:
-    return PromptStream(load_sources(task), prompt_encoder(TokenIds((2,), 67), task), **({"max_tokens": 8} | more))
+    return PromptStream(
+        load_sources(task), prompt_encoder(TokenIds((2,), 67), task), **({"max_tokens": 8} | more)
+    )
 
 
 def test_a_stream_resumes_where_it_stood():
@@ -242,7 +303,9 @@ def test_a_mixture_is_the_same_on_every_rank_and_after_a_resume(
     parts: list[tuple[int, float]], steps: list[int], stop: int, seed: int
 ) -> None:
     mixture = tuple(
-        MixturePart(name=LISTED.name, options={"vocab": 67, "size": size, "seed": index}, weight=weight)
+        MixturePart(
+            name=LISTED.name, options={"vocab": 67, "size": size, "seed": index}, weight=weight
+        )
         for index, (size, weight) in enumerate(parts)
     )
     task = Task(mixture=mixture)
@@ -254,7 +317,9 @@ def test_a_mixture_is_the_same_on_every_rank_and_after_a_resume(
     resumed.restore(state)
     assert before + [prompt for step in steps[stop:] for prompt in resumed.take(step)] == taken
     assert [prompt.prompt_id for prompt in taken] == list(range(len(taken)))
-    assert [prompt.tokens for prompt in stream(task, seed=seed).take(len(taken))] == [p.tokens for p in taken]
+    assert [prompt.tokens for prompt in stream(task, seed=seed).take(len(taken))] == [
+        p.tokens for p in taken
+    ]
 
 
 @given(
@@ -263,10 +328,14 @@ def test_a_mixture_is_the_same_on_every_rank_and_after_a_resume(
     stop=st.integers(0, 5),
 )
 @example(sizes=[4, 6], steps=[(10, 0), (10, 0)], stop=1)
-def test_prompts_that_are_put_back_come_again(sizes: list[int], steps: list[tuple[int, int]], stop: int) -> None:
+def test_prompts_that_are_put_back_come_again(
+    sizes: list[int], steps: list[tuple[int, int]], stop: int
+) -> None:
     """As if they had not been taken, those that are too long among them, and after a resume."""
     parts = ({"vocab": 67, "size": size + 5, "seed": index} for index, size in enumerate(sizes))
-    task = Task(mixture=[{"name": LISTED.name, "options": options, "weight": 1.0} for options in parts])
+    task = Task(
+        mixture=[{"name": LISTED.name, "options": options, "weight": 1.0} for options in parts]
+    )
     trained, now = [], stream(task, max_tokens=6)
     for number, (count, back) in enumerate(steps):
         if number == stop:
@@ -280,13 +349,22 @@ def test_prompts_that_are_put_back_come_again(sizes: list[int], steps: list[tupl
         trained += taken[:used]
     alone = stream(task, max_tokens=6)
     assert trained == alone.take(len(trained))
-    assert (now.take(3), now.position, now.skipped) == (alone.take(3), alone.position, alone.skipped)
+    assert (now.take(3), now.position, now.skipped) == (
+        alone.take(3),
+        alone.position,
+        alone.skipped,
+    )
 
 
 def test_every_part_of_a_mixture_has_its_own_epochs() -> None:
     """A part of 3 problems and one of 10, three to one."""
     small, large = (LISTED.options | {"size": size, "seed": size} for size in (3, 10))
-    task = Task(mixture=[{"name": LISTED.name, "options": small, "weight": 3}, {"name": LISTED.name, "options": large}])
+    task = Task(
+        mixture=[
+            {"name": LISTED.name, "options": small, "weight": 3},
+            {"name": LISTED.name, "options": large},
+        ]
+    )
     taken = [prompt.tokens for prompt in stream(task).take(40)]
     rows = {text["prompt"] for text in random_tokens(split="train", **small)}
     of_small = [tokens for tokens in taken if " ".join(map(str, tokens)) in rows]
@@ -305,7 +383,13 @@ def test_a_mixture_keeps_its_proportions_at_every_length(weights: list[float], c
 
 
 def test_a_resume_far_into_a_mixture_takes_seconds() -> None:
-    late = stream(Task(mixture=[{"name": LISTED.name, "options": {"vocab": 67}, "weight": w} for w in (1, 2, 3)]))
+    late = stream(
+        Task(
+            mixture=[
+                {"name": LISTED.name, "options": {"vocab": 67}, "weight": w} for w in (1, 2, 3)
+            ]
+        )
+    )
     late.restore({"position": 1_000_000, "skipped": 0})
     start = time.process_time()
     assert late.take(1)[0].prompt_id == 1_000_000
@@ -317,15 +401,25 @@ def test_a_resume_far_into_a_mixture_takes_seconds() -> None:
 
 def test_without_repeats_a_stream_ends_when_every_problem_was_seen() -> None:
     small, large = (LISTED.options | {"size": size, "seed": size} for size in (2, 9))
-    task = Task(mixture=[{"name": LISTED.name, "options": small, "weight": 5}, {"name": LISTED.name, "options": large}])
+    task = Task(
+        mixture=[
+            {"name": LISTED.name, "options": small, "weight": 5},
+            {"name": LISTED.name, "options": large},
+        ]
+    )
     taken = [prompt.tokens for prompt in stream(task).take(100, repeat=False)]
     assert len(taken) == len(set(taken)) == 11
     assert len(stream(task).take(5, repeat=False)) == 5
-    assert len(stream(max_tokens=4).take(10, repeat=False)) < 10, "problems that are too long are not replaced"
+    assert len(stream(max_tokens=4).take(10, repeat=False)) < 10, (
+        "problems that are too long are not replaced"
+    )
 
 
 def test_size_limits_the_problems_not_the_stream():
-    assert len({prompt.tokens for prompt in stream(LISTED.model_copy(update={"size": 3})).take(12)}) == 3
+    assert (
+        len({prompt.tokens for prompt in stream(LISTED.model_copy(update={"size": 3})).take(12)})
+        == 3
+    )
 
 
 def test_long_prompts_are_skipped_and_counted_and_given_up_on():

@@ -20,7 +20,10 @@ from megarl.launch.random_model import create_model
 from megarl.types import Prompt
 
 EOS = 2  # of a made model
-TEXTS = [f"the {i} quick brown foxes jump over {7 * i} lazy dogs, and {i + 3} more = {i * i}." for i in range(300)]
+TEXTS = [
+    f"the {i} quick brown foxes jump over {7 * i} lazy dogs, and {i + 3} more = {i * i}."
+    for i in range(300)
+]
 TEXT = "the 12 quick foxes = 144.\n a"
 CODE = """
 from transformers import PreTrainedTokenizer
@@ -35,7 +38,9 @@ class Digits(PreTrainedTokenizer):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    return create_model(Create(layers=1, hidden=16, heads=2, kv_heads=1), tmp_path_factory.mktemp("models"))
+    return create_model(
+        Create(layers=1, hidden=16, heads=2, kv_heads=1), tmp_path_factory.mktemp("models")
+    )
 
 
 def test_round_trip_of_plain_text(made):
@@ -50,8 +55,12 @@ def test_chat_is_the_default_where_there_is_a_template(made):
     messages = ({"role": "system", "content": "Add."}, {"role": "user", "content": "1 + 1"})
     ids = tokenizer.encode_prompt(messages, "chat")
     whole = tokenizer.inner.decode(ids)
-    assert whole == "<|system|>Add.<|user|>1 + 1<|assistant|>"  # up to where the answer begins, each token once
-    assert tokenizer.encode_prompt(messages, "plain") == tokenizer.encode_prompt("Add.\n1 + 1", "plain")
+    assert (
+        whole == "<|system|>Add.<|user|>1 + 1<|assistant|>"
+    )  # up to where the answer begins, each token once
+    assert tokenizer.encode_prompt(messages, "plain") == tokenizer.encode_prompt(
+        "Add.\n1 + 1", "plain"
+    )
 
 
 def test_an_answer_ends_and_the_end_is_not_text(made):
@@ -90,14 +99,18 @@ def test_plain_tokenizers_file_alone(made, tmp_path):
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_bytes((made / name).read_bytes())
     tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer.encode_prompt("1 + 1", None) == load_tokenizer(made).encode_prompt("1 + 1", "plain")
+    assert tokenizer.encode_prompt("1 + 1", None) == load_tokenizer(made).encode_prompt(
+        "1 + 1", "plain"
+    )
     assert tokenizer.encode_answer("2")[-1] == EOS
     with pytest.raises(ValueError, match="no chat template; use plain"):
         tokenizer.encode_prompt("1 + 1", "chat")
 
 
 def write(folder: Path, family: str, **tokenizer_config: object) -> Path:
-    (folder / "config.json").write_text(json.dumps({"model_type": family, "vocab_size": 400, "eos_token_id": EOS}))
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": family, "vocab_size": 400, "eos_token_id": EOS})
+    )
     if tokenizer_config:
         (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     return folder
@@ -139,24 +152,35 @@ def test_vocabulary_and_merges(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "missing", "install"),
-    [(b"\n\x0e", {"sentencepiece", "protobuf"}, "sentencepiece protobuf"), (b"IQ== 0\n", {"tiktoken"}, "tiktoken")],
+    [
+        (b"\n\x0e", {"sentencepiece", "protobuf"}, "sentencepiece protobuf"),
+        (b"IQ== 0\n", {"tiktoken"}, "tiktoken"),
+    ],
 )
 def test_a_missing_package_is_named(tmp_path, monkeypatch, content, missing, install):
     (tmp_path / "tokenizer.model").write_bytes(content)
     check_tokenizer(tmp_path, trust_remote_code=False)
     monkeypatch.setattr(module, "is_installed", lambda name: name not in missing)
-    with pytest.raises(ValueError, match=f"tokenizer.model cannot be read without .*; pip install {install}$"):
+    with pytest.raises(
+        ValueError, match=f"tokenizer.model cannot be read without .*; pip install {install}$"
+    ):
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("auto_map", [{"AutoTokenizer": ["code.Digits", None]}, ["code.Digits", None]])
+@pytest.mark.parametrize(
+    "auto_map", [{"AutoTokenizer": ["code.Digits", None]}, ["code.Digits", None]]
+)
 def test_the_models_code_runs_only_if_trusted(tmp_path, monkeypatch, auto_map):
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n{CODE}")
     write(folder, "llama", auto_map=auto_map, tokenizer_class="Digits")
-    with pytest.raises(ValueError, match=r"the tokenizer is code \(code.Digits\); set model.trust_remote_code=true"):
+    with pytest.raises(
+        ValueError, match=r"the tokenizer is code \(code.Digits\); set model.trust_remote_code=true"
+    ):
         load_tokenizer(folder)
     assert not (tmp_path / "ran").exists()
     assert load_tokenizer(folder, trust_remote_code=True).encode_prompt("420", "plain") == (4, 2, 0)
@@ -165,7 +189,10 @@ def test_the_models_code_runs_only_if_trusted(tmp_path, monkeypatch, auto_map):
 
 @pytest.mark.parametrize(
     ("file", "says"),
-    [("tokenizer.json", "the tokenizer cannot be loaded"), ("generation_config.json", "config.json is not JSON")],
+    [
+        ("tokenizer.json", "the tokenizer cannot be loaded"),
+        ("generation_config.json", "config.json is not JSON"),
+    ],
 )
 def test_a_damaged_file_is_named(made, tmp_path, file, says):
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
@@ -180,7 +207,9 @@ def test_no_tokenizer_means_texts_are_ids(tmp_path):
     assert isinstance(tokenizer, TokenIds) and tokenizer.eos == (2,)
     assert tokenizer.encode_prompt("5 17 3", None) == (5, 17, 3)
     assert tokenizer.decode([5, 17]) == "5 17"
-    with pytest.raises(ValueError, match=re.escape("token ids 0..66 separated by spaces, not '67'")):
+    with pytest.raises(
+        ValueError, match=re.escape("token ids 0..66 separated by spaces, not '67'")
+    ):
         tokenizer.encode_prompt("5 67", "plain")
     with pytest.raises(ValueError, match=re.escape("use task.template: plain")):
         tokenizer.encode_prompt("5", "chat")

@@ -9,7 +9,11 @@ from megarl.jail import jailed, sandbox
 from megarl.jail.fork_server import ForkServer
 
 # file, text, replacement
-NO_NAMESPACE = ("filesystem.py", "    user, group = os.geteuid(), os.getegid()\n", "    raise OSError\n")
+NO_NAMESPACE = (
+    "filesystem.py",
+    "    user, group = os.geteuid(), os.getegid()\n",
+    "    raise OSError\n",
+)
 NO_PIVOT_ROOT = ("filesystem.py", "PIVOT_ROOT[os.uname().machine]", "9999")
 USER_NAMESPACE = ("filesystem.py", "LIBC.unshare(CLONE_NEWNS) == 0", "False")
 PLAIN_USER = (
@@ -24,7 +28,9 @@ NO_SECCOMP = ("syscalls.py", 'ARCHES = {"x86_64"', 'ARCHES = {"pdp11"')
 FIRST_LANDLOCK = ("filesystem.py", "    known = (1 <<", "    version = 1\n    known = (1 <<")
 
 
-def crippled_server(folder: Path, *changes: tuple[str, str, str], modules: Sequence[str] = ()) -> ForkServer:
+def crippled_server(
+    folder: Path, *changes: tuple[str, str, str], modules: Sequence[str] = ()
+) -> ForkServer:
     """Runs a copy of the package in `folder`, with texts replaced, and preloads more modules."""
     package = folder / "megarl" / "jail"
     package.mkdir(parents=True)

@@ -25,7 +25,9 @@ from tests.unit.jail.crippled import (
     crippled_server,
 )
 
-pytestmark = pytest.mark.skipif(bool(missing_limits()), reason=f"cannot enforce limits: {missing_limits()}")
+pytestmark = pytest.mark.skipif(
+    bool(missing_limits()), reason=f"cannot enforce limits: {missing_limits()}"
+)
 
 LIMITS = Limits(time_s=3.0, memory_bytes=128 << 20, disk_bytes=4 << 20)
 PRELUDE = """
@@ -303,10 +305,18 @@ def run_all(attempts: dict[str, tuple[str, str]], outside: Path) -> dict[str, st
 
     before = (outside / "canary").stat()
     with ThreadPoolExecutor(8) as pool:
-        outcomes = dict(zip(attempts, pool.map(outcome, [attempt for attempt, _ in attempts.values()]), strict=True))
+        outcomes = dict(
+            zip(
+                attempts,
+                pool.map(outcome, [attempt for attempt, _ in attempts.values()]),
+                strict=True,
+            )
+        )
     assert (outside / "canary").stat() == before
     assert sorted(file.name for file in outside.iterdir()) == ["canary", "listener"]
-    return {name: found for name, found in outcomes.items() if found not in attempts[name][1].split("|")}
+    return {
+        name: found for name, found in outcomes.items() if found not in attempts[name][1].split("|")
+    }
 
 
 MACHINES = {  # what of the jail works there; as for a plain user, who may not read Python's folder below /root here
@@ -316,14 +326,28 @@ MACHINES = {  # what of the jail works there; as for a plain user, who may not r
     "no root of its own": (NO_PIVOT_ROOT,),
     "Landlock alone": (NO_NAMESPACE,),
 }
-HAS_NAMESPACES = subprocess.run(["unshare", "-Urm", "true"], stderr=subprocess.DEVNULL).returncode == 0
+HAS_NAMESPACES = (
+    subprocess.run(["unshare", "-Urm", "true"], stderr=subprocess.DEVNULL).returncode == 0
+)
 HAVE_ROOTS = ("root", "a user namespace", "a plain user")
 SHORT = ("root", "Landlock alone")
-IMPORTED = ("ctypes", "errno", "fcntl", "mmap", "resource", "select", "signal", "socket", "struct", "threading")
+IMPORTED = (
+    "ctypes",
+    "errno",
+    "fcntl",
+    "mmap",
+    "resource",
+    "select",
+    "signal",
+    "socket",
+    "struct",
+    "threading",
+)
 
 
 @pytest.mark.parametrize(
-    "machine", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in MACHINES]
+    "machine",
+    [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in MACHINES],
 )
 def test_nothing_escapes(outside, monkeypatch, tmp_path, machine):
     if machine == "a plain user" and os.geteuid():
@@ -331,7 +355,10 @@ def test_nothing_escapes(outside, monkeypatch, tmp_path, machine):
     monkeypatch.setenv("SECRET", "CANARY")
     server = crippled_server(tmp_path, *MACHINES[machine], modules=IMPORTED)
     monkeypatch.setattr(sandbox, "SERVER", server)
-    has_own_root = run_program("import os; print(os.path.exists('/proc/self'))", "", LIMITS).output == b"False\n"
+    has_own_root = (
+        run_program("import os; print(os.path.exists('/proc/self'))", "", LIMITS).output
+        == b"False\n"
+    )
     assert has_own_root == (machine in HAVE_ROOTS and HAS_NAMESPACES)
     assert run_all(ATTEMPTS | (WITH_OWN_ROOT if has_own_root else {}), outside) == {}
     server.close()

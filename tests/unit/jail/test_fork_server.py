@@ -101,7 +101,9 @@ def assert_dies(pid: int) -> None:
         time.sleep(0.01)
 
 
-def test_a_child_has_nothing_of_the_caller_and_nothing_of_its_siblings(server, monkeypatch, tmp_path):
+def test_a_child_has_nothing_of_the_caller_and_nothing_of_its_siblings(
+    server, monkeypatch, tmp_path
+):
     monkeypatch.setenv("CANARY", "secret")
     with open(tmp_path / "open in the caller", "w") as file:
         os.set_inheritable(file.fileno(), True)
@@ -167,7 +169,9 @@ def test_a_dead_server_is_started_again(server):
 
 
 def test_a_server_that_dies_at_every_request_is_an_error(folder, tmp_path):
-    (tmp_path / "traps.py").write_text("import os\nos.register_at_fork(before=lambda: os._exit(3))\n")
+    (tmp_path / "traps.py").write_text(
+        "import os\nos.register_at_fork(before=lambda: os._exit(3))\n"
+    )
     with pytest.raises(ForkServerError, match="traps ended twice"):
         ForkServer(["traps"], [str(tmp_path)]).start("jobs:end", None)
 
@@ -201,7 +205,9 @@ time.sleep(600)
 
 
 def test_server_and_children_end_with_the_caller(folder):
-    caller = subprocess.Popen([sys.executable, "-c", CALLER, str(folder)], stdout=subprocess.PIPE, text=True)
+    caller = subprocess.Popen(
+        [sys.executable, "-c", CALLER, str(folder)], stdout=subprocess.PIPE, text=True
+    )
     assert caller.stdout is not None
     pids = [int(pid) for pid in caller.stdout.readline().split()]
     assert all(map(is_alive, pids)) and len(pids) == 2

@@ -95,12 +95,16 @@ def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, JudgeP
     (folder / "judges.py").write_text(JUDGES)
     sys.path.append(str(folder))
     try:
-        yield {name: JudgePool.of(f"judges:{name}") for name in ("make", "look", "no_judge", "missing")}
+        yield {
+            name: JudgePool.of(f"judges:{name}") for name in ("make", "look", "no_judge", "missing")
+        }
     finally:
         sys.path.remove(str(folder))
 
 
-def judge(pools: dict[str, JudgePool], *texts: str, factory: str = "make", context: object = None) -> list[Verdict]:
+def judge(
+    pools: dict[str, JudgePool], *texts: str, factory: str = "make", context: object = None
+) -> list[Verdict]:
     return pools[factory].judge(context, [(text,) for text in texts], timeout_s=1.0)
 
 
@@ -118,7 +122,11 @@ def test_many_that_end_it_in_a_row(pools):
 
 def test_a_judge_that_waits_is_killed(pools, monkeypatch):
     monkeypatch.setattr("megarl.jail.judging.BUSY_S", 0.5)
-    assert [verdict.cause for verdict in judge(pools, "good", "sleep", "good")] == ["", "timeout", ""]
+    assert [verdict.cause for verdict in judge(pools, "good", "sleep", "good")] == [
+        "",
+        "timeout",
+        "",
+    ]
 
 
 def test_nothing_to_judge(pools):
@@ -130,8 +138,12 @@ def test_a_judge_has_no_rights_and_a_child_starts_clean(pools, monkeypatch, tmp_
     (tmp_path / "secret").write_text("x")
     context = {"secret": str(tmp_path / "secret"), "outside": str(tmp_path / "evil")}
     for _ in range(2):
-        first, second = (json.loads(v.detail) for v in judge(pools, "a", "b", factory="look", context=context))
-        assert (first["seen"], second["seen"]) == ([], ["a"]), "something of an earlier child stayed"
+        first, second = (
+            json.loads(v.detail) for v in judge(pools, "a", "b", factory="look", context=context)
+        )
+        assert (first["seen"], second["seen"]) == ([], ["a"]), (
+            "something of an earlier child stayed"
+        )
         assert first["read"] == first["write"] == "refused" and first["context"] == context
         assert "CANARY" not in first["environ"]
     assert sorted(os.listdir(tmp_path)) == ["secret"]
@@ -143,7 +155,9 @@ def test_many_texts_in_order_and_many_threads(pools):
     assert [[v.value for v in run.result()] for run in runs] == [[1.0, 0.0] * 150] * 4
 
 
-@pytest.mark.parametrize(("factory", "detail"), [("no_judge", "KeyError: 'dataset'"), ("missing", "no attribute")])
+@pytest.mark.parametrize(
+    ("factory", "detail"), [("no_judge", "KeyError: 'dataset'"), ("missing", "no attribute")]
+)
 def test_a_judge_that_cannot_start_leaves_the_text_without_a_value(pools, factory, detail):
     verdicts = judge(pools, "good", "good", factory=factory)
     assert [(v.value, v.cause) for v in verdicts] == [(None, "no_judge")] * 2
@@ -163,9 +177,9 @@ def test_a_server_that_is_killed_leaves_texts_without_a_value_and_is_started_aga
 
 
 def test_no_folder_is_left(pools, tmp_path):
-    code = (
-        "from megarl.jail.judging import JudgePool as P; P.of('judges:make').judge(None, [('good',)] * 40, timeout_s=1)"
-    )
+    code = "from megarl.jail.judging import JudgePool as P; P.of('judges:make').judge(None, [('good',)] * 40, timeout_s=1)"
     env = {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True
+    )
     assert not done.stderr and not list(tmp_path.iterdir())

@@ -23,7 +23,9 @@ from megarl.rewards.code import make_code
 from megarl.rewards.interface import ScoreRequest
 from tests.unit.jail.crippled import FIRST_LANDLOCK, NO_NAMESPACE, NO_SECCOMP, crippled_server
 
-pytestmark = pytest.mark.skipif(bool(missing_limits()), reason=f"cannot enforce limits: {missing_limits()}")
+pytestmark = pytest.mark.skipif(
+    bool(missing_limits()), reason=f"cannot enforce limits: {missing_limits()}"
+)
 
 SECRET = "hunter2-of-the-trainer"
 OUTSIDE = str(Path(__file__).resolve())
@@ -92,13 +94,24 @@ def test_hostile_code_is_named_and_nothing_is_left(monkeypatch):
     before = Path(OUTSIDE).stat()
     options = {"time_s": 2.0, "memory_mb": 96, "disk_mb": 2, "output_kb": 64, "concurrency": 6}
     reward = make_code(Reward(name="code", options=options))
-    cases = [ScoreRequest(f"{row}/0", "p", code, extra={"tests": TESTS}) for row, code in enumerate(codes)]
+    cases = [
+        ScoreRequest(f"{row}/0", "p", code, extra={"tests": TESTS})
+        for row, code in enumerate(codes)
+    ]
     found = reward(cases)
     named = {code: score.cause for code, score in zip(codes, found, strict=True)}
-    assert {code: cause for code, cause in named.items() if cause not in HOSTILE.get(code, "").split("|")} == {}
+    assert {
+        code: cause
+        for code, cause in named.items()
+        if cause not in HOSTILE.get(code, "").split("|")
+    } == {}
     assert [score.value for score in found] == [1.0, *[0.0] * len(HOSTILE), 1.0]
     after = Path(OUTSIDE).stat()
-    assert (after.st_size, after.st_mode, after.st_mtime) == (before.st_size, before.st_mode, before.st_mtime)
+    assert (after.st_size, after.st_mode, after.st_mtime) == (
+        before.st_size,
+        before.st_mode,
+        before.st_mtime,
+    )
     assert not glob.glob(f"{tempfile.gettempdir()}/evil")
     assert not running()
 
@@ -123,7 +136,11 @@ def running() -> list[int]:
 def test_no_folder_is_left(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     start = time.monotonic()
-    for code in ("open('a', 'w')", "import time; time.sleep(60)", "import os; os.unlink('solution.py')"):
+    for code in (
+        "open('a', 'w')",
+        "import time; time.sleep(60)",
+        "import os; os.unlink('solution.py')",
+    ):
         run_program(code, "", Limits(time_s=0.3))
     assert time.monotonic() - start < 30
     assert not list(tmp_path.iterdir())
@@ -132,7 +149,9 @@ def test_no_folder_is_left(monkeypatch, tmp_path):
 def test_the_environment_and_the_arguments_tell_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv("SECRET", SECRET)
     monkeypatch.setattr(sandbox, "SERVER", crippled_server(tmp_path))
-    run = run_program("import os, sys; print(os.environ, sys.argv, sys.orig_argv, os.listdir())", "", Limits())
+    run = run_program(
+        "import os, sys; print(os.environ, sys.argv, sys.orig_argv, os.listdir())", "", Limits()
+    )
     text = run.output.decode()
     assert "HOME" in text and SECRET not in text
     assert (
@@ -213,7 +232,9 @@ def test_a_server_that_ends_leaves_the_sample_out_and_starts_again():
         assert sandbox.SERVER.process is not None
         sandbox.SERVER.process.kill()
         assert (run.result().kind, "ended" in run.result().detail) == ("sandbox", True)
-        programs = pool.map(lambda number: run_program(f"print({number})", "", Limits(time_s=20)), range(20))
+        programs = pool.map(
+            lambda number: run_program(f"print({number})", "", Limits(time_s=20)), range(20)
+        )
     assert [program.output for program in programs] == [b"%d\n" % number for number in range(20)]
 
 
@@ -221,7 +242,8 @@ def test_a_machine_that_cannot_limit_is_refused_or_warned_of(monkeypatch, caplog
     missing = {"files (Landlock)": "Function not implemented"}
     monkeypatch.setattr("megarl.rewards.code.missing_limits", lambda: missing)
     with pytest.raises(
-        ValueError, match=r"cannot enforce limits: files \(Landlock\): Function not implemented; use Linux"
+        ValueError,
+        match=r"cannot enforce limits: files \(Landlock\): Function not implemented; use Linux",
     ):
         make_code(Reward(name="code"))
     reward = make_code(Reward(name="code", options={"sandbox": "best_effort"}))
@@ -236,7 +258,9 @@ def test_a_limit_that_fails_when_the_code_starts_leaves_the_sample_out(tmp_path,
     case = ScoreRequest("0/0", "p", "print(42)", extra={"tests": TESTS})
     strict = make_code(Reward(name="code"))([case])[0]
     assert (strict.value, strict.cause) == (None, "sandbox") and "seccomp" in strict.detail
-    assert make_code(Reward(name="code", options={"sandbox": "best_effort"}))([case])[0].value == 1.0
+    assert (
+        make_code(Reward(name="code", options={"sandbox": "best_effort"}))([case])[0].value == 1.0
+    )
 
 
 @pytest.mark.long
@@ -244,9 +268,14 @@ def test_the_first_landlock_has_no_say_on_truncation_but_the_jail_has(tmp_path, 
     """Linux 5.13 to 6.1."""
     older = tmp_path / "older"
     older.write_text("text")
-    monkeypatch.setattr(sandbox, "SERVER", crippled_server(tmp_path / "package", NO_NAMESPACE, FIRST_LANDLOCK))
+    monkeypatch.setattr(
+        sandbox, "SERVER", crippled_server(tmp_path / "package", NO_NAMESPACE, FIRST_LANDLOCK)
+    )
     monkeypatch.setattr(sandbox, "SYSTEM", (*sandbox.SYSTEM, str(tmp_path)))
-    assert run_program(f"print(open({str(older)!r}).read())", "", Limits(time_s=20)).output == b"text\n"
+    assert (
+        run_program(f"print(open({str(older)!r}).read())", "", Limits(time_s=20)).output
+        == b"text\n"
+    )
     for code in (
         f"import os; os.open({str(older)!r}, os.O_RDONLY | os.O_TRUNC)",
         f"import os; os.truncate({str(older)!r}, 0)",
@@ -273,7 +302,12 @@ def test_bombs_of_every_kind_at_once():
     ]
     reward = make_code(Reward(name="code", options={"time_s": 2.0, "concurrency": 8}))
     start = time.monotonic()
-    found = reward([ScoreRequest(f"{n}/0", "p", bomb, extra={"tests": TESTS}) for n, bomb in enumerate(bombs * 4)])
+    found = reward(
+        [
+            ScoreRequest(f"{n}/0", "p", bomb, extra={"tests": TESTS})
+            for n, bomb in enumerate(bombs * 4)
+        ]
+    )
     assert {score.value for score in found} == {0.0}
     causes = {score.cause for score in found}
     assert {"memory", "output", "disk", "forbidden"} <= causes <= {

@@ -13,12 +13,17 @@ from megarl.jail import syscalls
 from megarl.jail.sandbox import Limits, missing_limits, run_program
 from megarl.jail.syscalls import ALLOW, ALLOWED, ARCHES, EPERM, KILL, KILLED, X32, conditional_calls
 
-pytestmark = pytest.mark.skipif(bool(missing_limits()), reason=f"cannot enforce limits: {missing_limits()}")
+pytestmark = pytest.mark.skipif(
+    bool(missing_limits()), reason=f"cannot enforce limits: {missing_limits()}"
+)
 
 COLUMN = ARCHES[os.uname().machine][0]
 LAST = 469  # of Linux 6.18
 NOT_RUN = 77  # the error of a call that the filter allows
-NOT_TRIED = {ALLOWED["exit_group"][COLUMN], *((335, 336) if COLUMN == 0 else ())}  # Linux filters no uprobe, uretprobe
+NOT_TRIED = {
+    ALLOWED["exit_group"][COLUMN],
+    *((335, 336) if COLUMN == 0 else ()),
+}  # Linux filters no uprobe, uretprobe
 LOAD, EQUAL, RET = 0x20, 0x15, 0x06
 ENOUGH_TO_REPORT = ("write", "exit_group", "brk", "mmap", "munmap")
 
@@ -50,11 +55,17 @@ def outcomes(numbers: list[int], arguments: tuple[int, ...]) -> dict[int, int]:
 
 
 def try_calls(numbers: list[int], arguments: tuple[int, ...], report: int) -> None:
-    call, words = ctypes.CDLL(None, use_errno=True).syscall, [ctypes.c_long(word) for word in arguments]
+    call, words = (
+        ctypes.CDLL(None, use_errno=True).syscall,
+        [ctypes.c_long(word) for word in arguments],
+    )
     longs = [ctypes.c_long(number) for number in numbers]
     own = syscalls.filter_rows()
     below = [(LOAD, 0, 0, 0)]
-    for number in (*(ALLOWED[name][COLUMN] for name in ENOUGH_TO_REPORT), 157 if COLUMN == 0 else 167):  # prctl
+    for number in (
+        *(ALLOWED[name][COLUMN] for name in ENOUGH_TO_REPORT),
+        157 if COLUMN == 0 else 167,
+    ):  # prctl
         assert number is not None
         below += [(EQUAL, 0, 1, number), (RET, 0, 0, ALLOW)]
     syscalls.check(syscalls.LIBC.prctl(38, 1, 0, 0, 0))
@@ -75,9 +86,15 @@ def test_every_number(argument):
     numbers = [number for number in range(LAST + 51) if number not in NOT_TRIED]
     found = outcomes(numbers, (argument,) * 6)
     conditional = {numbers[COLUMN] for numbers in conditional_calls(os.getpid())}
-    expected = dict.fromkeys(numbers, errno.EPERM) | dict.fromkeys(range(424, LAST + 51), errno.ENOSYS)
+    expected = dict.fromkeys(numbers, errno.EPERM) | dict.fromkeys(
+        range(424, LAST + 51), errno.ENOSYS
+    )
     expected |= dict.fromkeys(listed(KILLED), -signal.SIGSYS)
-    assert {n: found[n] for n in numbers if n not in listed(ALLOWED) | conditional and found[n] != expected[n]} == {}
+    assert {
+        n: found[n]
+        for n in numbers
+        if n not in listed(ALLOWED) | conditional and found[n] != expected[n]
+    } == {}
     refused = {errno.EPERM, errno.ENOSYS, -signal.SIGSYS}
     assert [n for n in sorted(listed(ALLOWED) & set(numbers)) if found[n] in refused] == []
     assert len(listed(ALLOWED) | listed(KILLED) | conditional) > 100
@@ -89,7 +106,9 @@ def test_every_number(argument):
 def decide(number: int, arguments: tuple[int, ...]) -> int:
     """The action of the filter, by its instructions."""
     words = [half for word in arguments for half in (word & 0xFFFFFFFF, word >> 32 & 0xFFFFFFFF)]
-    data = {0: number, 4: ARCHES[os.uname().machine][1]} | {16 + 4 * index: word for index, word in enumerate(words)}
+    data = {0: number, 4: ARCHES[os.uname().machine][1]} | {
+        16 + 4 * index: word for index, word in enumerate(words)
+    }
     rows, place, value = syscalls.filter_rows(), 0, 0
     while True:
         code, if_true, if_false, operand = rows[place]
@@ -101,7 +120,9 @@ def decide(number: int, arguments: tuple[int, ...]) -> int:
         elif code == RET:
             return operand
         else:
-            place += if_true if (value == operand if code == EQUAL else value >= operand) else if_false
+            place += (
+                if_true if (value == operand if code == EQUAL else value >= operand) else if_false
+            )
 
 
 HIGH = 1 << 32
@@ -127,13 +148,21 @@ BY_ARGUMENTS = [  # number on x86_64, arguments, action
 def test_the_calls_that_depend_on_their_arguments():
     wrong = [row for row in BY_ARGUMENTS if decide(row[0], row[1]) != row[2]]
     assert wrong == []
-    assert {row[0] for row in BY_ARGUMENTS} == {numbers[0] for numbers in conditional_calls(os.getpid())}
+    assert {row[0] for row in BY_ARGUMENTS} == {
+        numbers[0] for numbers in conditional_calls(os.getpid())
+    }
 
 
 @pytest.mark.skipif(COLUMN != 0, reason="numbers of x86_64")
-@pytest.mark.parametrize(("action", "outcome"), [(ALLOW, NOT_RUN), (EPERM, errno.EPERM), (KILL, -signal.SIGSYS)])
+@pytest.mark.parametrize(
+    ("action", "outcome"), [(ALLOW, NOT_RUN), (EPERM, errno.EPERM), (KILL, -signal.SIGSYS)]
+)
 def test_the_kernel_decides_so_too(action, outcome):
-    rows = [row for row in BY_ARGUMENTS if row[2] == action and os.getpid() not in row[1] and row[0] != 157]
+    rows = [
+        row
+        for row in BY_ARGUMENTS
+        if row[2] == action and os.getpid() not in row[1] and row[0] != 157
+    ]
     wrong = [row for row in rows if outcomes([row[0]], (*row[1], 0, 0)[:6]) != {row[0]: outcome}]
     assert wrong == [] and rows
 
@@ -143,14 +172,18 @@ def test_the_names_are_in_one_list():
     assert len(names) == len(set(names))
     for column in (0, 1):
         numbers = [
-            n[column] for n in (*ALLOWED.values(), *KILLED.values(), *conditional_calls(1)) if n[column] is not None
+            n[column]
+            for n in (*ALLOWED.values(), *KILLED.values(), *conditional_calls(1))
+            if n[column] is not None
         ]
         assert len(numbers) == len(set(numbers))
 
 
 def test_ordinary_programs_run():
     runs = {code: run_program(code, "", Limits(time_s=20)) for code in ORDINARY}
-    assert {code: run for code, run in runs.items() if (run.kind, run.output) != ("", b"ok\n")} == {}
+    assert {
+        code: run for code, run in runs.items() if (run.kind, run.output) != ("", b"ok\n")
+    } == {}
 
 
 ORDINARY = [

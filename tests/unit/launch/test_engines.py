@@ -25,7 +25,9 @@ GONE = ray_actors.RayActorError("it has ended")
 class Ref:
     """A call that may not be done."""
 
-    def __init__(self, reply: Callable[[], Any], is_done: Callable[[], bool] = lambda: True) -> None:
+    def __init__(
+        self, reply: Callable[[], Any], is_done: Callable[[], bool] = lambda: True
+    ) -> None:
         self.reply, self.is_done = reply, is_done
 
 
@@ -42,7 +44,9 @@ class Ray:
             raise reply
         return reply
 
-    def wait(self, refs: list[Ref], num_returns: int = 1, timeout: float | None = None) -> tuple[list[Ref], list[Ref]]:
+    def wait(
+        self, refs: list[Ref], num_returns: int = 1, timeout: float | None = None
+    ) -> tuple[list[Ref], list[Ref]]:
         done = [ref for ref in refs if ref.is_done()][:num_returns]
         assert done or timeout == 0, "it would hang"
         return done, [ref for ref in refs if ref not in done]
@@ -58,7 +62,13 @@ class Actor:
     """An engine or a rank; `lost` names the method in which it ends."""
 
     def __init__(self, events: list[Any], name: str) -> None:
-        self.events, self.name, self.lost, self.is_gone, self.samples = events, name, "", False, list[Sample]()
+        self.events, self.name, self.lost, self.is_gone, self.samples = (
+            events,
+            name,
+            "",
+            False,
+            list[Sample](),
+        )
         self.is_dropped = False
         self.start = SimpleNamespace(remote=lambda *_values: Ref(lambda: self.value(([1], [], 16))))
         self.place = SimpleNamespace(remote=lambda: Ref(lambda: ("node", [], 7)))
@@ -77,7 +87,9 @@ class Actor:
             self.samples += [sample(request) for request in values[0]]
         replies = {"transfer": [{"prove": False}] if "engine" in self.name else False}
         replies["end"] = (
-            [{}] if "engine" in self.name else PublishReport(values[0] if values else 0, 1, 1, 1, True, 0.1)
+            [{}]
+            if "engine" in self.name
+            else PublishReport(values[0] if values else 0, 1, 1, 1, True, 0.1)
         )
         return Ref(lambda: self.value(replies.get(method)))
 
@@ -100,29 +112,52 @@ def sample(request: Request) -> Sample:
 
 
 def requests(count: int) -> list[Request]:
-    return [Request(Prompt(number, (1,), ""), index, 5, 1.0) for number in range(count) for index in range(2)]
+    return [
+        Request(Prompt(number, (1,), ""), index, 5, 1.0)
+        for number in range(count)
+        for index in range(2)
+    ]
 
 
 class Job:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, replicas: int = 2, restarts: int = 3) -> None:
-        self.ray, self.events, self.made, self.is_node_gone = Ray(), list[Any](), list[Actor](), False
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, replicas: int = 2, restarts: int = 3
+    ) -> None:
+        self.ray, self.events, self.made, self.is_node_gone = (
+            Ray(),
+            list[Any](),
+            list[Actor](),
+            False,
+        )
         self.gone: str | None = None
         for module in (engines, ray_actors, controller):
             monkeypatch.setattr(module, "ray", self.ray)
-        monkeypatch.setattr(engines, "end_family", lambda *values: self.events.append(("family", *values)))
-        monkeypatch.setattr(controller, "end_barrier", lambda *values: self.events.append(("barrier", *values[2:4])))
-        values = {"launch": {"topology": "split", "max_restarts": restarts}, "rollout": {"replicas": replicas}}
+        monkeypatch.setattr(
+            engines, "end_family", lambda *values: self.events.append(("family", *values))
+        )
+        monkeypatch.setattr(
+            controller, "end_barrier", lambda *values: self.events.append(("barrier", *values[2:4]))
+        )
+        values = {
+            "launch": {"topology": "split", "max_restarts": restarts},
+            "rollout": {"replicas": replicas},
+        }
         config = parse_config(values)
         cluster = SimpleNamespace(
-            placed=lambda actors: [self.place_of(actor) for actor in actors], expect_nodes=self.expect
+            placed=lambda actors: [self.place_of(actor) for actor in actors],
+            expect_nodes=self.expect,
         )
-        watch = SimpleNamespace(add=lambda *values: self.events.append(("watch", *values)), gone=lambda kind: self.gone)
+        watch = SimpleNamespace(
+            add=lambda *values: self.events.append(("watch", *values)), gone=lambda kind: self.gone
+        )
         place: Any = SimpleNamespace(start=self.start, cluster=cluster, watch=watch)
         self.engines = Engines(config, None, (), place)  # type: ignore[arg-type]
         self.engines.start()
         self.rank = Actor(self.events, "rank")
         checks: Any = SimpleNamespace(check=lambda: self.events.append("probe"), always=False)
-        self.weights = RemoteWeights(config, TrainerRanks([self.rank]), self.engines, checks, "file:/x", 4)
+        self.weights = RemoteWeights(
+            config, TrainerRanks([self.rank]), self.engines, checks, "file:/x", 4
+        )
         self.engines.recover = self.weights.republish
 
     def place_of(self, actor: Actor) -> tuple[str, list[int], int]:
@@ -142,31 +177,45 @@ class Job:
         return [event[0] for event in self.events if event[1] == method]
 
 
-def test_all_join_receive_and_commit_before_a_prompt_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_join_receive_and_commit_before_a_prompt_is_accepted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     job = Job(monkeypatch)
     with pytest.raises(CheckFailed, match="no engine has verified weights"):
         job.engines.submit(requests(1))
     assert job.weights.publish(version=3).version == 3
     for method in ("join", "transfer", "end"):
         assert sorted(job.names(method)) == ["engine 0", "engine 1", "rank"], method
-    assert {event[1:] for event in job.events if event[0] == "watch"} == {(f"engine {n}", "node", 7) for n in (0, 1)}
+    assert {event[1:] for event in job.events if event[0] == "watch"} == {
+        (f"engine {n}", "node", 7) for n in (0, 1)
+    }
     job.weights.publish(version=3)
     assert len(job.names("join")) == 3, "they join once"
     job.engines.submit(requests(4))
     samples = job.engines.poll() + job.engines.poll()
-    assert sorted((s.prompt_id, s.index) for s in samples) == [(n, i) for n in range(4) for i in range(2)]
+    assert sorted((s.prompt_id, s.index) for s in samples) == [
+        (n, i) for n in range(4) for i in range(2)
+    ]
 
 
-def test_requests_of_a_lost_engine_go_to_the_other_which_alone_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_of_a_lost_engine_go_to_the_other_which_alone_is_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     job = Job(monkeypatch)
     job.weights.publish(version=3)
     job.engines.submit(requests(4))
     job.made[1].is_gone = True
     samples = [sample for _ in range(6) for sample in job.engines.poll()]
-    assert sorted((s.prompt_id, s.index) for s in samples) == [(n, i) for n in range(4) for i in range(2)], "each once"
+    assert sorted((s.prompt_id, s.index) for s in samples) == [
+        (n, i) for n in range(4) for i in range(2)
+    ], "each once"
     assert job.ray.killed == [job.made[1]] and ("family", "node", [1], []) in job.events
-    assert [replica.is_ready for replica in job.engines.replicas] == [True, False] and len(job.made) == 3
-    assert job.names("transfer") == ["engine 0", "engine 1", "rank"], "no sync before the next publish"
+    assert [replica.is_ready for replica in job.engines.replicas] == [True, False] and len(
+        job.made
+    ) == 3
+    assert job.names("transfer") == ["engine 0", "engine 1", "rank"], (
+        "no sync before the next publish"
+    )
     job.weights.publish(version=4)
     assert all(replica.is_ready for replica in job.engines.replicas) and len(job.names("join")) == 6
 
@@ -202,21 +251,29 @@ def test_two_engines_that_are_lost_at_once_are_lost_once(monkeypatch: pytest.Mon
     job.made[0].lost = job.made[1].lost = "submit"
     job.engines.submit(requests(4))
     samples = [sample for _ in range(6) for sample in job.engines.poll()]
-    assert sorted((s.prompt_id, s.index) for s in samples) == [(n, i) for n in range(4) for i in range(2)], "each once"
+    assert sorted((s.prompt_id, s.index) for s in samples) == [
+        (n, i) for n in range(4) for i in range(2)
+    ], "each once"
     assert job.ray.killed == job.made[:2] and job.engines.restarts == 2 and len(job.made) == 4
 
 
-def test_an_engine_that_is_lost_while_the_trainer_works_starts_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_is_lost_while_the_trainer_works_starts_again_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     job = Job(monkeypatch)
     job.weights.publish(version=3)
     job.engines.submit(requests(4))
     job.made[1].is_gone = True
     TrainerRanks([job.rank], meanwhile=job.engines.glance).call("update")
-    assert len(job.made) == 3 and job.names("transfer") == ["engine 0", "engine 1", "rank"], "and nothing is synced"
+    assert len(job.made) == 3 and job.names("transfer") == ["engine 0", "engine 1", "rank"], (
+        "and nothing is synced"
+    )
     job.engines.glance()
     assert job.engines.running() == 8
     samples = [sample for _ in range(6) for sample in job.engines.poll()]
-    assert sorted((s.prompt_id, s.index) for s in samples) == [(n, i) for n in range(4) for i in range(2)], "each once"
+    assert sorted((s.prompt_id, s.index) for s in samples) == [
+        (n, i) for n in range(4) for i in range(2)
+    ], "each once"
 
 
 def test_the_only_engine_lost_while_the_trainer_works_gets_weights_when_it_is_asked(
@@ -234,7 +291,9 @@ def test_the_only_engine_lost_while_the_trainer_works_gets_weights_when_it_is_as
     assert len(samples) == 6 and job.weights.version == 4 and len(job.names("transfer")) == 4
 
 
-def test_what_is_used_up_while_the_trainer_works_ends_the_run_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_used_up_while_the_trainer_works_ends_the_run_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     job = Job(monkeypatch, restarts=0)
     job.weights.publish(version=3)
     job.engines.submit(requests(4))
@@ -244,7 +303,9 @@ def test_what_is_used_up_while_the_trainer_works_ends_the_run_after_it(monkeypat
         job.engines.poll()
 
 
-def test_an_engine_that_dies_while_it_starts_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_dies_while_it_starts_is_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     job = Job(monkeypatch)
     job.made[1].lost = "place"
     job.engines.survive(job.engines.wait_started)
@@ -258,7 +319,9 @@ def test_an_engine_that_dies_while_it_starts_is_started_again(monkeypatch: pytes
         other.engines.survive(other.engines.wait_started)
 
 
-def test_when_a_node_has_taken_many_along_the_node_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_a_node_has_taken_many_along_the_node_is_the_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     job = Job(monkeypatch, restarts=1)
     job.weights.publish(version=3)
     job.made[0].lost = job.made[1].lost = "submit"
@@ -282,7 +345,10 @@ def test_a_failure_of_the_ranks_may_be_an_engines(monkeypatch: pytest.MonkeyPatc
 
     def die_later(method: str, *values: Any) -> Ref:
         looks = iter([False] * (method == "transfer"))
-        return Ref(lambda: GONE if method == "transfer" else job.made[0].value(None), lambda: next(looks, True))
+        return Ref(
+            lambda: GONE if method == "transfer" else job.made[0].value(None),
+            lambda: next(looks, True),
+        )
 
     job.rank.call = SimpleNamespace(remote=fail_once)
     job.made[0].call = SimpleNamespace(remote=die_later)
@@ -294,11 +360,15 @@ def test_restarts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(monkeypatch, restarts=1)
     job.weights.publish(version=3)
     job.made[0].lost = job.made[1].lost = "transfer"
-    with pytest.raises(CheckFailed, match=r"engine 1 was killed.*launch.max_restarts=1 are used up"):
+    with pytest.raises(
+        CheckFailed, match=r"engine 1 was killed.*launch.max_restarts=1 are used up"
+    ):
         job.weights.publish(version=4)
 
 
-def test_a_rank_that_is_gone_is_the_cause_of_what_its_peers_report(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_gone_is_the_cause_of_what_its_peers_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     job = Job(monkeypatch)
     peer, gone = Actor(job.events, "rank 0"), Actor(job.events, "rank 1")
     failure = Failure(0, exit_codes.DEFECT, "Connection closed by peer")
@@ -307,8 +377,12 @@ def test_a_rank_that_is_gone_is_the_cause_of_what_its_peers_report(monkeypatch: 
     with pytest.raises(RankLost, match="rank 1 was killed") as lost:
         TrainerRanks([peer, gone]).call("update")
     assert lost.value.is_gone
-    stuck: Any = SimpleNamespace(call=SimpleNamespace(remote=lambda *_values: Ref(lambda: None, lambda: False)))
-    with pytest.raises(RankLost, match="rank 1 was killed"):  # and nobody waits for what a peer reports
+    stuck: Any = SimpleNamespace(
+        call=SimpleNamespace(remote=lambda *_values: Ref(lambda: None, lambda: False))
+    )
+    with pytest.raises(
+        RankLost, match="rank 1 was killed"
+    ):  # and nobody waits for what a peer reports
         TrainerRanks([stuck, gone]).call("update")
     refusal = Failure(0, exit_codes.REFUSED, "log-probs differ")
     peer.value = lambda value: {"failure": refusal}  # type: ignore[method-assign]
@@ -329,7 +403,9 @@ def test_a_rank_that_is_gone_ends_a_rollout(monkeypatch: pytest.MonkeyPatch) -> 
     assert lost.value.is_gone
 
 
-def test_after_the_ranks_are_lost_no_sample_of_before_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_the_ranks_are_lost_no_sample_of_before_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     job = Job(monkeypatch, replicas=1)
     job.weights.publish(version=3)
     job.engines.submit(requests(1))

@@ -15,8 +15,13 @@ from megarl.launch.heartbeat import HEAD, Heartbeats, Slots, shared_memory
 from megarl.launch.progress import HOST, Sampler, State, find_late
 from megarl.platform.env import Env
 
-ROLLOUT = State(os.getpid(), HOST, "rollout", "engine step 7", False, False, 1.0, 1.0, "step (a/b.py:1)")
-MOVES, WAITS = ROLLOUT._replace(seconds=0.1), ROLLOUT._replace(is_waiting=True, seconds=40.0, operation="all_reduce 7")
+ROLLOUT = State(
+    os.getpid(), HOST, "rollout", "engine step 7", False, False, 1.0, 1.0, "step (a/b.py:1)"
+)
+MOVES, WAITS = (
+    ROLLOUT._replace(seconds=0.1),
+    ROLLOUT._replace(is_waiting=True, seconds=40.0, operation="all_reduce 7"),
+)
 STUCK, BUSY = ROLLOUT._replace(seconds=41.0, cpu_s=0.2), ROLLOUT._replace(seconds=41.0, cpu_s=30.0)
 
 
@@ -38,12 +43,18 @@ def watch(heartbeats: Heartbeats, pids: dict[int, int], within_s: float) -> Fail
 def test_a_silent_rank_is_reported_and_ends_the_run_at_the_timeout(slots: Slots, capfd) -> None:
     phase = CurrentPhase("sync")
     slots.start_beating(0, phase)
-    os.pwrite(slots.fd, HEAD.pack(7, 0) + json.dumps(ROLLOUT).encode(), heartbeat.SLOT_BYTES)  # rank 1 beats no more
+    os.pwrite(
+        slots.fd, HEAD.pack(7, 0) + json.dumps(ROLLOUT).encode(), heartbeat.SLOT_BYTES
+    )  # rank 1 beats no more
     began = time.monotonic()
     late = watch(Heartbeats(slots.read, 0.4, 0.01), {0: os.getpid(), 1: os.getpid()}, within_s=5)
     assert time.monotonic() - began >= 0.9 * 0.4
     assert late is not None and (late.rank, late.code, late.phase) == (1, 3, "rollout")
-    assert "rank 1" in late.message and "shows no sign of life" in late.message and "stopped" not in late.message
+    assert (
+        "rank 1" in late.message
+        and "shows no sign of life" in late.message
+        and "stopped" not in late.message
+    )
     assert capfd.readouterr().err.count("\n") == 1, "reported once"
     assert watch(Heartbeats(slots.read, 0.1, 0.01), {0: os.getpid()}, within_s=0.5) is None
     assert State(*json.loads(slots.read(0)[1])).phase == "sync"
@@ -73,7 +84,9 @@ def test_the_store_has_no_name_and_is_not_inherited() -> None:
     os.set_inheritable(fd, True)  # as in a rank
     store = heartbeat.make_store(Env(store_fd=fd, launched=True), timedelta(seconds=0.2))
     store.set("key", "value")
-    assert store.get("key") == b"value" and os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:megarl-store")
+    assert store.get("key") == b"value" and os.readlink(f"/proc/self/fd/{fd}").startswith(
+        "/memfd:megarl-store"
+    )
     assert not os.get_inheritable(fd)
     with pytest.raises(RuntimeError, match=r"[Tt]imeout"):
         store.wait(["absent"])
@@ -102,7 +115,9 @@ def test_the_store_has_no_name_and_is_not_inherited() -> None:
 def test_who_is_late(states: list[State], late: list[int]) -> None:
     found, waiting = find_late(dict(enumerate(states)))
     assert found == late
-    assert waiting == [rank for rank, state in enumerate(states) if state.is_waiting and state.seconds == 40.0]
+    assert waiting == [
+        rank for rank, state in enumerate(states) if state.is_waiting and state.seconds == 40.0
+    ]
 
 
 @pytest.mark.parametrize(
@@ -110,18 +125,29 @@ def test_who_is_late(states: list[State], late: list[int]) -> None:
     [
         (STUCK, "neither moves nor computes, for 40 s (rollout, engine step 7, at step", True),
         (BUSY, "is late, but not stuck, for 41 s", False),
-        (STUCK._replace(is_limited=True), "is late, but not stuck, for 41 s", False),  # a reward of 41 s
+        (
+            STUCK._replace(is_limited=True),
+            "is late, but not stuck, for 41 s",
+            False,
+        ),  # a reward of 41 s
         (STUCK._replace(pid=1, host="node7"), "rank 1 (process 1 on node7) neither moves", True),
     ],
 )
-def test_a_late_rank_is_named_with_its_stack_and_its_victims(state: State, how: str, ends: bool) -> None:
+def test_a_late_rank_is_named_with_its_stack_and_its_victims(
+    state: State, how: str, ends: bool
+) -> None:
     beats, said = iter(range(99)), []
     states = [WAITS, state]
-    heartbeats = Heartbeats(lambda rank: (next(beats), json.dumps(states[rank])), 70.0, 0.0, said.append)
+    heartbeats = Heartbeats(
+        lambda rank: (next(beats), json.dumps(states[rank])), 70.0, 0.0, said.append
+    )
     failure = heartbeats.check({0: 0, 1: 0})
     assert (failure is not None) == ends and heartbeats.suspect and heartbeats.suspect.rank == 1
     (line,) = said
-    assert how in line and "; waiting: 1, rank 0 for 40 s (rollout, all_reduce 7, at step (a/b.py:1))" in line
+    assert (
+        how in line
+        and "; waiting: 1, rank 0 for 40 s (rollout, all_reduce 7, at step (a/b.py:1))" in line
+    )
     assert ("; the run ends after 35 s" in line) == ends
     heartbeats.check({0: 0, 1: 0})
     assert len(said) == 1, "reported once"
@@ -141,7 +167,9 @@ def test_a_late_rank_is_named_with_its_stack_and_its_victims(state: State, how: 
         ("/megarl/trainer/forward.py", False, False),
     ],
 )
-def test_a_sample_shows_where_the_main_thread_is(file: str, is_waiting: bool, is_limited: bool) -> None:
+def test_a_sample_shows_where_the_main_thread_is(
+    file: str, is_waiting: bool, is_limited: bool
+) -> None:
     sampler, samples = Sampler(CurrentPhase("train", engine_steps=3)), []
 
     def watcher() -> None:
@@ -153,13 +181,20 @@ def test_a_sample_shows_where_the_main_thread_is(file: str, is_waiting: bool, is
     thread.start()
     exec(compile("import time\n\ntime.sleep(0.2)", file, "exec"))
     thread.join()
-    assert samples[1].stack.startswith(f"<module> ({'/'.join(file.split('/')[-2:])}:3) < test_a_sample")
+    assert samples[1].stack.startswith(
+        f"<module> ({'/'.join(file.split('/')[-2:])}:3) < test_a_sample"
+    )
     assert (samples[1].is_waiting, samples[1].is_limited) == (is_waiting, is_limited)
-    assert samples[0].seconds == pytest.approx(0.0, abs=0.02) and samples[1].seconds > 0.04 > samples[1].cpu_s
+    assert (
+        samples[0].seconds == pytest.approx(0.0, abs=0.02)
+        and samples[1].seconds > 0.04 > samples[1].cpu_s
+    )
 
 
 def test_a_rank_that_torchrun_has_not_started_is_not_silent() -> None:
     said = []
     heartbeats = Heartbeats(lambda rank: (0, ""), 0.1, 0.01, said.append)
     assert watch(heartbeats, {1: 0}, within_s=0.3) is None and not said
-    assert watch(heartbeats, {1: os.getpid()}, within_s=5) is not None, "megarl's own launcher knows that it runs"
+    assert watch(heartbeats, {1: os.getpid()}, within_s=5) is not None, (
+        "megarl's own launcher knows that it runs"
+    )

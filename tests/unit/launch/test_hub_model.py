@@ -49,7 +49,9 @@ SMALL = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_c
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    folder = create_model(Create(layers=1, hidden=64, heads=2, kv_heads=1), tmp_path_factory.mktemp("models"))
+    folder = create_model(
+        Create(layers=1, hidden=64, heads=2, kv_heads=1), tmp_path_factory.mktemp("models")
+    )
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
@@ -82,7 +84,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def megarl(folder: Path, hub: Hub, *commands: list[str], **environ: str) -> list[tuple[int, str, str]]:
+def megarl(
+    folder: Path, hub: Hub, *commands: list[str], **environ: str
+) -> list[tuple[int, str, str]]:
     """Exit code, stdout and stderr of each command."""
     process = start(folder, hub, *commands, **environ)
     return finish(process)
@@ -124,34 +128,60 @@ def test_a_plan_and_a_dry_run_need_the_small_files_once(folder: Path, hub: Hub) 
     )
     plan, dry, pinned, _trusted, last = results = megarl(folder, hub, *commands)
     assert [code for code, _out, _err in results] == [0, 0, 0, 0, 2]
-    assert plan[2] == f"megarl: org/model (main) is commit {commit}\n" and json.loads(plan[1])["model"] == "qwen3"
+    assert (
+        plan[2] == f"megarl: org/model (main) is commit {commit}\n"
+        and json.loads(plan[1])["model"] == "qwen3"
+    )
     assert f"path: org/model\n  revision: {commit}\n" in dry[1] and dry[1] == pinned[1]
     assert "cannot write to c.yaml/run" in last[2]
-    asked = [path.rpartition("/")[2] for verb, path in hub.requests if verb == "GET" and "/tree/" not in path]
+    asked = [
+        path.rpartition("/")[2]
+        for verb, path in hub.requests
+        if verb == "GET" and "/tree/" not in path
+    ]
     small = sorted(asked[1:5])
     assert small == sorted(SMALL), "neither weights nor code nor what lies in subfolders"
-    assert asked == ["main", *asked[1:5], "main", "main", "tokenizer_code.py", "main", "model.safetensors"]
+    assert asked == [
+        "main",
+        *asked[1:5],
+        "main",
+        "main",
+        "tokenizer_code.py",
+        "main",
+        "model.safetensors",
+    ]
     assert not (folder / "runs").exists()
 
 
 def test_without_the_hub_the_cache_serves(folder: Path, hub: Hub) -> None:
     dry_run, train = ["train", "c.yaml", "--dry-run"], ["train", "c.yaml"]
     private = [*dry_run, "model.path=org/private"]
-    assert [code for code, _out, _err in megarl(folder, hub, dry_run, private, HF_TOKEN="hf_secret")] == [0, 0]
+    assert [
+        code for code, _out, _err in megarl(folder, hub, dry_run, private, HF_TOKEN="hf_secret")
+    ] == [0, 0]
     hub.requests.clear()
-    absent = [*dry_run, "model.path=org/gated"], [*dry_run, "model.revision=v1"], train  # of which the weights are
+    absent = (
+        [*dry_run, "model.path=org/gated"],
+        [*dry_run, "model.revision=v1"],
+        train,
+    )  # of which the weights are
 
     cached, other, *refused = megarl(folder, hub, dry_run, private, *absent, HF_HUB_OFFLINE="1")
     assert (cached[0], other[0], hub.requests) == (0, 0, [])
     for code, out, err in refused:
         assert (code, out) == (2, "")
-        assert "and HF_HUB_OFFLINE is set; unset it, or run `hf download org/" in err.splitlines()[-1]
+        assert (
+            "and HF_HUB_OFFLINE is set; unset it, or run `hf download org/" in err.splitlines()[-1]
+        )
 
     cached, *refused = megarl(folder, hub, dry_run, *absent, HF_ENDPOINT="http://127.0.0.1:9")
     assert (cached[0], hub.requests) == (0, [])
     for code, out, err in refused:
         assert (code, out) == (2, "")
-        assert "http://127.0.0.1:9 cannot be used" in err and "check network and HF_ENDPOINT" in err.splitlines()[-1]
+        assert (
+            "http://127.0.0.1:9 cannot be used" in err
+            and "check network and HF_ENDPOINT" in err.splitlines()[-1]
+        )
 
 
 def test_each_mistake_is_one_line(folder: Path, hub: Hub) -> None:
@@ -180,14 +210,18 @@ def test_each_mistake_is_one_line(folder: Path, hub: Hub) -> None:
     for says, (code, out, err) in zip(cases.values(), results, strict=True):
         assert (code, out) == (2, ""), err
         assert says in err.splitlines()[-1]
-        assert [line for line in err.splitlines() if " is commit " not in line] == err.splitlines()[-1:]
+        assert [line for line in err.splitlines() if " is commit " not in line] == err.splitlines()[
+            -1:
+        ]
     assert not (folder / "runs").exists() and "model.safetensors" not in downloaded(hub)
 
 
 def test_a_download_that_breaks_off(folder: Path, hub: Hub) -> None:
     ((code, out, err),) = megarl(folder, hub, ["train", "c.yaml", "model.path=org/cut"])
     assert (code, out) == (2, "")
-    assert "model.path=org/cut cannot be downloaded (" in err and err.endswith("start again: complete files are kept\n")
+    assert "model.path=org/cut cannot be downloaded (" in err and err.endswith(
+        "start again: complete files are kept\n"
+    )
 
 
 def test_a_cache_that_cannot_be_written(folder: Path, hub: Hub) -> None:
@@ -202,12 +236,20 @@ def test_a_cache_that_cannot_be_written(folder: Path, hub: Hub) -> None:
     )
     ((code, _out, err),) = json.loads(process.stdout)
     assert code == 2, err
-    assert f"the cache {folder / 'home'}/hub cannot be written" in err and "free space there, or set HF_HOME" in err
+    assert (
+        f"the cache {folder / 'home'}/hub cannot be written" in err
+        and "free space there, or set HF_HOME" in err
+    )
 
 
 def test_one_rank_of_a_node_asks_and_all_have_its_commit(folder: Path, hub: Hub) -> None:
     def rank(number: int) -> Any:
-        ranks = {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        ranks = {
+            "RANK": str(number),
+            "LOCAL_RANK": str(number),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+        }
         dry_run = ["train", "c.yaml", "--dry-run", "parallel.tensor=1"]
         return start(folder, hub, dry_run, MASTER_PORT="1", MEGARL_JOB_ID=folder.name, **ranks)
 
@@ -251,7 +293,13 @@ def test_other_models_are_downloaded_where_they_are_needed(folder: Path, hub: Hu
         folder,
         hub,
         ["train", "c.yaml", *OTHERS, "--dry-run"],
-        ["eval", "c.yaml", *OTHERS, "run.dir=c.yaml", "task.options={eval_file: eval.jsonl}"],  # no folder
+        [
+            "eval",
+            "c.yaml",
+            *OTHERS,
+            "run.dir=c.yaml",
+            "task.options={eval_file: eval.jsonl}",
+        ],  # no folder
         ["train", "c.yaml", *OTHERS, "run.dir=c.yaml"],
         ["train", "c.yaml", *OTHERS, "teacher.model=org/bin"],
     )
@@ -261,11 +309,20 @@ def test_other_models_are_downloaded_where_they_are_needed(folder: Path, hub: Hu
         commit = hub.repos["models"][f"org/{name}"].commit
         assert f"{section}:\n  model: org/{name}@{commit}\n" in dry[1]
         asked = "v1" if section == "critic" else "main"
-        assert f"megarl: {section}.model=org/{name} ({asked}) is commit {commit}" in dry[2].splitlines()
+        assert (
+            f"megarl: {section}.model=org/{name} ({asked}) is commit {commit}"
+            in dry[2].splitlines()
+        )
     assert f"path: org/reward@{hub.repos['models']['org/reward'].commit}\n" in dry[1]
-    sent = [path.split("/resolve/") for verb, path in hub.requests if verb == "GET" and "/resolve/" in path]
+    sent = [
+        path.split("/resolve/")
+        for verb, path in hub.requests
+        if verb == "GET" and "/resolve/" in path
+    ]
     names = [name.removeprefix("/org/") for name, file in sent if file.endswith(".safetensors")]
-    assert names == ["model", "reward", "value", "teacher", "reference"], "eval needs the first two alone"
+    assert names == ["model", "reward", "value", "teacher", "reference"], (
+        "eval needs the first two alone"
+    )
 
 
 def test_other_models_keep_their_commits(folder: Path, hub: Hub) -> None:
@@ -277,7 +334,9 @@ def test_other_models_keep_their_commits(folder: Path, hub: Hub) -> None:
     (run / "config.yaml").write_text(out.partition("\n\nmodel ")[0])
     for name, repo in old.items():
         hub.repos["models"][name] = Repo({**repo.files, "README.md": b"new " + name.encode()})  # type: ignore[index]
-    (code, again, err), (_, newest, _) = megarl(folder, hub, dry_run, [*dry_run, "teacher.model=org/teacher@main"])
+    (code, again, err), (_, newest, _) = megarl(
+        folder, hub, dry_run, [*dry_run, "teacher.model=org/teacher@main"]
+    )
     assert code == 0 and again == out, err
     assert "teacher.model=org/teacher (main, when the run began) is commit" in err
     assert f"org/teacher@{hub.repos['models']['org/teacher'].commit}" in newest
@@ -287,4 +346,9 @@ def test_another_path_drops_the_files_revision(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("model: {path: org/model, revision: v1}\n")
     assert load_config(tmp_path / "c.yaml").model.revision == "v1"
     assert load_config(tmp_path / "c.yaml", ["model.path=org/other"]).model.revision is None
-    assert load_config(tmp_path / "c.yaml", ["model.revision=v3", "model.path=org/other"]).model.revision == "v3"
+    assert (
+        load_config(
+            tmp_path / "c.yaml", ["model.revision=v3", "model.path=org/other"]
+        ).model.revision
+        == "v3"
+    )

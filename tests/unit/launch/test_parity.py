@@ -32,7 +32,8 @@ class Engine:
 
     def complete(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[Tensor]:
         return [
-            torch.tensor([*prompt, *((17 * prompt[0] + k * k) % 64 for k in range(max_tokens))]) for prompt in prompts
+            torch.tensor([*prompt, *((17 * prompt[0] + k * k) % 64 for k in range(max_tokens))])
+            for prompt in prompts
         ]
 
     def score(self, rows: Sequence[Tensor]) -> list[Tensor]:
@@ -57,7 +58,9 @@ def checks(error: float = 0.0, **options: Any) -> tuple[ParityChecks, Trainer]:
 
 def scored(num_rows: int, **values: Any) -> ScoredBatch:
     """Other values are zeros."""
-    zeros: dict[str, Any] = {field.name: torch.zeros(num_rows) for field in fields(ScoredBatch)} | {"routes": ()}
+    zeros: dict[str, Any] = {field.name: torch.zeros(num_rows) for field in fields(ScoredBatch)} | {
+        "routes": ()
+    }
     return ScoredBatch(**zeros | values)
 
 
@@ -91,12 +94,21 @@ def test_the_probe_scores_what_the_engine_added_at_temperature_1() -> None:
     parity.check()
 
 
-@pytest.mark.parametrize(("error", "max_diff"), [(0.1, None), (math.nan, None), (0.005, 0.004), (math.nan, 9.0)])
-def test_a_probe_that_is_off_is_refused_with_its_distance(error: float, max_diff: float | None) -> None:
+@pytest.mark.parametrize(
+    ("error", "max_diff"), [(0.1, None), (math.nan, None), (0.005, 0.004), (math.nan, 9.0)]
+)
+def test_a_probe_that_is_off_is_refused_with_its_distance(
+    error: float, max_diff: float | None
+) -> None:
     parity, _ = checks(error, max_diff=max_diff)
-    bound = f"checks.max_logprob_diff={max_diff:g}" if max_diff else "median 0.01, 90% below 0.02; statistic"
+    bound = (
+        f"checks.max_logprob_diff={max_diff:g}"
+        if max_diff
+        else "median 0.01, 90% below 0.02; statistic"
+    )
     with pytest.raises(
-        CheckFailed, match=f"differ from the trainer's by up to {'inf' if error != error else error}.*{bound}"
+        CheckFailed,
+        match=f"differ from the trainer's by up to {'inf' if error != error else error}.*{bound}",
     ):
         parity.check()
     checks(0.1, max_diff=0.2)[0].check()
@@ -107,7 +119,10 @@ def test_a_batch_is_compared_with_an_earlier_floor_and_refused_with_its_own() ->
     parity.probe()
     metrics = parity.parity(batch_of(0.01))
     assert metrics["logprob_diff/max"] == pytest.approx(0.01, rel=1e-4)
-    assert metrics["logprob_diff/statistic"] == pytest.approx(1, rel=1e-3) and len(trainer.batches) == 1
+    assert (
+        metrics["logprob_diff/statistic"] == pytest.approx(1, rel=1e-3)
+        and len(trainer.batches) == 1
+    )
     with pytest.raises(CheckFailed, match=r"statistic 25, at most 2\.88.*Nothing was updated"):
         parity.parity(batch_of(0.05))
     assert len(trainer.batches) == 2, "measured on the batch that is refused"
@@ -128,9 +143,14 @@ def test_the_floor_is_measured_again_where_half_the_limit_is_used_up_but_not_eve
 def test_with_experts_prompts_are_independent_and_their_tokens_are_not() -> None:
     dense, moe = checks(error=0.015)[0], checks(error=0.015, is_moe=True)[0]
     (of_dense,), (of_moe,) = dense.probe()[1], moe.probe()[1]
-    assert (of_dense.limit, of_moe.limit) == pytest.approx((2 * (1 + 2 / 48**0.5) ** 2, 2 * (1 + 2 / 2**0.5) ** 2))
+    assert (of_dense.limit, of_moe.limit) == pytest.approx(
+        (2 * (1 + 2 / 48**0.5) ** 2, 2 * (1 + 2 / 2**0.5) ** 2)
+    )
     metrics = moe.parity(batch_of(0.019, prompts=16))
-    assert metrics["logprob_diff/statistic"] == pytest.approx(3.61, rel=1e-3) and metrics["logprob_diff/limit"] == 4.5
+    assert (
+        metrics["logprob_diff/statistic"] == pytest.approx(3.61, rel=1e-3)
+        and metrics["logprob_diff/limit"] == 4.5
+    )
     with pytest.raises(CheckFailed, match=r"statistic 3\.61, at most 2\.88"):
         dense.parity(batch_of(0.019, prompts=16))
     with pytest.raises(CheckFailed, match=r"statistic 3\.61, at most 3\.37"):
@@ -153,13 +173,28 @@ def test_rows_for_the_cause_are_sampled_ones_and_begin_with_the_worst() -> None:
     lengths = [2, 3, 1, 4]
     tokens_T, mask = torch.arange(10), torch.tensor([1, 0, 0, 0, 0, 1, 0, 1, 1, 0]).bool()
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
-    values = {"tokens": tokens_T, "labels": tokens_T + 1, "mask": mask, "cu_seqlens": cu_seqlens, "temperature": 0.7}
+    values = {
+        "tokens": tokens_T,
+        "labels": tokens_T + 1,
+        "mask": mask,
+        "cu_seqlens": cu_seqlens,
+        "temperature": 0.7,
+    }
     batch = scored(4, **values, rollout_logprobs=-tokens_T.float())
     few = sampled_rows(batch, 2, first=3)
     assert few.tokens.tolist() == [6, 7, 8, 9, 0, 1] and few.cu_seqlens.tolist() == [0, 4, 6]
-    assert few.labels.tolist() == [7, 8, 9, 10, 1, 2] and few.rollout_logprobs.tolist() == [-6, -7, -8, -9, 0, -1]
+    assert few.labels.tolist() == [7, 8, 9, 10, 1, 2] and few.rollout_logprobs.tolist() == [
+        -6,
+        -7,
+        -8,
+        -9,
+        0,
+        -1,
+    ]
     assert few.mask.tolist() == [False, True, True, False, True, False]
-    assert sampled_rows(batch, 8).tokens.tolist() == [0, 1, 5, 6, 7, 8, 9], "row 1 has no sampled token"
+    assert sampled_rows(batch, 8).tokens.tolist() == [0, 1, 5, 6, 7, 8, 9], (
+        "row 1 has no sampled token"
+    )
 
 
 @dataclass
@@ -169,7 +204,9 @@ class Cause:
     cause: str | None
     rows: int = 0
 
-    def __call__(self, batch: TokenBatch, floor: Quantiles, rollout_logprobs_T: Tensor | None = None) -> str | None:
+    def __call__(
+        self, batch: TokenBatch, floor: Quantiles, rollout_logprobs_T: Tensor | None = None
+    ) -> str | None:
         self.rows = batch.num_rows
         return self.cause
 
@@ -184,12 +221,16 @@ def test_a_refusal_names_the_cause_where_the_engine_can_compute() -> None:
     with pytest.raises(CheckFailed, match=r"; cause: layer 3 \(attention\)\. Nothing was updated"):
         parity.parity(batch)
     find.cause = None
-    with pytest.raises(CheckFailed, match=r"; cause: the engine gives nearly all tokens less probability"):
+    with pytest.raises(
+        CheckFailed, match=r"; cause: the engine gives nearly all tokens less probability"
+    ):
         parity.parity(batch)
     (engine,) = parity.engines
     assert isinstance(engine, Engine)
     engine.is_asleep = True
-    with pytest.raises(CheckFailed, match=r"less probability.*`megarl check --parity` looks for the cause"):
+    with pytest.raises(
+        CheckFailed, match=r"less probability.*`megarl check --parity` looks for the cause"
+    ):
         parity.parity(batch)
 
 
@@ -217,10 +258,14 @@ def test_tokens_of_older_weights_are_not_judged() -> None:
     parity, trainer = checks(version=lambda: version[0])
     parity.probe()
     metrics = parity.parity(stale_batch([2, 3, 1]))
-    assert metrics["logprob_diff/max"] == pytest.approx(0.01, rel=1e-3) and len(trainer.batches) == 1
+    assert (
+        metrics["logprob_diff/max"] == pytest.approx(0.01, rel=1e-3) and len(trainer.batches) == 1
+    )
     with pytest.raises(CheckFailed, match=r"differ by 0\.5 at most and 0\.5"):
         parity.parity(stale_batch([2, 3, 1], diff=0.5))
-    assert trainer.batches[-1].num_rows == 2 and trainer.batches[-1].mask.sum() == 40, "the floor is of these tokens"
+    assert trainer.batches[-1].num_rows == 2 and trainer.batches[-1].mask.sum() == 40, (
+        "the floor is of these tokens"
+    )
     with pytest.raises(CheckFailed, match="differ by 5 at most"):
         checks()[0].parity(stale_batch([2, 3, 1]))
     version[0] = 4

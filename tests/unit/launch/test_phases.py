@@ -48,7 +48,9 @@ def phases_on(gpu: Gpu, found: dict[str, float], monkeypatch: pytest.MonkeyPatch
     return TimedPhases(lambda _: nullcontext(), found.update, torch.device("cpu"), [trainer], gpu)
 
 
-def test_a_sleeping_engine_does_not_count_and_parts_count_for_their_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sleeping_engine_does_not_count_and_parts_count_for_their_phase(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     gpu, found = Gpu(), dict[str, float]()
     phases = phases_on(gpu, found, monkeypatch)
     with phases.rollout():
@@ -76,7 +78,13 @@ def test_a_sleeping_engine_does_not_count_and_parts_count_for_their_phase(monkey
     assert {name.split("/")[1]: gb for name, gb in found.items()} == {
         "exchange": 50, "rollout": 50, "logprobs": 12, "update": 69, "train": 69, "save": 58, "staging": 29, "sync": 48,
     }  # fmt: skip
-    assert gpu.calls == ["onload_weights", "free_gradients", "offload_training_state", "onload_weights", "offload_all"]
+    assert gpu.calls == [
+        "onload_weights",
+        "free_gradients",
+        "offload_training_state",
+        "onload_weights",
+        "offload_all",
+    ]
 
 
 def test_an_unknown_peak_stays_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,10 @@ ALONE = Env()
 def task(tmp_path: Path) -> dict[str, Any]:
     for name, prompt in (("train", "1+1="), ("eval", "2+2=")):
         (tmp_path / f"{name}.jsonl").write_text(f'{{"prompt": "{prompt}", "answer": "2"}}\n')
-    return {"name": f"jsonl:{tmp_path}/train.jsonl", "options": {"eval_file": f"{tmp_path}/eval.jsonl"}}
+    return {
+        "name": f"jsonl:{tmp_path}/train.jsonl",
+        "options": {"eval_file": f"{tmp_path}/eval.jsonl"},
+    }
 
 
 def made(task: dict[str, Any], create: dict[str, Any] | None = None, **sections: Any) -> Config:
@@ -63,11 +66,17 @@ def test_a_tokenizer_that_cannot_be_loaded_is_refused_before_a_process_starts(
 ) -> None:
     folder = create_model(Create(), tmp_path)
     (folder / "tokenizer.json").unlink()
-    (folder / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["code.Special", null]}}')
+    (folder / "tokenizer_config.json").write_text(
+        '{"auto_map": {"AutoTokenizer": ["code.Special", null]}}'
+    )
     model = {"path": str(folder)}
-    with pytest.raises(ValueError, match=re.escape("is code (code.Special); set model.trust_remote_code=true")):
+    with pytest.raises(
+        ValueError, match=re.escape("is code (code.Special); set model.trust_remote_code=true")
+    ):
         preflight(parse_config({"model": model, "task": task}), ALONE)
-    assert preflight(parse_config({"model": {**model, "trust_remote_code": True}, "task": task}), ALONE)
+    assert preflight(
+        parse_config({"model": {**model, "trust_remote_code": True}, "task": task}), ALONE
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,14 +117,22 @@ def test_what_the_tokenizer_cannot_do_is_one_line_before_anything_starts(
     code = main(["train", str(tmp_path / "c.yaml"), override])
     assert (code, capsys.readouterr().err) == (2, f"megarl: {line}\n")
     assert not (tmp_path / "runs").exists()
-    accepted = "task={system_prompt: Add., answer: tag}", "rollout.stop=['>']", "model.create.tokenizer=characters"
+    accepted = (
+        "task={system_prompt: Add., answer: tag}",
+        "rollout.stop=['>']",
+        "model.create.tokenizer=characters",
+    )
     assert main(["train", str(tmp_path / "c.yaml"), "--dry-run", *accepted]) == 0
 
 
-def test_trackers_are_checked_for_the_runs_that_use_them(task: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackers_are_checked_for_the_runs_that_use_them(
+    task: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("megarl.telemetry.trackers.is_installed", lambda package: False)
     config = made(task, telemetry={"tensorboard": True})
-    with pytest.raises(ValueError, match=re.escape("telemetry.tensorboard=true needs the package tensorboard")):
+    with pytest.raises(
+        ValueError, match=re.escape("telemetry.tensorboard=true needs the package tensorboard")
+    ):
         preflight(config, ALONE)
     assert preflight(config, ALONE, command="eval"), "it has no metrics"
     assert preflight(config, Env(rank=1, world_size=2), command="train"), "rank 0 writes"

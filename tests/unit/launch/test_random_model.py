@@ -35,7 +35,9 @@ def test_transformers_reads_all_of_it(tmp_path: Path, create: Create) -> None:
     ids = tokenizer(text)["input_ids"]
     assert tokenizer.decode(ids) == text
     assert len(ids) == len(text) - sum(len(phrase) - 1 for phrase in create.phrases)
-    assert tokenizer.eos_token_id == model.config.eos_token_id == model.generation_config.eos_token_id
+    assert (
+        tokenizer.eos_token_id == model.config.eos_token_id == model.generation_config.eos_token_id
+    )
     chat = tokenizer.apply_chat_template(
         [{"role": "user", "content": "1+1"}], add_generation_prompt=True, tokenize=False
     )
@@ -44,7 +46,9 @@ def test_transformers_reads_all_of_it(tmp_path: Path, create: Create) -> None:
         logits = model(torch.tensor([ids])).logits
     assert logits.shape[-1] == model.config.vocab_size == len(tokenizer)
     entropy = torch.distributions.Categorical(logits=logits.float()).entropy().mean()
-    assert 0.5 * torch.tensor(len(tokenizer)).log() < entropy, "a degenerate policy would sample one text only"
+    assert 0.5 * torch.tensor(len(tokenizer)).log() < entropy, (
+        "a degenerate policy would sample one text only"
+    )
     assert logits.std() > 0.3, "a flat one would not be moved by its weights"
 
 
@@ -74,13 +78,21 @@ def test_the_same_section_gives_the_same_bytes_also_when_made_twice_at_once(tmp_
 
     def fingerprint(root: Path) -> str:
         folder = create_model(create, root)
-        return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(folder.iterdir()))).hexdigest()
+        return hashlib.sha256(
+            b"".join(file.read_bytes() for file in sorted(folder.iterdir()))
+        ).hexdigest()
 
     with ThreadPoolExecutor(4) as pool:
-        found = set(pool.map(fingerprint, [tmp_path / "a", tmp_path / "a", tmp_path / "a", tmp_path / "b"]))
+        found = set(
+            pool.map(fingerprint, [tmp_path / "a", tmp_path / "a", tmp_path / "a", tmp_path / "b"])
+        )
     assert len(found) == 1
-    assert [path.name for path in (tmp_path / "a").iterdir()] == [path.name for path in (tmp_path / "b").iterdir()]
+    assert [path.name for path in (tmp_path / "a").iterdir()] == [
+        path.name for path in (tmp_path / "b").iterdir()
+    ]
     assert create_model(create.model_copy(update={"seed": 1}), tmp_path / "a").name not in {
         path.name for path in (tmp_path / "b").iterdir()
     }
-    assert "tokenizer.json" not in {path.name for path in create_model(create, tmp_path / "a").iterdir()}
+    assert "tokenizer.json" not in {
+        path.name for path in create_model(create, tmp_path / "a").iterdir()
+    }

@@ -19,7 +19,9 @@ START = {"train.lr": 1e-4, "train.steps": 4, "rollout.samples_per_prompt": 8, "m
 
 def config(folder: Path, **changes) -> Config:
     nested: dict = {"run": {"dir": str(folder), "name": "run"}}
-    for key, value in (START | {key.replace("__", "."): value for key, value in changes.items()}).items():
+    for key, value in (
+        START | {key.replace("__", "."): value for key, value in changes.items()}
+    ).items():
         *sections, name = key.split(".")
         section = nested
         for part in sections:
@@ -69,7 +71,9 @@ def test_other_settings_are_refused_by_name(tmp_path: Path, key: str) -> None:
         ("rollout__cpu_kv_cache_gb", 2.0), ("checks__probe", "always"), ("sync__atomic", False),
     ],
 )  # fmt: skip
-def test_what_does_not_change_the_result_may_change(tmp_path: Path, key: str, value: object) -> None:
+def test_what_does_not_change_the_result_may_change(
+    tmp_path: Path, key: str, value: object
+) -> None:
     begun(tmp_path)
     check_resumed(config(tmp_path, **{key: value}))
 
@@ -79,15 +83,23 @@ def test_each_part_leaves_its_config(tmp_path: Path) -> None:
     assert prepare_run_dir(config(tmp_path), "train") == run / "config.yaml"
     changed = config(tmp_path, train__lr=1e-3)
     assert prepare_run_dir(changed, "train") == run / "config_2.yaml"
-    assert (run / "config_2.yaml").read_text().startswith("# Resumed; changed: train.lr 0.0001 -> 0.001\n")
-    assert load_config(run / "config_2.yaml") == changed and load_config(run / "config.yaml") == config(tmp_path)
+    assert (
+        (run / "config_2.yaml")
+        .read_text()
+        .startswith("# Resumed; changed: train.lr 0.0001 -> 0.001\n")
+    )
+    assert load_config(run / "config_2.yaml") == changed and load_config(
+        run / "config.yaml"
+    ) == config(tmp_path)
     check_resumed(changed)  # compared with the newest part
     with pytest.raises(ValueError, match=r"config_2.yaml.*train.lr 0.001 -> 0.0001"):
         check_resumed(config(tmp_path))
     assert prepare_run_dir(config(tmp_path, train__lr=1.0), "train").name == "config_3.yaml"
     afresh = config(tmp_path, checkpoint__resume="never")
     assert prepare_run_dir(afresh, "train") == run / "config.yaml"
-    assert [file.name for file in run.glob("config*")] == ["config.yaml"] and load_config(run / "config.yaml") == afresh
+    assert [file.name for file in run.glob("config*")] == ["config.yaml"] and load_config(
+        run / "config.yaml"
+    ) == afresh
 
 
 def test_another_runs_checkpoint_and_another_model(tmp_path: Path) -> None:
@@ -119,24 +131,36 @@ def test_free_keys_exist() -> None:
             section = getattr(section, part)
 
 
-def test_a_read_only_run_dir_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_read_only_run_dir_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Also one that exists."""
     (tmp_path / "run").mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "megarl-test", tmp_path / "run"]).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "ro", "megarl-test", tmp_path / "run"]
+    ).returncode:
         pytest.skip("mounting a file system needs root")
     try:
-        with pytest.raises(ValueError, match=r"cannot write to .*run \(Read-only file system\); set run.dir"):
+        with pytest.raises(
+            ValueError, match=r"cannot write to .*run \(Read-only file system\); set run.dir"
+        ):
             make_run_dir(config(tmp_path))
-        assert main(["train", "configs/tiny_dense.yaml", f"run.dir={tmp_path}", "run.name=run"]) == 2
+        assert (
+            main(["train", "configs/tiny_dense.yaml", f"run.dir={tmp_path}", "run.name=run"]) == 2
+        )
     finally:
         subprocess.run(["umount", "-l", tmp_path / "run"], check=True)
     err = capsys.readouterr().err
     assert err.startswith("megarl: cannot write to ") and err.count("\n") == 1, err
 
 
-def test_the_command_line_refuses_and_confirms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_the_command_line_refuses_and_confirms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
     launched: list[float] = []
-    monkeypatch.setattr(cli, "_launch", lambda env, config, job, command: launched.append(config.train.lr) or 1)
+    monkeypatch.setattr(
+        cli, "_launch", lambda env, config, job, command: launched.append(config.train.lr) or 1
+    )
     common = ["train", "configs/tiny_dense.yaml", f"run.dir={tmp_path}", "run.name=run"]
     assert main(common) == 1
     prepare_run_dir(load_config(common[1], common[2:]), "train")
@@ -148,7 +172,9 @@ def test_the_command_line_refuses_and_confirms(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_a_full_disk_is_said_once(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_a_full_disk_is_said_once(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
     """By the run that ended by it, not again for its report."""
 
     def full(_folder: object) -> None:

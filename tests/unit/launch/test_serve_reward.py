@@ -85,14 +85,24 @@ def make_requests() -> list[ScoreRequest]:
         text, finish = " ".join(map(str, ids)), ("stop", "length")[index % 2]
         tokens = (*ids, EOS) if finish == "stop" else tuple(ids)
         prompt = " ".join(map(str, PROMPT))
-        requests.append(ScoreRequest(f"{index}/0", prompt, text, "2", tokens, finish, prompt_tokens=PROMPT))
+        requests.append(
+            ScoreRequest(f"{index}/0", prompt, text, "2", tokens, finish, prompt_tokens=PROMPT)
+        )
     return requests
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("as_tokens", [True, False], ids=["tokens", "text"])
-def test_a_run_gets_the_scores_of_transformers(folder: Path, server: Server, as_tokens: bool) -> None:
-    options = {"tokens": as_tokens, "batch_size": 2, "concurrency": 16, "retries": 0, "timeout_s": 120}
+def test_a_run_gets_the_scores_of_transformers(
+    folder: Path, server: Server, as_tokens: bool
+) -> None:
+    options = {
+        "tokens": as_tokens,
+        "batch_size": 2,
+        "concurrency": 16,
+        "retries": 0,
+        "timeout_s": 120,
+    }
     reward = make_remote(Reward(name=f"http://localhost:{server.port}/score", options=options))
     scores = [score.value for score in reward(make_requests())]
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
@@ -106,7 +116,9 @@ def test_a_run_gets_the_scores_of_transformers(folder: Path, server: Server, as_
 
 def sample(**values: Any) -> bytes:
     row = {"id": "0", "prompt": "5 6", "response": "7", "finish": "stop", **values}
-    return json.dumps({"samples": [{key: value for key, value in row.items() if value is not None}]}).encode()
+    return json.dumps(
+        {"samples": [{key: value for key, value in row.items() if value is not None}]}
+    ).encode()
 
 
 MALFORMED = [
@@ -133,7 +145,11 @@ def test_a_malformed_request_is_answered_with_the_reason(server: Server) -> None
     for body, reason in MALFORMED:
         status, answer = server.ask(body)
         assert status == 400 and reason in answer["error"], (body[:80], answer)
-    for length, reason in (("-1", "Content-Length=-1"), ("99999999999", "Content-Length=99999999999"), ("x", "'x'")):
+    for length, reason in (
+        ("-1", "Content-Length=-1"),
+        ("99999999999", "Content-Length=99999999999"),
+        ("x", "'x'"),
+    ):
         status, answer = server.ask(b"", **{"Content-Length": length})
         assert status == 400 and reason in answer["error"], (length, answer)
     assert server.ask(b'{"samples": []}') == (200, {"scores": []})
@@ -167,22 +183,34 @@ def test_sigterm_ends_it(server: Server) -> None:
     assert "Traceback" not in server.log.read_text()
 
 
-def test_a_folder_without_a_reward_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_reward_model_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["serve-reward", str(tmp_path / "none")]) == 2
     assert "none has no config.json; name the folder of a reward model" in capsys.readouterr().err
     architecture = {"architectures": ["Qwen3ForTokenClassification"]}
     (tmp_path / "config.json").write_text(json.dumps(architecture))
     assert main(["serve-reward", str(tmp_path)]) == 2
-    assert "scores steps, which a server cannot; use the reward `model` in the run" in capsys.readouterr().err
+    assert (
+        "scores steps, which a server cannot; use the reward `model` in the run"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.long
 def test_an_address_is_served_by_one_process(folder: Path, tmp_path: Path) -> None:
     with serve(folder, "--host", "0.0.0.0") as server:
-        assert server.host == "0.0.0.0" and server.addresses() == {"0.0.0.0", "127.0.0.1"}  # the latter: torch
+        assert server.host == "0.0.0.0" and server.addresses() == {
+            "0.0.0.0",
+            "127.0.0.1",
+        }  # the latter: torch
         port = ["--port", str(server.port)]
-        second = subprocess.run([*COMMAND, str(folder), *port], capture_output=True, text=True, timeout=120)
+        second = subprocess.run(
+            [*COMMAND, str(folder), *port], capture_output=True, text=True, timeout=120
+        )
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(120) == 130
     assert second.returncode == 2
-    assert f"--port={server.port} is refused (Address already in use); choose others" in second.stderr
+    assert (
+        f"--port={server.port} is refused (Address already in use); choose others" in second.stderr
+    )

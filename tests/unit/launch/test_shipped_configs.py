@@ -27,8 +27,12 @@ MODELS = {
     "Qwen/Qwen3-30B-A3B": "qwen3_30b_a3b",
     "Qwen/Qwen3-235B-A22B": "qwen3_235b_a22b",
 }
-MATHS: list[dict[str, Any]] = [{"problem": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(40)]
-META = [{"query": row["problem"], "response": f"Add. The answer is: {row['answer']}"} for row in MATHS]
+MATHS: list[dict[str, Any]] = [
+    {"problem": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(40)
+]
+META = [
+    {"query": row["problem"], "response": f"Add. The answer is: {row['answer']}"} for row in MATHS
+]
 CHAT = [{"context_messages": [{"role": "user", "content": row["problem"]}]} for row in MATHS]
 DATASETS = {
     "agentica-org/DeepScaleR-Preview-Dataset": ("train.jsonl", MATHS),
@@ -37,7 +41,9 @@ DATASETS = {
     "meta-math/MetaMathQA": ("train.jsonl", META),
     "OpenRLHF/prompt-collection-v0.1": ("train.jsonl", CHAT),
 }
-TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}{% if enable_thinking %}<think>{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }} {% endfor %}{% if enable_thinking %}<think>{% endif %}"
+)
 NUMBER = r"\d[\d.]*"
 SUM = re.compile(rf"({NUMBER}(?: [x/+] {NUMBER})+)(?: staged)?(?: +=|  ) *({NUMBER})")
 PROGRAM = """
@@ -50,11 +56,16 @@ sys.exit(sum(main(["train", *each, "--dry-run"]) != 0 for each in json.loads(sys
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
     tiny = create_model(Create(), tmp_path_factory.mktemp("tokenizer"))
-    settings = json.loads((tiny / "tokenizer_config.json").read_text()) | {"chat_template": TEMPLATE}
+    settings = json.loads((tiny / "tokenizer_config.json").read_text()) | {
+        "chat_template": TEMPLATE
+    }
     tokenizer = {"tokenizer.json": (tiny / "tokenizer.json").read_bytes()}
     tokenizer["tokenizer_config.json"] = json.dumps(settings).encode()
     models = {
-        name: Repo(tokenizer | {"config.json": (ROOT / "configs" / "models" / folder / "config.json").read_bytes()})
+        name: Repo(
+            tokenizer
+            | {"config.json": (ROOT / "configs" / "models" / folder / "config.json").read_bytes()}
+        )
         for name, folder in MODELS.items()
     }
     datasets = {
@@ -66,19 +77,27 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
 
 
 def test_every_config_passes_a_dry_run(hub: Hub, tmp_path: Path) -> None:
-    model = create_model(Create(), tmp_path / "model")  # in place of what a script or an earlier run makes
-    settings = json.loads((model / "tokenizer_config.json").read_text()) | {"chat_template": TEMPLATE}
+    model = create_model(
+        Create(), tmp_path / "model"
+    )  # in place of what a script or an earlier run makes
+    settings = json.loads((model / "tokenizer_config.json").read_text()) | {
+        "chat_template": TEMPLATE
+    }
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
     runs = []
     for file in CONFIGS:
         config = load_config(file, [])
         is_made = config.model.path is not None and config.model.path not in MODELS
         is_made &= not config.model.path or not (ROOT / config.model.path / "config.json").is_file()
-        made = [f"model.path={model}"] * is_made + [f"teacher.model={model}"] * (config.teacher is not None)
+        made = [f"model.path={model}"] * is_made + [f"teacher.model={model}"] * (
+            config.teacher is not None
+        )
         runs += [[str(file), f"run.dir={tmp_path}", *made]]
     assert len(runs) >= 16
     command = [sys.executable, "-c", PROGRAM, json.dumps(runs)]
-    done = subprocess.run(command, cwd=ROOT, env=hub.env(tmp_path), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=ROOT, env=hub.env(tmp_path), capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.count("processes  ") == len(runs)
 
@@ -98,7 +117,10 @@ def test_every_config_passes_a_dry_run(hub: Hub, tmp_path: Path) -> None:
 def test_memory_of_the_comment_adds_up(file: Path) -> None:
     config, text = load_config(file, []), file.read_text()
     assert config.model.path is not None
-    shape, world = read_model(ROOT / "configs" / "models" / MODELS[config.model.path]), config.launch.processes
+    shape, world = (
+        read_model(ROOT / "configs" / "models" / MODELS[config.model.path]),
+        config.launch.processes,
+    )
     assert world is not None
     vocab = padded_vocab(shape.vocab, config.parallel.tensor)
     table, largest, experts = megatron_table(shape, spec="te", padded_vocab=vocab), 0, 0
@@ -107,7 +129,10 @@ def test_memory_of_the_comment_adds_up(file: Path) -> None:
         if (total := sum(part.numel for part in slices)) > largest:
             largest, experts = total, sum(part.numel for part in slices if ".experts." in part.name)
     found = re.search(r"Largest rank: ([\d.]+)e9 parameters, of which ([\d.]+)(?:e9)?\s+in", text)
-    assert found and found.groups() == (f"{largest / 1e9:.2f}", f"{experts / 1e9:.2f}" if experts else "0")
+    assert found and found.groups() == (
+        f"{largest / 1e9:.2f}",
+        f"{experts / 1e9:.2f}" if experts else "0",
+    )
     sums = [(left, float(right)) for left, right in SUM.findall(text)]
     print(sums)
     assert len(sums) >= 8

@@ -35,7 +35,9 @@ except ValueError as error:
 """
 
 
-def start(name: str, folder: Path, world: int = 2, timeout_s: int = 600, **environ: str) -> subprocess.Popen[str]:
+def start(
+    name: str, folder: Path, world: int = 2, timeout_s: int = 600, **environ: str
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", LAUNCH, name, str(folder), str(world), str(timeout_s)],
         env={**os.environ, "PYTHONPATH": STAND_IN, **environ},
@@ -81,10 +83,14 @@ def exit_file(folder: Path) -> dict[str, object]:
 
 def test_done(tmp_path: Path) -> None:
     code, out, err = finish(start("done", tmp_path, OMP_NUM_THREADS="3"))
-    assert (code, out, err) == (0, "hello from rank 0 of 2\n", ""), "rank 0 speaks, noise goes to the logs"
+    assert (code, out, err) == (0, "hello from rank 0 of 2\n", ""), (
+        "rank 0 speaks, noise goes to the logs"
+    )
     logs = tmp_path / "done" / "logs"
     assert "hello from rank 1" in (logs / "rank_1.log").read_text()
-    assert {"noise from rank 0", "c++ chatter"} <= set((logs / "rank_0.log").read_text().splitlines())
+    assert {"noise from rank 0", "c++ chatter"} <= set(
+        (logs / "rank_0.log").read_text().splitlines()
+    )
     assert exit_file(tmp_path / "done") | {"seconds": 0} == {"code": 0, "seconds": 0, "world": 2}
     ups = [(tmp_path / "done" / f"up_{rank}").read_text().split()[1:] for rank in range(2)]
     assert ups[0] == ups[1], "ranks of a job share its id and its launcher"
@@ -99,15 +105,27 @@ def test_done(tmp_path: Path) -> None:
     [
         ("user", 2, 1, "model.path=/not/there is not a directory"),
         ("refused", 3, 1, "refused to continue (start-up): log-probs differ by 3 at most"),
-        ("defect", 1, None, "rank 1 failed in start-up: ValueError: invalid literal for int() with base 10: 'what'"),
+        (
+            "defect",
+            1,
+            None,
+            "rank 1 failed in start-up: ValueError: invalid literal for int() with base 10: 'what'",
+        ),
         ("echo", 3, 1, "first"),
         ("killed", 1, 3, "rank 1 was killed by SIGKILL; out of memory?"),
         ("segfault", 1, 3, "rank 1 was killed by SIGSEGV"),
         ("unknown", 1, 3, "rank 1 was killed by Real-time signal 6"),
-        ("checkpoint", 1, None, "rank 1 failed in start-up: CheckpointException: size mismatch of a tensor"),
+        (
+            "checkpoint",
+            1,
+            None,
+            "rank 1 failed in start-up: CheckpointException: size mismatch of a tensor",
+        ),
     ],
 )
-def test_first_failure_is_said_once(tmp_path: Path, name: str, code: int, lines: int | None, said: str) -> None:
+def test_first_failure_is_said_once(
+    tmp_path: Path, name: str, code: int, lines: int | None, said: str
+) -> None:
     got, _out, err = finish(start(name, tmp_path))
     assert got == code, err
     assert err.count(said) == 1, err
@@ -158,7 +176,9 @@ def test_killed_launcher_takes_its_ranks_along_and_the_name_is_free(tmp_path: Pa
     assert finish(again)[0] == 130
 
 
-def test_a_folder_has_one_run_though_its_lock_is_removed_or_reached_by_a_link(tmp_path: Path) -> None:
+def test_a_folder_has_one_run_though_its_lock_is_removed_or_reached_by_a_link(
+    tmp_path: Path,
+) -> None:
     run, link = tmp_path / "run", tmp_path / "link"
     link.symlink_to(run)
     with lock_run_dir(run):
@@ -175,7 +195,9 @@ def test_a_folder_has_one_run_though_its_lock_is_removed_or_reached_by_a_link(tm
         assert (run / ".lock").read_text() == str(os.getpid())
 
 
-def test_a_file_system_that_locks_no_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_that_locks_no_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """NFS refuses an exclusive lock of what is open for reading only."""
     flock = fcntl.flock
 
@@ -185,7 +207,11 @@ def test_a_file_system_that_locks_no_folders(tmp_path: Path, monkeypatch: pytest
         flock(handle, operation)
 
     monkeypatch.setattr(fcntl, "flock", nfs)
-    with lock_run_dir(tmp_path), pytest.raises(ValueError, match="is in use by another run"), lock_run_dir(tmp_path):
+    with (
+        lock_run_dir(tmp_path),
+        pytest.raises(ValueError, match="is in use by another run"),
+        lock_run_dir(tmp_path),
+    ):
         pass
 
 
@@ -194,7 +220,9 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".lock").symlink_to(tmp_path / "target")
     with (
-        pytest.raises(ValueError, match=r"\.lock cannot be locked \(.*\); remove it, or set run\.dir"),
+        pytest.raises(
+            ValueError, match=r"\.lock cannot be locked \(.*\); remove it, or set run\.dir"
+        ),
         lock_run_dir(tmp_path / "run"),
     ):
         pass
@@ -215,7 +243,10 @@ def test_a_stopped_rank_is_named_long_before_the_timeout(tmp_path: Path) -> None
     os.kill(pid, signal.SIGSTOP)
     code, _out, err = finish(process)
     assert code == 3 and time.monotonic() - began < 10  # half of the time-out
-    assert f"refused to continue (start-up): rank {rank} (process {pid}) is stopped, by a signal or a debugger" in err
+    assert (
+        f"refused to continue (start-up): rank {rank} (process {pid}) is stopped, by a signal or a debugger"
+        in err
+    )
     assert exit_file(folder) | {"error": "", "seconds": 0} == {
         "code": 3, "rank": rank, "during": "start-up", "error": "", "seconds": 0, "world": 2
     }  # fmt: skip
@@ -249,7 +280,10 @@ def test_a_stopped_rank_is_reported_soon_and_may_go_on(tmp_path: Path) -> None:
     assert process.stderr
     warning = process.stderr.readline()
     assert time.monotonic() - began < 9
-    assert f"rank 1 (process {pid}) is stopped" in warning and f"`kill -CONT {pid}` continues it" in warning
+    assert (
+        f"rank 1 (process {pid}) is stopped" in warning
+        and f"`kill -CONT {pid}` continues it" in warning
+    )
     assert "the run ends after 300 s" in warning
     os.kill(pid, signal.SIGCONT)
     assert process.stderr.readline() == "megarl: rank 1 goes on\n"
@@ -258,7 +292,9 @@ def test_a_stopped_rank_is_reported_soon_and_may_go_on(tmp_path: Path) -> None:
 
 
 def test_a_call_that_holds_the_gil_is_not_taken_for_a_stop(tmp_path: Path) -> None:
-    code, _out, err = finish(start("gil", tmp_path, timeout_s=5))  # a stopped rank would have 2.5 s, the call takes 3
+    code, _out, err = finish(
+        start("gil", tmp_path, timeout_s=5)
+    )  # a stopped rank would have 2.5 s, the call takes 3
     assert (code, err) == (0, "")
 
 
@@ -282,7 +318,9 @@ def test_sigterm_reaches_ranks_that_train(tmp_path: Path, name: str, code: int, 
     got, _out, err = finish(process)
     assert got == code and f"megarl: {said}" in err, err
     assert exit_file(folder)["code"] == code and gone(*rank_pids(folder), within_s=1)
-    assert sum(file.exists() for file in (folder / "saved_0", folder / "saved_1")) == (2 if name == "saves" else 0)
+    assert sum(file.exists() for file in (folder / "saved_0", folder / "saved_1")) == (
+        2 if name == "saves" else 0
+    )
 
 
 def test_ctrl_c_ends_a_run_that_does_not_finish_saving(tmp_path: Path) -> None:
@@ -301,4 +339,6 @@ def test_a_full_disk_is_one_line_and_keeps_its_exit_code(small_disk: Path) -> No
     assert code == 3 and first.startswith(
         f"megarl: refused to continue (start-up): the disk of {small_disk}/full (mounted"
     )
-    assert rest == [f"megarl: {small_disk}/full/exit.json was not written (No space left on device)"]
+    assert rest == [
+        f"megarl: {small_disk}/full/exit.json was not written (No space left on device)"
+    ]

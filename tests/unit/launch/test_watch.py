@@ -23,7 +23,11 @@ def test_a_stopped_process_is_named_and_then_killed_and_a_slow_one_is_not() -> N
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as parent:
         assert parent.stdout
-        child, names, stopped = int(parent.stdout.readline()), {"engine 1": parent.pid}, StoppedProcesses(30.0)
+        child, names, stopped = (
+            int(parent.stdout.readline()),
+            {"engine 1": parent.pid},
+            StoppedProcesses(30.0),
+        )
         try:
             assert stopped.look(names, 0) == []
             _stop(child)
@@ -38,7 +42,9 @@ def test_a_stopped_process_is_named_and_then_killed_and_a_slow_one_is_not() -> N
             assert stopped.look(names, 100) == []
             _stop(child)
             assert stopped.look(names, 101) == [], "from the beginning"
-            assert stopped.look(names, 131.5) == [f"engine 1 (process {child}) has been stopped for 30 s; killing it"]
+            assert stopped.look(names, 131.5) == [
+                f"engine 1 (process {child}) has been stopped for 30 s; killing it"
+            ]
             time.sleep(0.2)
             assert stopped.look(names, 140) == [] and parent.poll() is None
         finally:
@@ -54,7 +60,9 @@ def _stop(pid: int) -> None:
 @pytest.mark.parametrize("names", [{}, {"rank 0": 2**22 + 1}])
 def test_what_has_ended_is_not_stopped_but_gone(names: dict[str, int]) -> None:
     stopped = StoppedProcesses(1.0)
-    assert stopped.look(names, 0) == [] and stopped.gone(names | {"rank 1": os.getpid()}) == [*names]
+    assert stopped.look(names, 0) == [] and stopped.gone(names | {"rank 1": os.getpid()}) == [
+        *names
+    ]
 
 
 def test_who_is_gone_is_known_by_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +101,10 @@ class InProcess:
 
     def __init__(self, limit_s: float) -> None:
         of_node = StoppedProcesses(limit_s)
-        self.look, self.gone = SimpleNamespace(remote=of_node.look), SimpleNamespace(remote=of_node.gone)
+        self.look, self.gone = (
+            SimpleNamespace(remote=of_node.look),
+            SimpleNamespace(remote=of_node.gone),
+        )
 
     @classmethod
     def options(cls, **_: Any) -> Any:

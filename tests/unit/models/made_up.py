@@ -27,7 +27,9 @@ class FusedGateUp:
         return {self.hf: (2 * self.rows, self.hidden)}
 
     def slices(self, tp: Axis) -> Iterator[ShardSlice]:
-        for part in Stack(("gate", "up"), self.param, (self.rows, self.rows), (self.hidden,)).slices(tp):
+        for part in Stack(
+            ("gate", "up"), self.param, (self.rows, self.rows), (self.hidden,)
+        ).slices(tp):
             first = self.rows if part.name == "up" else 0
             yield replace(part, name=self.hf, start=(first + part.start[0], 0))
 
@@ -41,8 +43,17 @@ def table(shape: ModelShape, spec: LayerSpec, padded_vocab: int) -> Table:
     norm = "mlp.linear_fc1.layer_norm_weight" if spec == "te" else "pre_mlp_layernorm.weight"
     mlp = (
         Replicated(HF + "post_attention_layernorm.weight", MC + norm, (shape.hidden,)),
-        FusedGateUp(HF + "mlp.gate_up_proj.weight", MC + "mlp.linear_fc1.weight", shape.intermediate, shape.hidden),
-        Transposed(HF + "mlp.down_proj.weight", MC + "mlp.linear_fc2.weight", (shape.intermediate, shape.hidden)),
+        FusedGateUp(
+            HF + "mlp.gate_up_proj.weight",
+            MC + "mlp.linear_fc1.weight",
+            shape.intermediate,
+            shape.hidden,
+        ),
+        Transposed(
+            HF + "mlp.down_proj.weight",
+            MC + "mlp.linear_fc2.weight",
+            (shape.intermediate, shape.hidden),
+        ),
     )
     return blocks.decoder_table(shape, padded_vocab, layer=(*blocks.attention(shape, spec), *mlp))
 

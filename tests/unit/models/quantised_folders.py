@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config
+from transformers import (
+    AutoModelForCausalLM,
+    CompressedTensorsConfig,
+    FineGrainedFP8Config,
+    Mxfp4Config,
+)
 
 from megarl.checkpoint.hf_folder import HfFolder
 from megarl.config.schema import Create
@@ -21,14 +26,27 @@ from megarl.models.registry import hf_shapes, read_model
 from megarl.models.shards import whole_tensor
 from megarl.weights.quantize import quantize
 
-FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+FP8_BLOCKS = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
 FP8: dict[str, Any] = {"type": "float", "num_bits": 8, "symmetric": True, "dynamic": False}
 
 
 def compressed(stored_as: str, *ignored: str, **weights: Any) -> dict[str, Any]:
     """compressed-tensors' config of one way to store the weights of linear layers."""
-    group = {"targets": ["Linear"], "weights": FP8 | weights, "input_activations": None, "format": stored_as}
-    top = {"quant_method": "compressed-tensors", "format": stored_as, "quantization_status": "compressed"}
+    group = {
+        "targets": ["Linear"],
+        "weights": FP8 | weights,
+        "input_activations": None,
+        "format": stored_as,
+    }
+    top = {
+        "quant_method": "compressed-tensors",
+        "format": stored_as,
+        "quantization_status": "compressed",
+    }
     return top | {"config_groups": {"group_0": group}, "ignore": ["lm_head", *ignored]}
 
 
@@ -75,10 +93,14 @@ def is_quantised(name: str, kind: str) -> bool:
 def make_quantised(kind: str, root: Path) -> tuple[Path, BlockFormat, dict[str, dict[str, Tensor]]]:
     """Returns the folder, the format of its weights, and by tensor the stored tensors of each, by suffix."""
     create, quantization = KINDS[kind]
-    origin = create_model(Create(layers=2, heads=4, kv_heads=2, head_dim=32, **create), root / "models")
+    origin = create_model(
+        Create(layers=2, heads=4, kv_heads=2, head_dim=32, **create), root / "models"
+    )
     folder = root / kind
     shutil.copytree(origin, folder)
-    values = json.loads((folder / "config.json").read_text()) | {"quantization_config": quantization}
+    values = json.loads((folder / "config.json").read_text()) | {
+        "quantization_config": quantization
+    }
     (folder / "config.json").write_text(json.dumps(values))
     fmt = read_quantization(quantization)
     if fmt.element == "e4m3" and fmt.scale == "_scale":  # as released models of compressed-tensors
@@ -108,7 +130,9 @@ def read_all(folder: Path) -> dict[str, Tensor]:
         tensors[name] = torch.zeros(shapes[name], dtype=torch.bfloat16)
         for index in range(lead[0]) if lead else (0,):
             part = whole_tensor(name, (*(1 for _ in lead), rows, columns))
-            part = replace(part, start=(*(index for _ in lead), 0, 0), offset=index * rows * columns)
+            part = replace(
+                part, start=(*(index for _ in lead), 0, 0), offset=index * rows * columns
+            )
             source.copy(part, tensors[name])
     return tensors
 
@@ -131,7 +155,10 @@ def by_transformers(kind: str, folder: Path) -> dict[str, Tensor]:
         for expert, matrix in enumerate(stacked):
             if name.endswith("gate_up_proj"):
                 gate, up = matrix.chunk(2)
-                tensors |= {f"{prefix}.{expert}.gate_proj.weight": gate, f"{prefix}.{expert}.up_proj.weight": up}
+                tensors |= {
+                    f"{prefix}.{expert}.gate_proj.weight": gate,
+                    f"{prefix}.{expert}.up_proj.weight": up,
+                }
             else:
                 tensors[f"{prefix}.{expert}.down_proj.weight"] = matrix
     return tensors

@@ -24,9 +24,14 @@ def slices(name: str, *, layers: int = 1, **place: int) -> dict[str, list[ShardS
 
 def test_key_values_are_repeated_where_the_engine_has_more_ranks_than_heads() -> None:
     parts = [
-        slices("qwen3_235b_a22b", tensor=8, rank=rank)["model.layers.0.self_attn.qkv_proj.weight"] for rank in (2, 3)
+        slices("qwen3_235b_a22b", tensor=8, rank=rank)["model.layers.0.self_attn.qkv_proj.weight"]
+        for rank in (2, 3)
     ]
-    for q, k, v in parts:  # 64 heads of 128 on 8 ranks, 4 key-value heads: ranks 2 and 3 share the second
+    for (
+        q,
+        k,
+        v,
+    ) in parts:  # 64 heads of 128 on 8 ranks, 4 key-value heads: ranks 2 and 3 share the second
         assert (q.shape, k.shape, v.shape) == ((1024, 4096), (128, 4096), (128, 4096))
         assert (k.start, v.start) == ((128, 0), (128, 0))
         assert (q.offset, k.offset, v.offset) == (0, 1024 * 4096, 1152 * 4096)
@@ -50,7 +55,9 @@ def test_vocabulary_is_padded_to_64() -> None:
 
 def test_experts_lie_one_after_another() -> None:
     at = slices("deepseek_v3", layers=4, tensor=32, rank=1)
-    assert at["model.layers.0.mlp.gate_up_proj.weight"][0].shape == (576, 7168), "leading layers are dense"
+    assert at["model.layers.0.mlp.gate_up_proj.weight"][0].shape == (576, 7168), (
+        "leading layers are dense"
+    )
     w13 = at["model.layers.3.mlp.experts.routed_experts.w13_weight"]
     assert [part.name.split(".")[-2] for part in w13[:2]] == ["gate_proj", "up_proj"]
     assert (w13[2].offset, w13[3].offset) == (128 * 7168, 192 * 7168)
@@ -67,7 +74,10 @@ def test_loaders_that_differ_are_named() -> None:
     padding = ShardSlice("lm_head.weight", (201088, 0), (0, 2880), "lm_head.weight", 0, (2880, 1))
     assert first_mismatch(table, [*reversed(table), padding]) is None
 
-    moved = [replace(part, offset=part.offset + 8) if "k_proj.weight" in part.name else part for part in table]
+    moved = [
+        replace(part, offset=part.offset + 8) if "k_proj.weight" in part.name else part
+        for part in table
+    ]
     message = first_mismatch(table, moved) or ""
     assert "model.layers.0.self_attn.k_proj.weight (192, 0) to (256, 2880) at element" in message
     assert "of model.layers.0.attn.qkv_proj.weight" in message

@@ -10,19 +10,44 @@ import pytest
 
 from megarl.models.formats import FORMATS, BlockFormat, read_quantization
 
-DEEPSEEK = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+DEEPSEEK = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
 KIMI_WEIGHTS: dict[str, Any] = {
     "actorder": None, "block_structure": None, "dynamic": False, "group_size": 32, "num_bits": 4, "observer": "minmax",
     "observer_kwargs": {}, "strategy": "group", "symmetric": True, "type": "int",
 }  # fmt: skip
-FP8_WEIGHTS = KIMI_WEIGHTS | {"num_bits": 8, "type": "float", "group_size": None, "strategy": "channel"}
+FP8_WEIGHTS = KIMI_WEIGHTS | {
+    "num_bits": 8,
+    "type": "float",
+    "group_size": None,
+    "strategy": "channel",
+}
 NVFP4_WEIGHTS = FP8_WEIGHTS | {"num_bits": 4, "strategy": "tensor_group", "group_size": 16}
 
 
-def compressed(weights: dict[str, Any], stored_as: str = "pack-quantized", **others: Any) -> dict[str, Any]:
-    group = {"input_activations": None, "output_activations": None, "targets": ["Linear"], "weights": weights}
-    top = {"quant_method": "compressed-tensors", "format": stored_as, "config_groups": {"group_0": group}}
-    return top | {"ignore": ["lm_head", "re:.*self_attn.*"], "quantization_status": "compressed"} | others
+def compressed(
+    weights: dict[str, Any], stored_as: str = "pack-quantized", **others: Any
+) -> dict[str, Any]:
+    group = {
+        "input_activations": None,
+        "output_activations": None,
+        "targets": ["Linear"],
+        "weights": weights,
+    }
+    top = {
+        "quant_method": "compressed-tensors",
+        "format": stored_as,
+        "config_groups": {"group_0": group},
+    }
+    return (
+        top
+        | {"ignore": ["lm_head", "re:.*self_attn.*"], "quantization_status": "compressed"}
+        | others
+    )
 
 
 def size(fmt: BlockFormat) -> tuple[str, tuple[int, int]]:
@@ -47,7 +72,9 @@ def size(fmt: BlockFormat) -> tuple[str, tuple[int, int]]:
          ("mxfp4_pack", (1, 32)), {"_packed": (576, 3584), "_scale": (576, 224)}),
     ],
 )  # fmt: skip
-def test_released_models(raw: dict[str, Any], expected: Any, parts: dict[str, tuple[int, ...]]) -> None:
+def test_released_models(
+    raw: dict[str, Any], expected: Any, parts: dict[str, tuple[int, ...]]
+) -> None:
     fmt = read_quantization(raw)
     assert size(fmt) == expected
     stored = {suffix: shape for suffix, (_, shape) in fmt.parts((576, 7168)).items()}
@@ -56,7 +83,9 @@ def test_released_models(raw: dict[str, Any], expected: Any, parts: dict[str, tu
 
 def test_powers_of_two() -> None:
     """DeepSeek-V3.1."""
-    assert read_quantization(DEEPSEEK | {"scale_fmt": "ue8m0"}) == replace(FORMATS["fp8_block"], power_of_2=True)
+    assert read_quantization(DEEPSEEK | {"scale_fmt": "ue8m0"}) == replace(
+        FORMATS["fp8_block"], power_of_2=True
+    )
 
 
 def test_gpt_oss() -> None:
@@ -65,7 +94,10 @@ def test_gpt_oss() -> None:
         {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
     )
     assert fmt is FORMATS["mxfp4"]
-    assert fmt.parts((32, 2880, 5760)) == {"_blocks": ("U8", (32, 5760, 90, 16)), "_scales": ("U8", (32, 5760, 90))}
+    assert fmt.parts((32, 2880, 5760)) == {
+        "_blocks": ("U8", (32, 5760, 90, 16)),
+        "_scales": ("U8", (32, 5760, 90)),
+    }
 
 
 @pytest.mark.parametrize(

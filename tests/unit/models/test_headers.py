@@ -16,10 +16,17 @@ V = {"dtype": "F32", "shape": [4, 4], "data_offsets": [64, 128]}
 
 
 def write(
-    folder: Path, header: Any, *, data: int = 64, length: int | None = None, file: str = "model.safetensors"
+    folder: Path,
+    header: Any,
+    *,
+    data: int = 64,
+    length: int | None = None,
+    file: str = "model.safetensors",
 ) -> None:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    (folder / file).write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + bytes(data))
+    (folder / file).write_bytes(
+        (len(text) if length is None else length).to_bytes(8, "little") + text + bytes(data)
+    )
 
 
 def assert_refused(folder: Path, *parts: str) -> None:
@@ -143,5 +150,7 @@ def test_links_into_a_cache_are_followed(tmp_path: Path) -> None:
     (tmp_path / "snapshot").mkdir()
     write(tmp_path / "blobs", {"w": W}, file="0123")
     (tmp_path / "snapshot" / "model.safetensors").symlink_to("../blobs/0123")
-    (tmp_path / "snapshot" / INDEX).write_text(json.dumps({"weight_map": {"w": "model.safetensors"}}))
+    (tmp_path / "snapshot" / INDEX).write_text(
+        json.dumps({"weight_map": {"w": "model.safetensors"}})
+    )
     assert HfFolder(tmp_path / "snapshot").tensors.keys() == {"w"}

@@ -27,7 +27,15 @@ from megarl.models.shards import LayerSpec, ShardSlice, slices_of
 ROOT = Path(__file__).resolve().parents[3]
 PADDED = 80  # rows of the embedding on the trainer's side, of 67
 CREATE = Create(
-    family="made_up", layers=4, hidden=16, heads=4, kv_heads=2, head_dim=8, vocab=67, tied=False, tokenizer="none"
+    family="made_up",
+    layers=4,
+    hidden=16,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    vocab=67,
+    tied=False,
+    tokenizer="none",
 )
 LAYOUTS = [({}, 1), ({"tensor": 2}, 4), ({"pipeline": 2}, 2), ({"tensor": 2, "pipeline": 2}, 4)]
 Tensors = dict[str, np.ndarray]
@@ -48,18 +56,24 @@ def test_its_config_is_read_as_qwen3s_and_one_setting_is_refused() -> None:
     shape = parse_model(values, "test")
     assert replace(shape, family="qwen3") == parse_model(values | {"model_type": "qwen3"}, "test")
     assert parse_model(values | {"residual_multiplier": 1.0}, "test") == shape
-    with pytest.raises(ValueError, match=r"residual_multiplier=0\.5 is not supported for made_up; supported: 1\.0"):
+    with pytest.raises(
+        ValueError, match=r"residual_multiplier=0\.5 is not supported for made_up; supported: 1\.0"
+    ):
         parse_model(values | {"residual_multiplier": 0.5}, "test")
 
 
-def views(slices: list[ShardSlice], tensors: Tensors, parameters: Tensors) -> list[tuple[np.ndarray, np.ndarray]]:
+def views(
+    slices: list[ShardSlice], tensors: Tensors, parameters: Tensors
+) -> list[tuple[np.ndarray, np.ndarray]]:
     """For every slice, where it lies in its tensor and where in its parameter."""
     pairs = []
     for part in slices:
         start = tuple(slice(s, s + n) for s, n in zip(part.start, part.shape, strict=True))
         parameter = parameters[part.param]
         steps = [4 * step for step in part.strides]
-        pairs.append((tensors[part.name][start], as_strided(parameter[part.offset :], part.shape, steps)))
+        pairs.append(
+            (tensors[part.name][start], as_strided(parameter[part.offset :], part.shape, steps))
+        )
     return pairs
 
 
@@ -67,7 +81,9 @@ def empty(slices: list[ShardSlice]) -> Tensors:
     """Flat parameters that hold these slices, full of NaN."""
     ends: dict[str, int] = {}
     for part in slices:
-        last = part.offset + sum((n - 1) * step for n, step in zip(part.shape, part.strides, strict=True))
+        last = part.offset + sum(
+            (n - 1) * step for n, step in zip(part.shape, part.strides, strict=True)
+        )
         ends[part.param] = max(ends.get(part.param, 0), last + 1)
     return {name: np.full(end, np.nan, np.float32) for name, end in ends.items()}
 
@@ -88,7 +104,11 @@ def test_every_layout_gives_the_checkpoint_back(
     assert {name: tensor.shape for name, tensor in tensors.items()} == hf_shapes(shape)
     layouts = [Layout.of(Parallel(**parallel), world, rank) for rank in range(world)]
     round_trip(
-        tensors, [slices_of(megatron_table(shape, spec=spec, padded_vocab=PADDED), shape, each) for each in layouts]
+        tensors,
+        [
+            slices_of(megatron_table(shape, spec=spec, padded_vocab=PADDED), shape, each)
+            for each in layouts
+        ],
     )
 
 
@@ -97,7 +117,10 @@ def test_the_engine_keeps_all_of_it(folder: Path, ranks: int) -> None:
     shape, tensors = read_model(folder), load_file(folder / "model.safetensors")
     round_trip(
         tensors,
-        [slices_of(engine_table(shape), shape, engine_layout(tensor=ranks, rank=rank)) for rank in range(ranks)],
+        [
+            slices_of(engine_table(shape), shape, engine_layout(tensor=ranks, rank=rank))
+            for rank in range(ranks)
+        ],
     )
 
 
@@ -105,7 +128,9 @@ def round_trip(tensors: Tensors, ranks: list[list[ShardSlice]]) -> None:
     gathered = {name: np.full_like(tensor, np.nan) for name, tensor in tensors.items()}
     for slices in ranks:
         parameters = load(slices, tensors)
-        assert not any(np.isnan(values).any() for values in parameters.values()), "a hole in a parameter"
+        assert not any(np.isnan(values).any() for values in parameters.values()), (
+            "a hole in a parameter"
+        )
         for tensor, parameter in views(slices, gathered, parameters):
             tensor[:] = parameter
     for name, tensor in tensors.items():
@@ -120,7 +145,9 @@ def test_its_own_tensors_lie_where_megatron_and_vllm_multiply_them(folder: Path)
     down = tensors["model.layers.2.mlp.down_proj.weight"].T[:, 24:].ravel()
 
     layout = Layout.of(Parallel(tensor=2, pipeline=2), 4, 3)
-    megatron = load(slices_of(megatron_table(shape, spec="te", padded_vocab=PADDED), shape, layout), tensors)
+    megatron = load(
+        slices_of(megatron_table(shape, spec="te", padded_vocab=PADDED), shape, layout), tensors
+    )
     np.testing.assert_array_equal(megatron["decoder.layers.0.mlp.linear_fc1.weight"], gate_up)
     np.testing.assert_array_equal(megatron["decoder.layers.0.mlp.linear_fc2.weight"], down)
 
@@ -136,15 +163,24 @@ def test_one_file_and_the_registry_are_all_that_changes(tmp_path: Path) -> None:
     shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(made_up.__file__, copy / "models")
     registry = copy / "models" / "registry.py"
-    registry.write_text(registry.read_text().replace('    "qwen3",\n', '    "qwen3",\n    "made_up",\n', 1))
+    registry.write_text(
+        registry.read_text().replace('    "qwen3",\n', '    "qwen3",\n    "made_up",\n', 1)
+    )
     difference = ["git", "diff", "--no-index", "--numstat", str(package), str(copy)]
     lines = subprocess.run(difference, capture_output=True, text=True).stdout.splitlines()
-    changed = {line.rpartition("/")[2].strip("}"): line.split()[:2] for line in lines if "__pycache__" not in line}
+    changed = {
+        line.rpartition("/")[2].strip("}"): line.split()[:2]
+        for line in lines
+        if "__pycache__" not in line
+    }
     assert changed == {"made_up.py": [str(len(Path(made_up.__file__).read_text().splitlines())), "0"],
                        "registry.py": ["1", "0"]}  # fmt: skip
 
     config = ROOT / "configs" / "tiny_dense.yaml"
-    for command in (["plan", str(config), "--weights", "--json"], ["train", str(config), "--dry-run"]):
+    for command in (
+        ["plan", str(config), "--weights", "--json"],
+        ["train", str(config), "--dry-run"],
+    ):
         done = subprocess.run(
             [sys.executable, "-m", "megarl.cli", *command, "model.create.family=made_up", f"run.dir={tmp_path}/runs"],
             cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=120,

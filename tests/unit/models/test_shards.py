@@ -39,7 +39,13 @@ LATENT = {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_h
 OWN = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "mixtral": {"num_local_experts": 4},
-    "deepseek_v3": {**ROUTED, **LATENT, "q_lora_rank": 8, "first_k_dense_replace": 1, "num_key_value_heads": 4},
+    "deepseek_v3": {
+        **ROUTED,
+        **LATENT,
+        "q_lora_rank": 8,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+    },
     "glm4_moe": {**ROUTED, "first_k_dense_replace": 2, "use_qk_norm": True, "attention_bias": True},
     "gpt_oss": {"num_local_experts": 4},
 }
@@ -88,20 +94,26 @@ def test_all_ranks_together_hold_every_element(saved, parallel, world):
     for rank in range(world):
         local = Counter()
         for part in slices_of(
-            megatron_table(shape, spec="local", padded_vocab=68), shape, Layout.of(parallel, world, rank)
+            megatron_table(shape, spec="local", padded_vocab=68),
+            shape,
+            Layout.of(parallel, world, rank),
         ):
             whole = held[part.name]
             if len(part.shape) > whole.ndim:
                 whole = whole.reshape(*whole.shape[:-1], -1, 2)
             whole[tuple(slice(s, s + n) for s, n in zip(part.start, part.shape, strict=True))] += 1
-            last = part.offset + sum((n - 1) * s for n, s in zip(part.shape, part.strides, strict=True))
+            last = part.offset + sum(
+                (n - 1) * s for n, s in zip(part.shape, part.strides, strict=True)
+            )
             local[part.param] = max(local[part.param], last + 1)
         for param, extent in local.items():
             if "word_embeddings" not in param and "output_layer" not in param:
                 elements = sum(
                     part.numel
                     for part in slices_of(
-                        megatron_table(shape, spec="local", padded_vocab=68), shape, Layout.of(parallel, world, rank)
+                        megatron_table(shape, spec="local", padded_vocab=68),
+                        shape,
+                        Layout.of(parallel, world, rank),
                     )
                     if part.param == param
                 )
@@ -115,19 +127,27 @@ def test_a_group_is_its_queries_then_its_key_then_its_value():
     first = [("q", (0,), (6,), 0), ("k", (0,), (3,), 6), ("v", (0,), (3,), 9)]
     second = [("q", (6,), (6,), 12), ("k", (3,), (3,), 18), ("v", (3,), (3,), 21)]
     assert both == first + second
-    on_rank_1 = [(part.name, part.start, part.shape, part.offset + 12) for part in rule.slices(Axis(2, 1))]
+    on_rank_1 = [
+        (part.name, part.start, part.shape, part.offset + 12) for part in rule.slices(Axis(2, 1))
+    ]
     assert on_rank_1 == second
 
 
 def test_an_unsupported_family_is_refused_with_the_supported_ones(saved, tmp_path):
     raw = json.loads((saved / "config.json").read_text()) | {"model_type": "gpt_neox"}
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(ValueError, match=r"model_type='gpt_neox' is not supported; supported: llama, qwen2"):
+    with pytest.raises(
+        ValueError, match=r"model_type='gpt_neox' is not supported; supported: llama, qwen2"
+    ):
         read_model(tmp_path)
 
 
 def test_a_family_without_a_table_is_neither_planned_nor_converted(saved):
     shape = replace(read_model(saved), family="mistral", bridge=saved)
     assert hf_shapes(shape).keys() >= {"model.norm.weight"}, "names and shapes are the folder's own"
-    with pytest.raises(ValueError, match=r"mistral has no table: .* `megarl convert` do not support it"):
-        slices_of(megatron_table(shape, spec="local", padded_vocab=68), shape, Layout.of(Parallel(), 1, 0))
+    with pytest.raises(
+        ValueError, match=r"mistral has no table: .* `megarl convert` do not support it"
+    ):
+        slices_of(
+            megatron_table(shape, spec="local", padded_vocab=68), shape, Layout.of(Parallel(), 1, 0)
+        )

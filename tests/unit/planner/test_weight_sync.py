@@ -26,16 +26,22 @@ CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 
 
 def large(name: str, *overrides: str) -> Config:
-    return load_config(CONFIGS / f"{name}.yaml", [f"model.path={CONFIGS}/models/{name}", *overrides])
+    return load_config(
+        CONFIGS / f"{name}.yaml", [f"model.path={CONFIGS}/models/{name}", *overrides]
+    )
 
 
 def colocated(name: str, world: int) -> Config:
-    return large(name, "launch.topology=colocated", f"launch.processes={world}", "rollout.replicas=null")
+    return large(
+        name, "launch.topology=colocated", f"launch.processes={world}", "rollout.replicas=null"
+    )
 
 
 def check(figures: dict[str, object], within: tuple[float, float]) -> None:
     """Times the floor, without the time of a message and with it."""
-    plain, whole_time = (figures[f"{kind}_seconds"] / figures["floor_seconds"] for kind in ("transfer", "predicted"))  # type: ignore[operator]
+    plain, whole_time = (
+        figures[f"{kind}_seconds"] / figures["floor_seconds"] for kind in ("transfer", "predicted")
+    )  # type: ignore[operator]
     assert 1.0 <= plain <= within[0] and plain <= whole_time <= within[1], (plain, whole_time)
     assert figures["plan_seconds"] < 60 and figures["busiest_link_over_mean"] < 1.15  # type: ignore[operator]
 
@@ -58,7 +64,11 @@ def published(name: str, parameters: float, *marks: pytest.MarkDecorator) -> obj
 def test_large_models(name: str, parameters: float) -> None:
     _, figures = plan_weights(large(name))
     assert figures["model_bytes"] / 2 == pytest.approx(parameters, rel=0.01)
-    assert figures["bytes_received"] == figures["bytes_kept"] >= figures["engine"]["replicas"] * figures["model_bytes"]
+    assert (
+        figures["bytes_received"]
+        == figures["bytes_kept"]
+        >= figures["engine"]["replicas"] * figures["model_bytes"]
+    )
     check(figures, within=(1.1, 1.2))
     assert figures["largest_message_bytes"] <= figures["round_bytes"]
     assert sum(figures["bytes_in_of_engine_rank"]) == figures["bytes_received"]
@@ -83,7 +93,12 @@ SMALL_FLEETS = {  # of 16 layers: with little to relay and much, more receivers 
     "colocated, a stage on each node": (True, 16, 8, Parallel(tensor=4, pipeline=2, expert=8)),
     "colocated, two replicas on a node": (True, 32, 4, Parallel(tensor=2, pipeline=4, expert=8)),
     "colocated, one stage": (True, 32, 4, Parallel(tensor=2, expert=32)),
-    "split, a node has more ranks than a stage": (False, 16, 4, Parallel(tensor=4, pipeline=4, expert=4)),
+    "split, a node has more ranks than a stage": (
+        False,
+        16,
+        4,
+        Parallel(tensor=4, pipeline=4, expert=4),
+    ),
     "split, few senders": (False, 8, 8, Parallel(tensor=2, pipeline=4, expert=2)),
 }
 
@@ -113,13 +128,22 @@ def test_cost_of_a_plan_worked_by_hand() -> None:
     """Two nodes of two ranks; rank 0 holds four tensors of 64 bytes, ranks 2 and 3 keep all of them."""
     tensors = [whole(f"t{index}") for index in range(4)]
     plan = plan_recorded(
-        [tensors, [], [], []], [[], [], tensors, tensors], itemsize=4, round_bytes=1 << 20, ranks_per_node=2
+        [tensors, [], [], []],
+        [[], [], tensors, tensors],
+        itemsize=4,
+        round_bytes=1 << 20,
+        ranks_per_node=2,
     )
     fleet = Fleet(Parallel(), 2, tensor=1, replicas=2, ranks_per_node=2)
     cost = estimate_cost(plan, fleet, Links(network=64.0, nvlink=640.0))
     # round 0: two tensors to each over the network; round 1: each relays its two to the other
     assert (plan.num_rounds, cost.num_messages) == (2, 4)
-    assert cost.bytes_out.tolist() == [256, 0, 128, 128] and cost.bytes_in.tolist() == [0, 0, 256, 256]
+    assert cost.bytes_out.tolist() == [256, 0, 128, 128] and cost.bytes_in.tolist() == [
+        0,
+        0,
+        256,
+        256,
+    ]
     assert (plan.bytes_kept, plan.bytes_received, plan.bytes_relayed) == (512, 512, 256)
     assert cost.transfer_seconds == pytest.approx(256 / 64 + 128 / 640)
     assert cost.predicted_seconds - cost.transfer_seconds == pytest.approx((2 + 2) * 1e-5)
@@ -132,10 +156,10 @@ def test_cost_of_a_plan_worked_by_hand() -> None:
 
 
 def test_messages_file_lists_what_crosses_ranks(tmp_path: Path) -> None:
-    text = (
-        "model: {create: {family: qwen3_moe, experts: 4, tied: false, layers: 4}}\nparallel: {pipeline: 2, expert: 2}\n"
+    text = "model: {create: {family: qwen3_moe, experts: 4, tied: false, layers: 4}}\nparallel: {pipeline: 2, expert: 2}\n"
+    (tmp_path / "c.yaml").write_text(
+        text + "rollout: {tensor: 2}\nlaunch: {processes: 4, processes_per_node: 2}\n"
     )
-    (tmp_path / "c.yaml").write_text(text + "rollout: {tensor: 2}\nlaunch: {processes: 4, processes_per_node: 2}\n")
     plan, figures = plan_weights(load_config(tmp_path / "c.yaml", ["sync.round_bytes=4096"]))
     write_messages(plan, tmp_path / "messages.jsonl")
     listed = [json.loads(line) for line in (tmp_path / "messages.jsonl").read_text().splitlines()]
@@ -183,5 +207,8 @@ def test_fp8_moves_half_the_bytes() -> None:
 
 
 def test_blocks_that_a_rank_would_cut_are_refused_with_what_would_do() -> None:
-    with pytest.raises(ValueError, match=r"192 rows of .*experts\.\*\.gate_proj.* choose rollout.tensor from 1, 2, 4$"):
+    with pytest.raises(
+        ValueError,
+        match=r"192 rows of .*experts\.\*\.gate_proj.* choose rollout.tensor from 1, 2, 4$",
+    ):
         plan_weights(large("qwen3_235b_a22b", "rollout.tensor=8", "rollout.quantization=fp8"))

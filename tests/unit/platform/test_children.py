@@ -28,7 +28,10 @@ def test_a_lost_child_is_noticed_and_its_family_ended() -> None:
     assert child.stdout
     segment, grandchild = child.stdout.readline().split()
     children = Children.of_this_process()
-    assert {child.pid, int(grandchild)} <= children.pids.keys() and f"/dev/shm/{segment}" in children.segments
+    assert {
+        child.pid,
+        int(grandchild),
+    } <= children.pids.keys() and f"/dev/shm/{segment}" in children.segments
     causes: list[str] = []
 
     async def lose() -> float:

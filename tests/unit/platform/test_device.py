@@ -27,7 +27,8 @@ def test_gpus_are_counted_where_the_driver_lists_them(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     folders = (
-        (tmp_path / folder, pattern) for (_, pattern), folder in zip(env.GPU_FILES, ("proc/gpus", "dev"), strict=True)
+        (tmp_path / folder, pattern)
+        for (_, pattern), folder in zip(env.GPU_FILES, ("proc/gpus", "dev"), strict=True)
     )
     monkeypatch.setattr(env, "GPU_FILES", tuple(folders))
     monkeypatch.setattr(env, "version", lambda _: "2.14.0+cu130")
@@ -54,7 +55,9 @@ faults(); print(faults())
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
 @pytest.mark.parametrize("keep", [True, False])
 def test_freed_memory_is_kept(keep: bool) -> None:
-    done = subprocess.run([sys.executable, "-c", FAULTS.format(keep=keep)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS.format(keep=keep)], capture_output=True, text=True, check=True
+    )
     assert (int(done.stdout) < 16384) is keep, done.stdout
 
 

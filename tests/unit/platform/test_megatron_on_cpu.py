@@ -39,7 +39,9 @@ def test_upstream_still_needs_the_row(patch: megatron_on_cpu.Patch) -> None:
     """Each name is still used by megatron.core; a row that is not can go."""
     if INSTALLED in KNOWN and INSTALLED not in patch.versions:
         pytest.skip(f"a row of {patch.versions}")
-    if patch.where.startswith("torch.") and not patch.where.startswith(("torch.cuda", "torch.distributed")):
+    if patch.where.startswith("torch.") and not patch.where.startswith(
+        ("torch.cuda", "torch.distributed")
+    ):
         name = patch.where.removeprefix("torch.")
         pattern = rf"torch\.{name}\b"
     elif patch.where.startswith("megatron."):
@@ -55,7 +57,9 @@ def test_torch_itself_is_untouched() -> None:
     assert not torch.cuda.is_available()
     assert isinstance(torch.zeros, BuiltinFunctionType)
     assert dist.all_gather.__module__ == "torch.distributed.distributed_c10d"
-    assert isinstance(sys.modules["torch"], type(sys)) and type(sys.modules["torch.cuda"]) is type(sys)
+    assert isinstance(sys.modules["torch"], type(sys)) and type(sys.modules["torch.cuda"]) is type(
+        sys
+    )
     with pytest.raises((RuntimeError, AssertionError)):
         torch.zeros(1, device="cuda")
 
@@ -71,7 +75,9 @@ def test_megatron_sees_the_host() -> None:
 
 
 def test_every_module_of_megatron_sees_it() -> None:
-    modules = {name: module for name, module in sys.modules.items() if name.startswith("megatron.core.")}
+    modules = {
+        name: module for name, module in sys.modules.items() if name.startswith("megatron.core.")
+    }
     assert len(modules) > 50
     blind = [name for name, module in modules.items() if getattr(module, "torch", None) is torch]
     assert not blind
@@ -93,8 +99,13 @@ def test_names_of_transformer_engine_are_defined() -> None:
 
 def test_methods_are_rewritten_where_they_are_called() -> None:
     source = "y = f(x).cuda(non_blocking=True).type() + torch.cuda.device_count()"
-    tree = megatron_on_cpu._Rewrite({"cuda": "__host_cuda__", "type": "__host_type__"}).visit(ast.parse(source))
-    assert ast.unparse(tree) == "y = __host_type__(__host_cuda__(f(x), non_blocking=True)) + torch.cuda.device_count()"
+    tree = megatron_on_cpu._Rewrite({"cuda": "__host_cuda__", "type": "__host_type__"}).visit(
+        ast.parse(source)
+    )
+    assert (
+        ast.unparse(tree)
+        == "y = __host_type__(__host_cuda__(f(x), non_blocking=True)) + torch.cuda.device_count()"
+    )
 
 
 def test_type_names_are_those_of_a_gpu() -> None:

@@ -28,7 +28,14 @@ def names(folder: Path) -> list[str]:
 def test_only_the_jobs_own(folder):
     mine, other = shm.shm_prefix("a/b c", 12), shm.shm_prefix("a", 1)
     assert "/" not in mine and " " not in mine
-    for name in (f"{mine}tp:0-[0-1]-cpushm_0", f"{mine}x", f"{mine}lock", f"{other}x", "psm_1", "megarl"):
+    for name in (
+        f"{mine}tp:0-[0-1]-cpushm_0",
+        f"{mine}x",
+        f"{mine}lock",
+        f"{other}x",
+        "psm_1",
+        "megarl",
+    ):
         (folder / name).touch()
     assert len(shm.unlink_shm(mine)) == 2
     assert names(folder) == sorted([f"{mine}lock", f"{other}x", "psm_1", "megarl"])
@@ -43,7 +50,9 @@ def test_the_dead_leave_nothing_and_the_living_are_left_alone(folder):
     absent.wait()
     mine, killed = shm.shm_prefix("live", absent.pid), shm.shm_prefix("killed", os.getpid())
     owner = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder), mine], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", HOLD, str(folder), mine],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     assert owner.stdout is not None and owner.stdout.read(1) == b"\n"
     (folder / f"{mine}tp").touch()

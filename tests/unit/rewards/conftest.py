@@ -51,7 +51,13 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file with a self-signed certificate of 127.0.0.1, and its key."""
     folder = tmp_path_factory.mktemp("certificate")
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=scorer -addext"
-    files = ["subjectAltName=IP:127.0.0.1", "-keyout", folder / "key.pem", "-out", folder / "certificate.pem"]
+    files = [
+        "subjectAltName=IP:127.0.0.1",
+        "-keyout",
+        folder / "key.pem",
+        "-out",
+        folder / "certificate.pem",
+    ]
     subprocess.run([*command.split(), *files], check=True, capture_output=True)
     both = folder / "both.pem"
     both.write_text("".join((folder / name).read_text() for name in ("key.pem", "certificate.pem")))
@@ -86,10 +92,14 @@ def serve(certificate: Path | None = None) -> Iterator[Served]:
     if certificate is not None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certificate)
-        server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+        server.socket = context.wrap_socket(
+            server.socket, server_side=True, do_handshake_on_connect=False
+        )
         server.handle_error = lambda request, client_address: None  # refused handshakes
     found = Served(server, "https" if certificate else "http")
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+    )
     thread.start()
     yield found
     found.over.set()
@@ -97,7 +107,9 @@ def serve(certificate: Path | None = None) -> Iterator[Served]:
     server.server_close()
 
 
-def reply(handler: BaseHTTPRequestHandler, body: object, *, status: int = 200, **headers: str) -> None:
+def reply(
+    handler: BaseHTTPRequestHandler, body: object, *, status: int = 200, **headers: str
+) -> None:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     handler.send_response(status)
     handler.send_header("Content-Length", str(len(data)))
@@ -131,7 +143,9 @@ def dripping() -> Callable[..., None]:
 def cases() -> Callable[[int], list[ScoreRequest]]:
     def make(count: int) -> list[ScoreRequest]:
         return [
-            ScoreRequest(f"{row}/0", f"what is {row}?", f"it is {row}", str(row), extra={"level": row})
+            ScoreRequest(
+                f"{row}/0", f"what is {row}?", f"it is {row}", str(row), extra={"level": row}
+            )
             for row in range(count)
         ]
 

@@ -114,7 +114,22 @@ def test_what_comes_before_does_not_matter(before: str, answer: str) -> None:
 
 @pytest.mark.parametrize(
     "piece",
-    ["<answer>", "</answer>", "\\boxed{", "{", "}", "\\", "<think>", "</think>", "\n", " ", "x", "1", "1,", "-1"],
+    [
+        "<answer>",
+        "</answer>",
+        "\\boxed{",
+        "{",
+        "}",
+        "\\",
+        "<think>",
+        "</think>",
+        "\n",
+        " ",
+        "x",
+        "1",
+        "1,",
+        "-1",
+    ],
 )
 @pytest.mark.parametrize("place", PLACES)
 def test_a_megabyte_takes_linear_time(place: AnswerPlace, piece: str) -> None:

@@ -36,15 +36,27 @@ def test_a_name_that_is_not_found(name, says):
 @pytest.mark.parametrize(
     ("name", "options", "says"),
     [
-        ("accuracy", {"strict": True}, "name='accuracy' has no option 'strict'; it takes none; remove it"),
+        (
+            "accuracy",
+            {"strict": True},
+            "name='accuracy' has no option 'strict'; it takes none; remove it",
+        ),
         ("accuracy", {"score": 1}, "has no option 'score'"),
         ("format", {"response": "x"}, "has no option 'response'"),
         ("megarl.rewards.rules:even_fraction", {"base": 2}, "has no option 'base'"),
         (f"{__name__}:close", {"tolerence": 1.0}, "did you mean tolerance?"),
         (f"{__name__}:close", {"x": 1.0}, "it takes tolerance; remove it"),
         ("http://host/score", {"retry": 1}, "did you mean retries?"),
-        ("http://host/score", {"timeout_s": -1}, "option timeout_s=-1 is invalid: it should be greater than 0"),
-        ("http://host/score", {"headers_env": {"Authorization": "NO_SUCH_ENV"}}, "NO_SUCH_ENV, which is not set"),
+        (
+            "http://host/score",
+            {"timeout_s": -1},
+            "option timeout_s=-1 is invalid: it should be greater than 0",
+        ),
+        (
+            "http://host/score",
+            {"headers_env": {"Authorization": "NO_SUCH_ENV"}},
+            "NO_SUCH_ENV, which is not set",
+        ),
         ("code", {"time": 1}, "did you mean time_s?"),
         ("code", {"sandbox": "none"}, "it should be 'strict' or 'best_effort'"),
         ("judge", {"model": "m"}, "needs the option url"),
@@ -58,9 +70,21 @@ def test_a_name_that_is_not_found(name, says):
         ("judge", {**JUDGE, "range": [1, 1]}, "is empty"),
         ("process", {"splitter": "newline"}, "needs the option scorer"),
         ("process", {"scorer": "no_such.module:f"}, "cannot be imported"),
-        ("process", {"scorer": f"{__name__}:close", "splitter": "regex"}, "pattern and regex go together"),
-        ("process", {"scorer": f"{__name__}:close", "splitter": "lines"}, "it should be 'paragraph', 'newline'"),
-        ("process", {"scorer": f"{__name__}:close", "options": {"toler": 1}}, "did you mean tolerance?"),
+        (
+            "process",
+            {"scorer": f"{__name__}:close", "splitter": "regex"},
+            "pattern and regex go together",
+        ),
+        (
+            "process",
+            {"scorer": f"{__name__}:close", "splitter": "lines"},
+            "it should be 'paragraph', 'newline'",
+        ),
+        (
+            "process",
+            {"scorer": f"{__name__}:close", "options": {"toler": 1}},
+            "did you mean tolerance?",
+        ),
     ],
 )
 def test_an_option_that_a_reward_does_not_take(name, options, says):

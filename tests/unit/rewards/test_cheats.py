@@ -12,7 +12,16 @@ from megarl.rewards.scorer import make_scorer
 from megarl.types import Prompt, Sample
 
 HONEST = {  # reference -> responses that say it
-    "17": ["17", "17.", " 17\n", r"\boxed{17}", "x = 17", r"\boxed{x = 17}", "$17$", r"so \boxed{3}, no: \boxed{17}"],
+    "17": [
+        "17",
+        "17.",
+        " 17\n",
+        r"\boxed{17}",
+        "x = 17",
+        r"\boxed{x = 17}",
+        "$17$",
+        r"so \boxed{3}, no: \boxed{17}",
+    ],
     "0.5": ["1/2", "0.50", r"\boxed{\frac{1}{2}}", r"\frac12"],
     r"\frac{1}{2}": ["0.5", "1/2", r"\boxed{\dfrac{1}{2}}"],
     "1000000": ["1000000", "1,000,000", "10^6"],

@@ -28,7 +28,10 @@ def score_all(pairs, **options):
     reward = make_code(Reward(name="code", options={"time_s": 20.0, **options}))
     cases = [
         ScoreRequest(
-            f"{row}/0", "p", f"<think>```python\n1/0\n```</think>So:\n```python\n{code}\n```\n", extra={"tests": tests}
+            f"{row}/0",
+            "p",
+            f"<think>```python\n1/0\n```</think>So:\n```python\n{code}\n```\n",
+            extra={"tests": tests},
         )
         for row, (code, tests) in enumerate(pairs)
     ]
@@ -70,7 +73,10 @@ def test_wrong_answers_and_partial_credit():
         ("def add(a, b):\n    return 3", CHECK + "check(add)"),
         ("def sub(a, b):\n    return 3", CALLS),
         ("def add(a):\n    return 3", ["assert add(1, 2) == 3", "assert True"]),
-        ("def add(a, b):\n    return 3", ["try:\n    add(1, 1)\nexcept ValueError:\n    pass\nassert add(0, 0) == 0"]),
+        (
+            "def add(a, b):\n    return 3",
+            ["try:\n    add(1, 1)\nexcept ValueError:\n    pass\nassert add(0, 0) == 0"],
+        ),
         ("x = (", STDIO),
         ("x = (", ["assert True"]),
         ("1 / 0", STDIO),
@@ -80,7 +86,22 @@ def test_wrong_answers_and_partial_credit():
         ("print(1000001)", {"inputs": [""], "outputs": ["1000000"]}),
     ]
     wrong, failed, syntax = "wrong_answer", "exception", "syntax"
-    causes = [wrong, wrong, wrong, wrong, failed, failed, wrong, syntax, syntax, failed, syntax, failed, wrong, wrong]
+    causes = [
+        wrong,
+        wrong,
+        wrong,
+        wrong,
+        failed,
+        failed,
+        wrong,
+        syntax,
+        syntax,
+        failed,
+        syntax,
+        failed,
+        wrong,
+        wrong,
+    ]
     values = [0.5, 0.0, 0.5, 0.5, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     assert score_all(pairs, credit="fraction") == list(zip(values, causes, strict=True))
     assert score_all(pairs[:4]) == [(0.0, wrong)] * 4
@@ -138,16 +159,28 @@ os._exit(0)""",
 
 @pytest.mark.parametrize(
     "tests",
-    [CALLS, ["assert add(1, 2) == 3", "assert sorted(add([2], [1])) == [1, 2]", "assert math.isclose(add(1, 2), 3)"]],
+    [
+        CALLS,
+        [
+            "assert add(1, 2) == 3",
+            "assert sorted(add([2], [1])) == [1, 2]",
+            "assert math.isclose(add(1, 2), 3)",
+        ],
+    ],
     ids=["calls", "assertions"],
 )
 def test_code_that_cheats_gets_nothing(tests):
     found = dict(
-        zip(CHEATS, score_all([(code, tests) for code in CHEATS.values()], credit="fraction", time_s=2.0), strict=True)
+        zip(
+            CHEATS,
+            score_all([(code, tests) for code in CHEATS.values()], credit="fraction", time_s=2.0),
+            strict=True,
+        )
     )
     assert {name: value for name, (value, _) in found.items()} == dict.fromkeys(CHEATS, 0.0)
     assert all(
-        cause in ("wrong_answer", "exited", "exception", "forbidden", "timeout") for _, cause in found.values()
+        cause in ("wrong_answer", "exited", "exception", "forbidden", "timeout")
+        for _, cause in found.values()
     ), found
 
 
@@ -180,15 +213,28 @@ def test_no_code_is_the_policys_fault():
     assert score_all([("", STDIO)]) == [(0.0, "no_code")]
 
 
-@pytest.mark.parametrize("code", ["while True: pass", "import os, time; os.closerange(0, 99); time.sleep(60)"])
+@pytest.mark.parametrize(
+    "code", ["while True: pass", "import os, time; os.closerange(0, 99); time.sleep(60)"]
+)
 def test_time_is_bounded_for_all_samples_together(code):
-    reward = make_code(Reward(name="code", options={"total_s": 1.0, "concurrency": 2, "time_s": 1.5}))
+    reward = make_code(
+        Reward(name="code", options={"total_s": 1.0, "concurrency": 2, "time_s": 1.5})
+    )
     case = ScoreRequest("0/0", "p", code, extra={"tests": STDIO})
     scores = [(score.value, score.cause) for score in reward([case] * 6)]
-    assert scores == [(0.0, "timeout")] * 2 + [(None, "not_run")] * 4  # those that used the time, those that had none
+    assert (
+        scores == [(0.0, "timeout")] * 2 + [(None, "not_run")] * 4
+    )  # those that used the time, those that had none
 
 
 def test_one_call_cannot_take_the_time_of_all():
-    tests = {"inputs": [[n, 1] for n in range(10)], "outputs": [n + 1 for n in range(10)], "fn_name": "add"}
+    tests = {
+        "inputs": [[n, 1] for n in range(10)],
+        "outputs": [n + 1 for n in range(10)],
+        "fn_name": "add",
+    }
     slow = "import time\ndef add(a, b):\n    time.sleep({} * (a == 5))\n    return a + b"
-    assert score_all([(slow.format(5), tests), (slow.format(0.2), tests)], time_s=2.0) == [(0.0, "timeout"), (1.0, "")]
+    assert score_all([(slow.format(5), tests), (slow.format(0.2), tests)], time_s=2.0) == [
+        (0.0, "timeout"),
+        (1.0, ""),
+    ]

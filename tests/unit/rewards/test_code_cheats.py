@@ -163,7 +163,9 @@ CHEATS = {
 def scores(cases: list[tuple[str, object]]) -> list[float | None]:
     reward = make_code(Reward(name="code", options={"time_s": 20.0, "concurrency": 2}))
     requests = [
-        ScoreRequest(str(n), "p", f"```python\n{code}\n```", extra={"tests": tests, "entry_point": "double"})
+        ScoreRequest(
+            str(n), "p", f"```python\n{code}\n```", extra={"tests": tests, "entry_point": "double"}
+        )
         for n, (code, tests) in enumerate(cases)
     ]
     return [score.value for score in reward(requests)]
@@ -176,7 +178,9 @@ def test_right_code_passes_every_shape() -> None:
 def worth(shapes: Iterable[str]) -> dict[tuple[str, str], float | None]:
     """The score of each (cheat, shape)."""
     pairs = list(product(CHEATS, shapes))
-    return dict(zip(pairs, scores([(CHEATS[name], TESTS[shape]) for name, shape in pairs]), strict=True))
+    return dict(
+        zip(pairs, scores([(CHEATS[name], TESTS[shape]) for name, shape in pairs]), strict=True)
+    )
 
 
 def test_cheats_of_code_are_worth_nothing() -> None:
@@ -185,4 +189,8 @@ def test_cheats_of_code_are_worth_nothing() -> None:
 
 @pytest.mark.long
 def test_cheats_of_code_in_every_other_shape() -> None:
-    assert {pair: value for pair, value in worth(sorted(TESTS.keys() - {"loop"})).items() if value != 0.0} == {}
+    assert {
+        pair: value
+        for pair, value in worth(sorted(TESTS.keys() - {"loop"})).items()
+        if value != 0.0
+    } == {}

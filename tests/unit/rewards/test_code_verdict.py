@@ -77,7 +77,13 @@ def f(*args):
         if type(item) is list and item[:2] == [987654, 3]: return item[0]
 g = F = f
 """
-ATTACKS = {"__eq__": EQUAL, "a list": LISTS, "forged reports": FORGED, "patches": PATCHED, "globals": GLOBALS}
+ATTACKS = {
+    "__eq__": EQUAL,
+    "a list": LISTS,
+    "forged reports": FORGED,
+    "patches": PATCHED,
+    "globals": GLOBALS,
+}
 ATTACKS |= {f"forged results {value}": FORGED_RESULTS % value for value in ("0", "2", "4", "5")}
 
 PLUS = """
@@ -202,9 +208,15 @@ SHAPES = {
 
 def score_all(pairs, entry=None, **options):
     """[(code, tests)] -> [(value, cause)]"""
-    reward = make_code(Reward(name="code", options={"time_s": 3.0, "credit": "fraction", "concurrency": 4, **options}))
+    reward = make_code(
+        Reward(
+            name="code", options={"time_s": 3.0, "credit": "fraction", "concurrency": 4, **options}
+        )
+    )
     requests = [
-        ScoreRequest(f"{row}/0", "p", f"```python\n{code}\n```", extra={"tests": tests, "entry_point": entry})
+        ScoreRequest(
+            f"{row}/0", "p", f"```python\n{code}\n```", extra={"tests": tests, "entry_point": entry}
+        )
         for row, (code, tests) in enumerate(pairs)
     ]
     scores = reward(requests)
@@ -213,7 +225,13 @@ def score_all(pairs, entry=None, **options):
 
 
 def test_right_code_passes_tests_of_every_shape():
-    found = dict(zip(SHAPES, score_all([(code, tests) for tests, code in SHAPES.values()], time_s=20.0), strict=True))
+    found = dict(
+        zip(
+            SHAPES,
+            score_all([(code, tests) for tests, code in SHAPES.values()], time_s=20.0),
+            strict=True,
+        )
+    )
     assert found == dict.fromkeys(SHAPES, (1.0, ""))
 
 
@@ -351,11 +369,15 @@ BAD = [
 
 def test_what_the_code_causes_is_worth_nothing_and_named():
     found = score_all([(code, tests) for code, tests, _ in LEFT_OUT.values()], total_s=20.0)
-    assert dict(zip(LEFT_OUT, found, strict=True)) == {name: score for name, (_, _, score) in LEFT_OUT.items()}
+    assert dict(zip(LEFT_OUT, found, strict=True)) == {
+        name: score for name, (_, _, score) in LEFT_OUT.items()
+    }
 
 
 def test_values_are_compared_strictly():
-    found = score_all([(code, tests) for code, tests, _ in STRICT.values()], time_s=20.0, credit="all")
+    found = score_all(
+        [(code, tests) for code, tests, _ in STRICT.values()], time_s=20.0, credit="all"
+    )
     values = {name: value for name, (value, _) in zip(STRICT, found, strict=True)}
     assert values == {name: value for name, (_, _, value) in STRICT.items()}
 
@@ -389,7 +411,9 @@ def test_threads_read_tests_at_once():
     class Cycle:
         def __init__(self):
             self.itself = self
-            weakref.finalize(self, time.sleep, 1e-4)  # lets other threads run in the middle of the collection
+            weakref.finalize(
+                self, time.sleep, 1e-4
+            )  # lets other threads run in the middle of the collection
 
     def read(row):
         Cycle()
@@ -413,6 +437,7 @@ def test_problems_that_cannot_be_judged_are_named_at_the_start():
         "(tests): f(1) == g(1): both sides are the solution's; their samples are left out"
     ]
     with pytest.raises(
-        ValueError, match=r"cannot score 1 of 1 problems; problem 0: bad_tests: .*; correct their tests"
+        ValueError,
+        match=r"cannot score 1 of 1 problems; problem 0: bad_tests: .*; correct their tests",
     ):
         list(check_problems(rewards, sources(2)))

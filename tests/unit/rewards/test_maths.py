@@ -27,8 +27,26 @@ RIGHT = {  # reference: forms of it
             r"\frac{17}{1}",
             r"\frac{34}2",
         ),
-        *("x=17", "x = 17", "x_1 = 17", r"\text{Total cost} = 17", "Total = 17", "17=17", "10+7=17", "5 + 12 = 17"),
-        *("17 cm", r"17\text{ dollars}", "17 apples", "17^\\circ", r"1.7\times 10^1", "17+0i", r"\sqrt{289}", "2^4+1"),
+        *(
+            "x=17",
+            "x = 17",
+            "x_1 = 17",
+            r"\text{Total cost} = 17",
+            "Total = 17",
+            "17=17",
+            "10+7=17",
+            "5 + 12 = 17",
+        ),
+        *(
+            "17 cm",
+            r"17\text{ dollars}",
+            "17 apples",
+            "17^\\circ",
+            r"1.7\times 10^1",
+            "17+0i",
+            r"\sqrt{289}",
+            "2^4+1",
+        ),
     ],
     "1234": ["1,234", "1234.00", r"1{,}234"],
     "1,234": ["1234"],
@@ -61,9 +79,44 @@ RIGHT = {  # reference: forms of it
 }
 WRONG = {
     "17": [
-        *("18", "-17", "1 7", "17 18", "1'7", "1_7", "17_2", "17_{10}", "0x11", "17!", "17?", "#17", "not 17", "17;18"),
-        *(r"17\%", "1700%", "18=17", "x+1=17", "2x=34", "18 = 17 = 17", r"x \to 17", r"18 \to 17", r"18 \approx 17"),
-        *(r"16 \mid 17", r"16 \bmod 17", r"16 \neq 17", "x>17", "x<17", r"x \ne 17", r"\pm 17", "17 or 18", "18 or 17"),
+        *(
+            "18",
+            "-17",
+            "1 7",
+            "17 18",
+            "1'7",
+            "1_7",
+            "17_2",
+            "17_{10}",
+            "0x11",
+            "17!",
+            "17?",
+            "#17",
+            "not 17",
+            "17;18",
+        ),
+        *(
+            r"17\%",
+            "1700%",
+            "18=17",
+            "x+1=17",
+            "2x=34",
+            "18 = 17 = 17",
+            r"x \to 17",
+            r"18 \to 17",
+            r"18 \approx 17",
+        ),
+        *(
+            r"16 \mid 17",
+            r"16 \bmod 17",
+            r"16 \neq 17",
+            "x>17",
+            "x<17",
+            r"x \ne 17",
+            r"\pm 17",
+            "17 or 18",
+            "18 or 17",
+        ),
         *(
             "17, 18",
             "18, 17",
@@ -75,7 +128,16 @@ WRONG = {
             "18\n17",
             "17~18",
         ),
-        *("x=17, y=18", "x=18, y=17", r"17\quad 18", r"17\\18", "17&18", r"\boxed{18}17", r"18}\boxed{17", "18} 17"),
+        *(
+            "x=17, y=18",
+            "x=18, y=17",
+            r"17\quad 18",
+            r"17\\18",
+            "17&18",
+            r"\boxed{18}17",
+            r"18}\boxed{17",
+            "18} 17",
+        ),
         *(
             "8 + 9",
             "8+9",
@@ -102,9 +164,29 @@ WRONG = {
             "{17",
             "17}",
         ),
-        *("123456789", "17.5", "1.7", "17e0", "", "x", "\\", "$", "\\boxed{", "17 17", "NaN", "True"),
+        *(
+            "123456789",
+            "17.5",
+            "1.7",
+            "17e0",
+            "",
+            "x",
+            "\\",
+            "$",
+            "\\boxed{",
+            "17 17",
+            "NaN",
+            "True",
+        ),
     ],
-    "17.0": ["17 million", "17 percent", r"17\text{ million}", r"17\text{ or more}", r"17\text{18}", r"17 \mathrm{e3}"],
+    "17.0": [
+        "17 million",
+        "17 percent",
+        r"17\text{ million}",
+        r"17\text{ or more}",
+        r"17\text{18}",
+        r"17 \mathrm{e3}",
+    ],
     "17.00": [
         "18 \\in 17",
         "x \\in 17",
@@ -118,7 +200,10 @@ WRONG = {
     "1 2 3": ["6", "3 2 1", "1+2+3", "1 5", "123"],
     "101_2": ["101_3", "1012", "5", "101_{8}"],
     "17 million": ["17", "17 billion", "17 thousand"],
-    r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}": [r"\begin{pmatrix}1&2\\4&3\end{pmatrix}", "1&2"],
+    r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}": [
+        r"\begin{pmatrix}1&2\\4&3\end{pmatrix}",
+        "1&2",
+    ],
     "5": [r"5\%", r"500\%", "500%", "5 %"],
     "22": ["2\u00b2"],
     "123456789": ["123456788", "123456700", "1.23456789"],
@@ -139,14 +224,23 @@ WRONG = {
     "B": ["A", "A or B", "A, B", "AB"],
 }
 CASES = [
-    (text, answer, value) for value, table in ((1.0, RIGHT), (0.0, WRONG)) for answer in table for text in table[answer]
+    (text, answer, value)
+    for value, table in ((1.0, RIGHT), (0.0, WRONG))
+    for answer in table
+    for text in table[answer]
 ]
 
 
 @pytest.fixture(scope="module")
 def scores() -> dict[tuple[str, str], float | None]:
     requests = [ScoreRequest("", "", "", answer, final_answer=text) for text, answer, _ in CASES]
-    return dict(zip([case[:2] for case in CASES], [score.value for score in Accuracy(30.0)(requests)], strict=True))
+    return dict(
+        zip(
+            [case[:2] for case in CASES],
+            [score.value for score in Accuracy(30.0)(requests)],
+            strict=True,
+        )
+    )
 
 
 @pytest.mark.parametrize(("text", "answer", "value"), CASES)
@@ -156,15 +250,44 @@ def test_forms_of_an_answer(scores, text, answer, value):
 
 def test_letters_of_a_word_in_another_order_are_another_word():
     draw = random.Random(0)
-    words = ["".join(draw.choices(string.ascii_lowercase, k=draw.randint(2, 9))) for _ in range(200)]
-    others = [(other, word) for word in words for other in ("".join(sorted(word)), word[::-1]) if other != word]
+    words = [
+        "".join(draw.choices(string.ascii_lowercase, k=draw.randint(2, 9))) for _ in range(200)
+    ]
+    others = [
+        (other, word)
+        for word in words
+        for other in ("".join(sorted(word)), word[::-1])
+        if other != word
+    ]
     assert not any(compare(other, word) for other, word in others)
 
 
 SHOTGUNS = [
-    *("0,1,2,3,4,5,6,7,8,9", "0 or 1 or 2 or 3 or 4", "{0,1,2,3,4,5,6,7,8,9}", "[0,9]", "(0,9)", "0 1 2 3 4 5 6 7 8 9"),
-    *("0;1;2;3;4;5;6;7;8;9", "0=1=2=3=4=5=6=7=8=9", r"\boxed{0}\boxed{1}\boxed{2}", r"0\to1\to2\to3", "x=0, x=1, x=2"),
-    *(r"\pm 3", r"0\text{ or }1", "0/1/2/3", "0|1|2|3", "0\n1\n2\n3", r"x \in [0,9]", r"0 \lor 1 \lor 2", "0123456789"),
+    *(
+        "0,1,2,3,4,5,6,7,8,9",
+        "0 or 1 or 2 or 3 or 4",
+        "{0,1,2,3,4,5,6,7,8,9}",
+        "[0,9]",
+        "(0,9)",
+        "0 1 2 3 4 5 6 7 8 9",
+    ),
+    *(
+        "0;1;2;3;4;5;6;7;8;9",
+        "0=1=2=3=4=5=6=7=8=9",
+        r"\boxed{0}\boxed{1}\boxed{2}",
+        r"0\to1\to2\to3",
+        "x=0, x=1, x=2",
+    ),
+    *(
+        r"\pm 3",
+        r"0\text{ or }1",
+        "0/1/2/3",
+        "0|1|2|3",
+        "0\n1\n2\n3",
+        r"x \in [0,9]",
+        r"0 \lor 1 \lor 2",
+        "0123456789",
+    ),
 ]
 
 
@@ -174,17 +297,35 @@ def test_no_text_passes_for_several_answers(shotgun):
     assert sum(score.value or 0.0 for score in Accuracy(30.0)(requests)) <= 1
 
 
-@pytest.mark.parametrize("answer", ["listen", "yes", "New York", "Jean-Paul", "H2O", "e4", "12:30", "2024-01-05"])
+@pytest.mark.parametrize(
+    "answer", ["listen", "yes", "New York", "Jean-Paul", "H2O", "e4", "12:30", "2024-01-05"]
+)
 def test_what_is_not_mathematics(answer):
     assert not is_mathematics(answer)
 
 
 @pytest.mark.parametrize(
-    "answer", ["17", "x", "(B)", "x+y", r"\pi", "2xy", "12 km", r"2\cdot 3", "x^2 = 4", r"\text{B}", "(1, 2)"]
+    "answer",
+    [
+        "17",
+        "x",
+        "(B)",
+        "x+y",
+        r"\pi",
+        "2xy",
+        "12 km",
+        r"2\cdot 3",
+        "x^2 = 4",
+        r"\text{B}",
+        "(1, 2)",
+    ],
 )
 def test_what_is_mathematics(answer):
     assert is_mathematics(answer)
 
 
 def test_numbers_and_texts_need_no_judge():
-    assert all(isinstance(compare(text, "17"), bool) for text in ("17", "18", "17.0", "1,700", "banana", "seventeen?"))
+    assert all(
+        isinstance(compare(text, "17"), bool)
+        for text in ("17", "18", "17.0", "1,700", "banana", "seventeen?")
+    )

@@ -13,7 +13,9 @@ from megarl.types import Sample, TokenBatch
 
 TRAINABLE = torch.tensor([False, True, True, True, True])
 TOKENS = torch.tensor([9, 5, 6, 7, 8])
-SAMPLE = Sample(0, 0, TOKENS, TRAINABLE, torch.zeros(5), TRAINABLE.int(), "stop", "ab\n\ncd", reward=0.5)
+SAMPLE = Sample(
+    0, 0, TOKENS, TRAINABLE, torch.zeros(5), TRAINABLE.int(), "stop", "ab\n\ncd", reward=0.5
+)
 DECODE = {5: "a", 6: "b\n", 7: "\nc", 8: "d"}
 
 
@@ -42,15 +44,23 @@ def decode(tokens: list[int]) -> str:
         ({"has_outcome": False, "reward": 0.0}, 0.0, 0.0, False),
     ],
 )
-def test_a_score_is_added_to_the_outcome(changes: dict, weight: float, reward: float, has_outcome: bool) -> None:
+def test_a_score_is_added_to_the_outcome(
+    changes: dict, weight: float, reward: float, has_outcome: bool
+) -> None:
     before = replace(SAMPLE, rewards={"format": 1.0}, **changes)
     (after,) = ModelReward(weight, score)([before])
-    assert (after.reward, after.has_outcome, after.rewards) == (reward, has_outcome, {"format": 1.0, "model": 8.0})
+    assert (after.reward, after.has_outcome, after.rewards) == (
+        reward,
+        has_outcome,
+        {"format": 1.0, "model": 8.0},
+    )
     assert after.step_rewards == before.step_rewards
 
 
 @pytest.mark.parametrize(("has_outcome", "reward"), [(True, 0.5), (False, 0.5 + 2 * 7.5)])
-def test_a_process_model_rewards_the_tokens_that_end_steps(has_outcome: bool, reward: float) -> None:
+def test_a_process_model_rewards_the_tokens_that_end_steps(
+    has_outcome: bool, reward: float
+) -> None:
     model = ModelReward(2.0, steps, is_process=True, decode=decode)
     (after,) = model([replace(SAMPLE, has_outcome=has_outcome)])
     assert after.step_rewards == ((3, 14.0), (4, 16.0)) and after.rewards == {"model": 7.5}
@@ -62,7 +72,11 @@ def test_a_process_model_rewards_the_tokens_that_end_steps(has_outcome: bool, re
 def test_what_cannot_be_scored_is_dropped_and_the_order_is_kept() -> None:
     dropped = replace(SAMPLE, index=1, reward=None, extra={"dropped": "reward/format/error"})
     samples = [replace(SAMPLE, index=0), dropped, replace(SAMPLE, index=2, tokens=torch.arange(5))]
-    after = ModelReward(1.0, lambda batch: score(batch).where(batch.tokens[4::5] != 8, math.nan))(samples)
-    assert [sample.index for sample in after] == [0, 1, 2] and [sample.reward for sample in after] == [None, None, 4.5]
+    after = ModelReward(1.0, lambda batch: score(batch).where(batch.tokens[4::5] != 8, math.nan))(
+        samples
+    )
+    assert [sample.index for sample in after] == [0, 1, 2] and [
+        sample.reward for sample in after
+    ] == [None, None, 4.5]
     assert after[0].extra == {"dropped": "reward/model/nan"} and after[1] is dropped
     assert ModelReward(1.0, score)([dropped]) == [dropped] and ModelReward(1.0, score)([]) == []

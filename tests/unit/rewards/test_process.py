@@ -27,7 +27,14 @@ def byte_level() -> Tokenizer:
     over tokens and a token may hold a break and what follows it."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     newline, space = "\u010a", "\u0120"
-    merges = [("a", "b"), (newline, newline), ("ab", newline), (newline, "a"), (".", space), ("\u00f0", "\u0141")]
+    merges = [
+        ("a", "b"),
+        (newline, newline),
+        ("ab", newline),
+        (newline, "a"),
+        (".", space),
+        ("\u00f0", "\u0141"),
+    ]
     words = [*letters, *("".join(pair) for pair in merges)]
     tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -64,7 +71,9 @@ def test_a_step_ends_at_the_token_that_completes_its_last_character(text, patter
     char = 0
     for step, end in zip(steps, ends, strict=True):
         char += len(step)
-        by_search = next(n for n in range(1, len(tokens) + 1) if decode(tokens[:n])[:char] == text[:char])
+        by_search = next(
+            n for n in range(1, len(tokens) + 1) if decode(tokens[:n])[:char] == text[:char]
+        )
         assert end == by_search - 1
     assert not ends or ends[-1] < len(tokens) - 1  # never the <eos>
     assert len(set(ends)) == len(ends) or "\n" in text or pattern not in SPLITTERS.values()
@@ -82,7 +91,14 @@ def test_emoji_over_tokens_and_a_token_over_steps():
     tokens = BPE.encode("😀\n\nab\nab").ids
     steps = split_steps("😀\n\nab\nab", SPLITTERS["newline"])
     assert steps == ["😀\n\n", "ab\n", "ab"]
-    assert [decode([token]) for token in tokens] == ["\ufffd", "\ufffd", "\ufffd", "\n\n", "ab\n", "ab"]
+    assert [decode([token]) for token in tokens] == [
+        "\ufffd",
+        "\ufffd",
+        "\ufffd",
+        "\n\n",
+        "ab\n",
+        "ab",
+    ]
     assert token_ends(decode, tokens, steps) == [3, 4, 5]
 
 
@@ -124,7 +140,9 @@ def step_lengths(steps, scale=1.0):
 
 
 def process(**options):
-    return make_process(Reward(name="process", options={"scorer": f"{HERE}:step_lengths", **options}), decode)
+    return make_process(
+        Reward(name="process", options={"scorer": f"{HERE}:step_lengths", **options}), decode
+    )
 
 
 def case(text: str) -> ScoreRequest:
@@ -155,17 +173,27 @@ def test_a_step_without_a_score_leaves_the_sample_out(scorer, cause):
 
 
 def test_a_splitter_that_takes_for_ever():
-    scores = process(splitter="regex", pattern="(a+)+$", function_s=0.3)([case("a" * 40 + "b"), case("b")])
+    scores = process(splitter="regex", pattern="(a+)+$", function_s=0.3)(
+        [case("a" * 40 + "b"), case("b")]
+    )
     assert [score.cause for score in scores] == ["timeout", ""]
 
 
 def test_a_server_scores_steps(served, answering):
     def grade(handler, body):
-        rows = [{"id": row["id"], "steps": [len(step) for step in row["steps"]]} for row in body["samples"]]
+        rows = [
+            {"id": row["id"], "steps": [len(step) for step in row["steps"]]}
+            for row in body["samples"]
+        ]
         rows[-1]["steps"] = rows[-1]["steps"][1:]
         answering(handler, {"scores": rows[::-1]})
 
-    options = {"scorer": served.on(grade), "splitter": "newline", "timeout_s": 10.0, "total_s": 20.0}
+    options = {
+        "scorer": served.on(grade),
+        "splitter": "newline",
+        "timeout_s": 10.0,
+        "total_s": 20.0,
+    }
     ask = make_process(Reward(name="process", options=options), decode)
     cases = [
         ScoreRequest(f"{row}/0", "p", text, None, tuple(BPE.encode(text).ids))
@@ -182,9 +210,15 @@ def test_steps_reach_the_batch_beside_the_outcome():
     response = [*BPE.encode("ab\nb").ids, EOS]
     tokens = torch.tensor([7, 7, *response])
     trainable = torch.tensor([False, False] + [True] * len(response))
-    sample = Sample(0, 0, tokens, trainable, torch.zeros(len(tokens)), tokens.int(), "stop", "ab\nb")
+    sample = Sample(
+        0, 0, tokens, trainable, torch.zeros(len(tokens)), tokens.int(), "stop", "ab\nb"
+    )
     rewards = [
-        Reward(name="process", weight=0.5, options={"scorer": f"{HERE}:step_lengths", "splitter": "newline"}),
+        Reward(
+            name="process",
+            weight=0.5,
+            options={"scorer": f"{HERE}:step_lengths", "splitter": "newline"},
+        ),
         Reward(name="format", weight=10.0),
         Reward(name="megarl.rewards.rules:even_fraction", weight=0.0),
     ]
@@ -195,8 +229,20 @@ def test_steps_reach_the_batch_beside_the_outcome():
     json.dumps(done.step_rewards)  # as it travels
     batch = collate([Group(prompt, (done,))], temperature=1.0)
     assert batch.token_rewards.tolist() == [0, 1.5, 0.5, 0, 0]
-    assert batch.step_ends.tolist() == [False, True, True, True, False]  # the outcome is one more step, at the end
+    assert batch.step_ends.tolist() == [
+        False,
+        True,
+        True,
+        True,
+        False,
+    ]  # the outcome is one more step, at the end
 
     alone = make_scorer(rewards[:1], decode=decode).score([prompt], [sample])[0]
     assert alone.reward == 1.0 and not alone.has_outcome and alone.step_rewards == done.step_rewards
-    assert collate([Group(prompt, (alone,))], temperature=1.0).step_ends.tolist() == [False, True, True, False, False]
+    assert collate([Group(prompt, (alone,))], temperature=1.0).step_ends.tolist() == [
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]

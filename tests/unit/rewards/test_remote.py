@@ -37,11 +37,18 @@ def answer_to(body, score=lambda sample: float(sample["id"].split("/")[0])):
 
 def test_the_example_server():
     command = [sys.executable, str(Path(__file__).parents[3] / "scripts/reward_server.py"), "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as server:
         try:
             port = server.stdout.readline().strip()
             ask = remote(f"http://127.0.0.1:{port}/score")
-            scores = ask([ScoreRequest("3/0", "1 + 1 =", " 2", "2"), ScoreRequest("3/1", "1 + 1 =", "3", "2")])
+            scores = ask(
+                [
+                    ScoreRequest("3/0", "1 + 1 =", " 2", "2"),
+                    ScoreRequest("3/1", "1 + 1 =", "3", "2"),
+                ]
+            )
         finally:
             server.kill()
     assert [score.value for score in scores] == [1.0, 0.0]
@@ -77,7 +84,13 @@ def test_what_is_sent(served, answering, monkeypatch):
     extra = {"level": 3, "score": print, "bad": math.nan, "tests": ["assert 1"]}
     ask([ScoreRequest("5/1", "p\ud800", "r\x00", None, (1, 2), "length", extra)])
     _, headers, body = served.seen[0]
-    sample = {"id": "5/1", "prompt": "p\ud800", "response": "r\x00", "answer": None, "finish": "length"}
+    sample = {
+        "id": "5/1",
+        "prompt": "p\ud800",
+        "response": "r\x00",
+        "answer": None,
+        "finish": "length",
+    }
     assert body == {"samples": [sample | {"extra": {"level": 3, "tests": ["assert 1"]}}]}
     assert headers["Authorization"] == "Bearer 1234"
     assert "1234" not in repr(ask)
@@ -131,20 +144,41 @@ BAD = {  # what is answered to samples 0/0 and 1/0: the cause of each
     "wrong length, empty": ({"scores": []}, ["missing_id", "missing_id"]),
     "twice": ({"scores": [ONE, ONE, TWO]}, ["duplicate_id", ""]),
     "wrong ids": ({"scores": [ONE, {"id": "7/0", "score": 1.0}]}, ["unknown_id", "unknown_id"]),
-    "an extra id": ({"scores": [ONE, TWO, {"id": "7/0", "score": 1.0}]}, ["unknown_id", "unknown_id"]),
-    "ids that are numbers": ({"scores": [{"id": 0, "score": 1.0}, TWO]}, ["unknown_id", "unknown_id"]),
-    "ids that are lists": ({"scores": [{"id": [], "score": 1.0}, TWO]}, ["unknown_id", "unknown_id"]),
+    "an extra id": (
+        {"scores": [ONE, TWO, {"id": "7/0", "score": 1.0}]},
+        ["unknown_id", "unknown_id"],
+    ),
+    "ids that are numbers": (
+        {"scores": [{"id": 0, "score": 1.0}, TWO]},
+        ["unknown_id", "unknown_id"],
+    ),
+    "ids that are lists": (
+        {"scores": [{"id": [], "score": 1.0}, TWO]},
+        ["unknown_id", "unknown_id"],
+    ),
     "text": ({"scores": [ONE | {"score": "1.0"}, TWO]}, ["not_a_number", ""]),
     "a boolean": ({"scores": [ONE | {"score": True}, TWO]}, ["not_a_number", ""]),
     "null": ({"scores": [ONE | {"score": None}, TWO]}, ["not_a_number", ""]),
     "no score": ({"scores": [{"id": "0/0"}, TWO]}, ["not_a_number", ""]),
     "NaN": (b'{"scores": [{"id": "0/0", "score": NaN}, {"id": "1/0", "score": 2}]}', ["nan", ""]),
-    "inf": (b'{"scores": [{"id": "0/0", "score": -Infinity}, {"id": "1/0", "score": 2}]}', ["nan", ""]),
+    "inf": (
+        b'{"scores": [{"id": "0/0", "score": -Infinity}, {"id": "1/0", "score": 2}]}',
+        ["nan", ""],
+    ),
     "too large a number": ({"scores": [ONE | {"score": 10**400}, TWO]}, ["nan", ""]),
-    "too large a float": (b'{"scores": [{"id": "0/0", "score": 1e400}, {"id": "1/0", "score": 2}]}', ["nan", ""]),
-    "too many digits": (b'{"scores": [{"id": "0/0", "score": ' + b"1" * 5000 + b"}]}", ["not_json"] * 2),
+    "too large a float": (
+        b'{"scores": [{"id": "0/0", "score": 1e400}, {"id": "1/0", "score": 2}]}',
+        ["nan", ""],
+    ),
+    "too many digits": (
+        b'{"scores": [{"id": "0/0", "score": ' + b"1" * 5000 + b"}]}",
+        ["not_json"] * 2,
+    ),
     "a list as a score": ({"scores": [ONE | {"score": [1]}, TWO]}, ["not_a_number", ""]),
-    "a deep score": (b'{"scores": [{"id": "0/0", "score": ' + b"[" * 100_000 + b"}]}", ["not_json"] * 2),
+    "a deep score": (
+        b'{"scores": [{"id": "0/0", "score": ' + b"[" * 100_000 + b"}]}",
+        ["not_json"] * 2,
+    ),
     "a deep id": ({"scores": [{"id": DEEP, "score": 1.0}, TWO]}, ["unknown_id", "unknown_id"]),
     "an error and a score": ({"scores": [ONE | {"error": "x"}, TWO]}, ["error", ""]),
     "a gzip bomb": (gzip.compress(b" " * 10_000_000), ["not_json"] * 2),
@@ -161,11 +195,15 @@ BAD = {  # what is answered to samples 0/0 and 1/0: the cause of each
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_a_bad_answer_is_counted_under_its_own_name_and_not_asked_again(served, answering, cases, what):
+def test_a_bad_answer_is_counted_under_its_own_name_and_not_asked_again(
+    served, answering, cases, what
+):
     answer, causes = BAD[what]
     scores = remote(served.on(lambda handler, body: answering(handler, answer)))(cases(2))
     assert [score.cause for score in scores] == causes
-    assert all((score.value is None) == bool(cause) for score, cause in zip(scores, causes, strict=True))
+    assert all(
+        (score.value is None) == bool(cause) for score, cause in zip(scores, causes, strict=True)
+    )
     assert all(score.detail for score in scores if score.cause)
     assert len(served.seen) == 1
 
@@ -279,7 +317,9 @@ def test_one_bad_batch_among_good_ones(served, answering, cases):
 
 def test_numbers_that_are_scores(served, answering, cases):
     """The last of two fields of one name counts, as JSON has it; -0.0 and 1e308 are numbers."""
-    answer = b'{"scores": [{"id": "0/0", "score": 9, "score": -0.0}, {"id": "1/0", "score": 1e308}]}'
+    answer = (
+        b'{"scores": [{"id": "0/0", "score": 9, "score": -0.0}, {"id": "1/0", "score": 1e308}]}'
+    )
     scores = remote(served.on(lambda handler, body: answering(handler, answer)))(cases(2))
     assert [score.value for score in scores] == [0.0, 1e308]
 
@@ -322,7 +362,9 @@ def serving_all(server, answering):
 
 
 @pytest.mark.parametrize("scheme", ["https", "HTTPS", "Https", "hTTPs"])
-def test_certificates_are_always_verified(impostor, answering, asking, monkeypatch, certificate, scheme):
+def test_certificates_are_always_verified(
+    impostor, answering, asking, monkeypatch, certificate, scheme
+):
     url = scheme + serving_all(impostor, answering).removeprefix("https")
     score = asking(url)
     assert (score.value, score.cause) == (None, "no_connection")
@@ -337,7 +379,10 @@ def test_a_file_without_certificates(asking, monkeypatch, tmp_path):
     (tmp_path / "empty.pem").write_text("nothing")
     for file in ("empty.pem", "missing.pem"):
         monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / file))
-        with pytest.raises(ValueError, match=f"SSL_CERT_FILE='.*{file}' has no certificates .*; correct or unset it"):
+        with pytest.raises(
+            ValueError,
+            match=f"SSL_CERT_FILE='.*{file}' has no certificates .*; correct or unset it",
+        ):
             asking("http://host/v1")
 
 
@@ -361,11 +406,16 @@ def test_redirects_are_not_followed(served, other, answering, monkeypatch, statu
     assert len(served.seen) == 1 and not other.seen
 
 
-@pytest.mark.parametrize("wait", ["1e9", "nan", "-1", "Fri, 31 Dec 9999 23:59:59 GMT", "", "0x", "inf"])
+@pytest.mark.parametrize(
+    "wait", ["1e9", "nan", "-1", "Fri, 31 Dec 9999 23:59:59 GMT", "", "0x", "inf"]
+)
 def test_a_server_cannot_make_a_run_wait_longer_than_its_limits(served, answering, cases, wait):
     url = served.on(lambda handler, body: answering(handler, b"", status=429, Retry_After=wait))
     start = time.monotonic()
-    assert {score.cause for score in remote(url, retries=1, total_s=0.3)(cases(2))} <= {"timeout", "http_429"}
+    assert {score.cause for score in remote(url, retries=1, total_s=0.3)(cases(2))} <= {
+        "timeout",
+        "http_429",
+    }
     assert time.monotonic() - start < 5
 
 
@@ -375,7 +425,9 @@ def test_a_server_that_is_gone_is_told_from_a_slow_one_when_time_is_up(cases):
         url = f"http://127.0.0.1:{closed.getsockname()[1]}/score"
         scores = remote(url, retries=10_000, backoff_s=0.01, total_s=0.5, concurrency=1)(cases(3))
     assert {score.cause for score in scores} == {"no_connection"}
-    assert all("cannot be reached" in score.detail and "total_s=0.5" in score.detail for score in scores)
+    assert all(
+        "cannot be reached" in score.detail and "total_s=0.5" in score.detail for score in scores
+    )
 
 
 URLS = """ftp://host/s file:///etc/passwd gopher://host/s http:///s http://host:99999/s http://host:0/s http://host:x/s
@@ -384,7 +436,9 @@ http://host/s?api_key=canary http://host/s?a=1&TOKEN=canary http://host/s?client
 HTTP://me:canary@host/s""".split()  # noqa: SIM905
 
 
-@pytest.mark.parametrize("url", [*URLS, *(f"http://ho{c}st/s{c}" for c in "\n\t\r \x1b\x00\u2028\xa0"), "http://h/s\n"])
+@pytest.mark.parametrize(
+    "url", [*URLS, *(f"http://ho{c}st/s{c}" for c in "\n\t\r \x1b\x00\u2028\xa0"), "http://h/s\n"]
+)
 def test_urls_that_are_refused(asking, url):
     with pytest.raises(ValueError, match=r"write http://host:port/path|use headers_env") as refused:
         asking(url)
@@ -393,18 +447,23 @@ def test_urls_that_are_refused(asking, url):
 
 
 @pytest.mark.parametrize(
-    "value", ["a\r\nX-Evil: 1", "canary\n", "\ncanary", "canaryé", "canary\u2028", " canary", "a\x7f"]
+    "value",
+    ["a\r\nX-Evil: 1", "canary\n", "\ncanary", "canaryé", "canary\u2028", " canary", "a\x7f"],
 )
 def test_header_values_that_are_refused(asking, monkeypatch, value):
     monkeypatch.setenv("SCORER_AUTH", value)
-    with pytest.raises(ValueError, match="SCORER_AUTH has characters that no HTTP header may hold") as refused:
+    with pytest.raises(
+        ValueError, match="SCORER_AUTH has characters that no HTTP header may hold"
+    ) as refused:
         asking("http://host/v1")
     assert value.strip() not in str(refused.value)
 
 
 @pytest.mark.parametrize("value", [TOKEN, "canary-5f3c", "sk-canary", ""])
 def test_a_secret_in_place_of_its_variable_is_not_shown(value):
-    with pytest.raises(ValueError, match="is not the name of an environment variable in capitals") as refused:
+    with pytest.raises(
+        ValueError, match="is not the name of an environment variable in capitals"
+    ) as refused:
         remote("http://host/s", headers_env={"Authorization": value})
     assert "canary" not in str(refused.value)
 
@@ -422,9 +481,13 @@ ECHOES = {  # what a server may do with the secret that it was sent, here X, and
 
 @pytest.mark.parametrize("name", ECHOES)
 @pytest.mark.parametrize("secret", [TOKEN, TOKEN.split()[1]])
-def test_logs_show_a_servers_text_escaped_and_without_secrets(served, answering, asking, name, secret):
+def test_logs_show_a_servers_text_escaped_and_without_secrets(
+    served, answering, asking, name, secret
+):
     def echo(handler, body):
-        data = ECHOES[name] if isinstance(ECHOES[name], bytes) else json.dumps(ECHOES[name]).encode()
+        data = (
+            ECHOES[name] if isinstance(ECHOES[name], bytes) else json.dumps(ECHOES[name]).encode()
+        )
         answering(handler, data.replace(b"X", secret.encode()))
 
     served.answers = defaultdict(lambda: echo)

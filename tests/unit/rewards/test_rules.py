@@ -11,8 +11,12 @@ from megarl.rewards.interface import Score, ScoreRequest
 from megarl.rewards.rules import Accuracy, even_fraction, format_think
 
 
-def judge(*final_answers: str | None, answer: str | None = "17", timeout_s: float = 30.0, **extra) -> list[Score]:
-    requests = [ScoreRequest("", "", "", answer, final_answer=text, extra=extra) for text in final_answers]
+def judge(
+    *final_answers: str | None, answer: str | None = "17", timeout_s: float = 30.0, **extra
+) -> list[Score]:
+    requests = [
+        ScoreRequest("", "", "", answer, final_answer=text, extra=extra) for text in final_answers
+    ]
     return Accuracy(timeout_s)(requests)
 
 
@@ -73,12 +77,17 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize("text", [*SLOW[:5], "9" * 300_000, pytest.param(SLOW[5:], marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "text", [*SLOW[:5], "9" * 300_000, pytest.param(SLOW[5:], marks=pytest.mark.long)]
+)
 def test_slow_mathematics_is_worth_0_and_delays_no_other(text):
     texts = [text] if isinstance(text, str) else text
     first, *slow, last = judge(r"\frac{34}{2}", *texts, "x = 17", timeout_s=1.0)
     assert (first, last) == (Score(1.0), Score(1.0))
-    assert all(score.value == 0.0 and score.cause in ("", "timeout", "memory", "raised", "crashed") for score in slow)
+    assert all(
+        score.value == 0.0 and score.cause in ("", "timeout", "memory", "raised", "crashed")
+        for score in slow
+    )
 
 
 def test_a_text_that_ends_its_judge_is_counted():

@@ -28,7 +28,17 @@ HERE = __name__
 def sample(prompt_id: int = 0, index: int = 0, text: str = "17") -> Sample:
     tokens = torch.tensor([4, 5, 6, 8])
     trainable = torch.tensor([False, True, True, True])
-    return Sample(prompt_id, index, tokens, trainable, torch.zeros(4), tokens.int(), "stop", text, extra={"kept": 1})
+    return Sample(
+        prompt_id,
+        index,
+        tokens,
+        trainable,
+        torch.zeros(4),
+        tokens.int(),
+        "stop",
+        text,
+        extra={"kept": 1},
+    )
 
 
 PROMPT = Prompt(0, (4,), "what is 8 + 9?", "17", {"level": 3})
@@ -45,7 +55,9 @@ def score_one(scorer: Scorer, text: str = "17") -> Sample:
 
 def test_weighted_sum_and_each_reward_by_name():
     even = "megarl.rewards.rules:even_fraction"
-    scorer = make_scorer([Reward(name="accuracy"), Reward(name="format", weight=0.5), Reward(name=even, weight=-3.0)])
+    scorer = make_scorer(
+        [Reward(name="accuracy"), Reward(name="format", weight=0.5), Reward(name=even, weight=-3.0)]
+    )
     done = score_one(scorer, "<think>8 + 9</think> 17")
     assert done.rewards == {"accuracy": 1.0, "format": 1.0, even: 2 / 3}
     assert done.reward == pytest.approx(1.0 + 0.5 - 2.0)
@@ -67,7 +79,14 @@ def test_a_function_takes_what_it_names():
 
 def test_a_function_may_take_everything():
     def reward(prompt, **everything):
-        assert set(everything) == {"response", "answer", "final_answer", "tokens", "finish", "level"}
+        assert set(everything) == {
+            "response",
+            "answer",
+            "final_answer",
+            "tokens",
+            "finish",
+            "level",
+        }
         return len(prompt)
 
     assert score_one(scorer_of(reward)).reward == len(PROMPT.text)
@@ -78,17 +97,26 @@ def test_the_place_of_the_answer_holds_for_every_judge():
     seen = []
     gym = load_task(Task(name="reasoning_gym:chain_sum")).problem(0)
     prompts = [PROMPT, Prompt(1, (4,), str(gym.question), gym.answer, gym.extra)]
-    texts = [f"17 {gym.answer}", f"I say <answer>{prompts[0].answer}</answer>", f"So <answer>{gym.answer}</answer>"]
+    texts = [
+        f"17 {gym.answer}",
+        f"I say <answer>{prompts[0].answer}</answer>",
+        f"So <answer>{gym.answer}</answer>",
+    ]
     samples = [
-        sample(prompt_id, text=text) for prompt_id, text in ((0, texts[0]), (1, texts[0]), (0, texts[1]), (1, texts[2]))
+        sample(prompt_id, text=text)
+        for prompt_id, text in ((0, texts[0]), (1, texts[0]), (0, texts[1]), (1, texts[2]))
     ]
     setattr(sys.modules[HERE], "_reward", lambda final_answer: seen.append(final_answer) or 0.0)  # noqa: B010
     scorer = make_scorer([Reward(name="accuracy"), Reward(name=f"{HERE}:_reward")], answer="tag")
     done = scorer.score(prompts, samples)
     assert [s.rewards["accuracy"] for s in done] == [0.0, 0.0, 1.0, 1.0]
-    assert [s.extra.get("counted") for s in done] == [["reward/accuracy/no_answer"]] * 2 + [None] * 2
+    assert [s.extra.get("counted") for s in done] == [["reward/accuracy/no_answer"]] * 2 + [
+        None
+    ] * 2
     assert seen == [None, None, "17", gym.answer]
-    assert all(s.reward is not None for s in done), "no answer is the policy's fault: the sample is trained on"
+    assert all(s.reward is not None for s in done), (
+        "no answer is the policy's fault: the sample is trained on"
+    )
 
 
 def raises(response):
@@ -138,7 +166,9 @@ def test_a_function_that_hangs_is_stopped(function):
 
 def test_maths_that_would_take_for_ever_is_worth_0():
     start = time.monotonic()
-    done = make_scorer([Reward(name="accuracy")], timeout_s=1.0).score([PROMPT], [sample(text="$99999999!$")])[0]
+    done = make_scorer([Reward(name="accuracy")], timeout_s=1.0).score(
+        [PROMPT], [sample(text="$99999999!$")]
+    )[0]
     assert time.monotonic() - start < 60
     assert (done.reward, done.extra["counted"]) == (0.0, ["reward/accuracy/timeout"])
 
@@ -193,7 +223,9 @@ def echo(meet):
 
     def answer(handler, body):
         meet()
-        scores = [{"id": row["id"], "score": int(row["id"].split("/")[1])} for row in body["samples"]]
+        scores = [
+            {"id": row["id"], "score": int(row["id"].split("/")[1])} for row in body["samples"]
+        ]
         data = json.dumps({"scores": scores}).encode()
         handler.send_response(200)
         handler.send_header("Content-Length", str(len(data)))
@@ -219,7 +251,11 @@ def test_servers_are_asked_while_rules_run(served):
 
     setattr(sys.modules[HERE], "_reward", rule)  # noqa: B010
     scorer = make_scorer(
-        [Reward(name=urls[0]), Reward(name=f"{HERE}:_reward", weight=10.0), Reward(name=urls[1], weight=100.0)]
+        [
+            Reward(name=urls[0]),
+            Reward(name=f"{HERE}:_reward", weight=10.0),
+            Reward(name=urls[1], weight=100.0),
+        ]
     )
     done = scorer.score([PROMPT], [sample(index=i) for i in range(3)])
     assert [s.reward for s in done] == [10.0, 111.0, 212.0]
@@ -265,7 +301,9 @@ def test_a_slow_reward_scores_what_is_finished_while_others_are_generated():
     slow, quick = Seen(), []
     setattr(sys.modules[HERE], "_reward", lambda response: quick.append(response) or 0.0)  # noqa: B010
     scorer = make_scorer([Reward(name=f"{HERE}:_reward")])
-    scorer = replace(scorer, rewards=(*scorer.rewards, BatchReward("slow", 1.0, slow, total_s=30.0)))
+    scorer = replace(
+        scorer, rewards=(*scorer.rewards, BatchReward("slow", 1.0, slow, total_s=30.0))
+    )
     samples = [sample(index=index, text=str(index)) for index in range(4)]
     scoring = scorer.start([PROMPT])
     scoring.add(samples[2:3])
@@ -276,7 +314,12 @@ def test_a_slow_reward_scores_what_is_finished_while_others_are_generated():
     slow.go.set()
     done = scoring.results(samples)  # the one that was not added, too
     assert [s.reward for s in done] == [0.0, 1.0, 2.0, 3.0] and quick == ["0", "1", "2", "3"]
-    assert slow.batches[0] == ["0/2"] and [id for batch in slow.batches for id in batch] == ["0/2", "0/3", "0/0", "0/1"]
+    assert slow.batches[0] == ["0/2"] and [id for batch in slow.batches for id in batch] == [
+        "0/2",
+        "0/3",
+        "0/0",
+        "0/1",
+    ]
     assert len(slow.batches) <= 3
 
 
@@ -293,7 +336,9 @@ def test_what_a_reward_scored_before_it_hung_is_kept(served):
     while not scoring._workers["stuck"].scores:
         time.sleep(0.01)
     done = scoring.results(samples)
-    assert [s.reward for s in done] == [7.0, None] and done[1].extra["dropped"] == "reward/stuck/timeout"
+    assert [s.reward for s in done] == [7.0, None] and done[1].extra[
+        "dropped"
+    ] == "reward/stuck/timeout"
 
 
 class Breaks(Hangs):
@@ -310,11 +355,20 @@ def test_a_reward_that_raises_does_not_end_the_run():
 def test_causes_reach_the_counts_of_the_step():
     """Worth 0, each under its own name."""
     scorer = make_scorer([Reward(name="code", options={"time_s": 1.0})])
-    codes = ["print(17)", "print(18)", "while True: pass", "import socket; socket.socket()", "x = 1 +"]
+    codes = [
+        "print(17)",
+        "print(18)",
+        "while True: pass",
+        "import socket; socket.socket()",
+        "x = 1 +",
+    ]
     prompt = Prompt(0, (4,), "p", "17", {"tests": {"inputs": [""], "outputs": ["17"]}})
 
     def generate(requests, version):
-        samples = [sample(request.prompt.prompt_id, request.index, codes[request.index]) for request in requests]
+        samples = [
+            sample(request.prompt.prompt_id, request.index, codes[request.index])
+            for request in requests
+        ]
         return scorer.score([request.prompt for request in requests], samples)
 
     class One:
@@ -327,15 +381,21 @@ def test_causes_reach_the_counts_of_the_step():
     rollout = rollouts.collect(One(), 1, version=0)
     assert [s.reward for s in rollout.groups[0].samples] == [1.0, 0.0, 0.0, 0.0, 0.0]
     causes = {name: count for name, count in rollout.counts.items() if name.startswith("reward/")}
-    assert causes == {f"reward/code/{cause}": 1 for cause in ("wrong_answer", "timeout", "forbidden", "syntax")}
+    assert causes == {
+        f"reward/code/{cause}": 1 for cause in ("wrong_answer", "timeout", "forbidden", "syntax")
+    }
     assert rollout.counts["samples/dropped"] == 0
 
 
 def test_a_server_that_is_gone_stops_the_run_if_no_sample_reaches_it():
     """A server that some samples reach, and one that answers nonsense, lose their samples only."""
     causes = iter(["no_connection", "broken", "no_connection", "http_500", "http_500", "http_500"])
-    reward = BatchReward("remote", 1.0, lambda requests: [Score(None, next(causes), "why") for _ in requests], 10.0)
-    with pytest.raises(CheckFailed, match=r"the reward remote is gone: why; start its server again"):
+    reward = BatchReward(
+        "remote", 1.0, lambda requests: [Score(None, next(causes), "why") for _ in requests], 10.0
+    )
+    with pytest.raises(
+        CheckFailed, match=r"the reward remote is gone: why; start its server again"
+    ):
         Scorer((reward,)).score([PROMPT], [sample(), sample(index=1)])
     for cause in ("no_connection", "http_500"):
         done = Scorer((reward,)).score([PROMPT], [sample(), sample(index=1)])

@@ -31,7 +31,10 @@ def here(function, arguments, timeout_s=10.0):
     return call_with_time_limit(function, arguments, timeout_s=timeout_s)
 
 
-CATASTROPHE = {"pattern": r"(a+)+$", "string": "a" * 40 + "b"}  # in C, and without letting go of the GIL
+CATASTROPHE = {
+    "pattern": r"(a+)+$",
+    "string": "a" * 40 + "b",
+}  # in C, and without letting go of the GIL
 
 
 @pytest.mark.parametrize("where", [here, elsewhere])

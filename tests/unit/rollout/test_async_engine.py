@@ -39,7 +39,10 @@ class Llm:
         spans = [SimpleNamespace(version=v, start=i, end=i + 1) for i, v in enumerate(versions)]
         logprobs = SimpleNamespace(logprobs=[-0.5] * len(versions))
         answer = SimpleNamespace(
-            token_ids=[7] * len(versions), logprobs=logprobs, finish_reason=reason, weight_versions=spans
+            token_ids=[7] * len(versions),
+            logprobs=logprobs,
+            finish_reason=reason,
+            weight_versions=spans,
         )
         yield SimpleNamespace(outputs=[answer], num_cached_tokens=0)
 
@@ -109,7 +112,9 @@ def test_no_prompt_before_a_verified_sync(engine: AsyncEngine) -> None:
         assert engine.llm.is_paused, "a sync that failed leaves it so"
         await publish(engine, 1)
         engine.submit(requests(1))
-        with pytest.raises(ValueError, match="prompt 3 has 16 tokens, but the engine accepts 1 to 15"):
+        with pytest.raises(
+            ValueError, match="prompt 3 has 16 tokens, but the engine accepts 1 to 15"
+        ):
             engine.submit([Request(Prompt(3, (1,) * 16, ""), 0, 5, 1.0)])
 
     asyncio.run(run())
@@ -130,8 +135,14 @@ def test_weights_change_in_flight_and_each_token_has_its_version(engine: AsyncEn
         return await poll(engine)
 
     for number, sample in enumerate(asyncio.run(run())):
-        assert sample.versions.tolist() == [-1, -1, 4, 5, 5] and (sample.prompt_id, sample.index) == (number, number)
-        assert sample.trainable.tolist() == [False, False, True, True, True] and sample.finish == "length"
+        assert sample.versions.tolist() == [-1, -1, 4, 5, 5] and (
+            sample.prompt_id,
+            sample.index,
+        ) == (number, number)
+        assert (
+            sample.trainable.tolist() == [False, False, True, True, True]
+            and sample.finish == "length"
+        )
         assert sample.rollout_logprobs.tolist() == [0, 0, -0.5, -0.5, -0.5]
 
 
@@ -156,7 +167,9 @@ def test_dropped_requests_do_not_come_back(engine: AsyncEngine) -> None:
     asyncio.run(run())
 
 
-def test_a_core_that_does_not_answer_is_lost(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_core_that_does_not_answer_is_lost(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(async_engine, "CHECK_S", 0.01)
     engine.config = parse_config({"launch": {"timeout_s": 1}})
     answers = iter([True] * 3)
@@ -171,7 +184,9 @@ def test_a_core_that_does_not_answer_is_lost(engine: AsyncEngine, monkeypatch: p
         waiting, began = asyncio.ensure_future(engine.call("poll")), time.monotonic()
         await asyncio.wait_for(engine._check_core(), 5)
         assert time.monotonic() - began > 0.9, "it has the time of a sync"
-        with pytest.raises(RuntimeError, match=r"engine 0 is lost: its core has not answered for 0\.9 s"):
+        with pytest.raises(
+            RuntimeError, match=r"engine 0 is lost: its core has not answered for 0\.9 s"
+        ):
             await waiting
 
     asyncio.run(run())
@@ -190,9 +205,13 @@ def test_a_lost_process_ends_what_waits_for_it(engine: AsyncEngine, stage: str) 
         await settle()
         engine._lose("its process VLLM::EngineCore (7) has ended")
         for call in calls:
-            with pytest.raises(RuntimeError, match="engine 0 is lost: its process VLLM::EngineCore"):
+            with pytest.raises(
+                RuntimeError, match="engine 0 is lost: its process VLLM::EngineCore"
+            ):
                 await asyncio.wait_for(call, 5)
-        with pytest.raises(RuntimeError, match="engine 0 is lost"):  # which starts it again; a refusal would not
+        with pytest.raises(
+            RuntimeError, match="engine 0 is lost"
+        ):  # which starts it again; a refusal would not
             await engine.call("submit", requests(1))
 
     asyncio.run(run())

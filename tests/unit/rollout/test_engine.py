@@ -32,12 +32,16 @@ class Llm:
     def wake_up(self, tags: list[str]) -> None:
         self.calls.extend(tags)
 
-    def enqueue(self, inputs: list[Any], params: list[Any], *, use_tqdm: bool, **_options: Any) -> list[str]:
+    def enqueue(
+        self, inputs: list[Any], params: list[Any], *, use_tqdm: bool, **_options: Any
+    ) -> list[str]:
         self.calls.append("enqueue")
         for number, (prompt, each) in enumerate(zip(inputs, params, strict=True)):
             prompt_logprobs = flat(prompt["prompt_token_ids"][1:])
             output = self._sample(**each) if "stop_token_ids" in each else SimpleNamespace()
-            output.__dict__.update(request_id=str(7 + number), finished=True, prompt_logprobs=prompt_logprobs)
+            output.__dict__.update(
+                request_id=str(7 + number), finished=True, prompt_logprobs=prompt_logprobs
+            )
             self.running.append(output)
         return [f"{output.request_id}-a1b2" for output in self.running]
 
@@ -73,11 +77,15 @@ def test_the_cache_is_awake_when_a_sync_scores_its_probe(monkeypatch: pytest.Mon
     engine = Engine(llm, Rollout(), (), receiver, eager=False)  # type: ignore[arg-type]
     engine._asleep = ["weights", "kv_cache"]
     engine.wake("weights")
-    assert [row.tolist() for row in engine.score(torch.zeros(2, 3, dtype=torch.int64))] == [[-1.0, -1.0]] * 2
+    assert [row.tolist() for row in engine.score(torch.zeros(2, 3, dtype=torch.int64))] == [
+        [-1.0, -1.0]
+    ] * 2
     assert llm.calls == ["weights", "kv_cache", "enqueue"]
 
 
-@pytest.mark.parametrize(("stop", "tokens", "finish"), [("12", [11, 12], "stop"), ("15", [11, 12, 13, 14], "length")])
+@pytest.mark.parametrize(
+    ("stop", "tokens", "finish"), [("12", [11, 12], "stop"), ("15", [11, 12, 13, 14], "length")]
+)
 def test_a_stop_token_ends_the_response_and_stays_in_it(
     monkeypatch: pytest.MonkeyPatch, stop: str, tokens: list[int], finish: str
 ) -> None:
@@ -85,14 +93,18 @@ def test_a_stop_token_ends_the_response_and_stays_in_it(
     receiver = SimpleNamespace(state="ready", version=0, request=None)
     ids = stop_token_ids(TokenIds((2,), 67), (stop,))
     engine = Engine(Llm(), Rollout(max_tokens=4), ids, receiver, eager=False)  # type: ignore[arg-type]
-    sample = engine.sample([Request(Prompt(0, (5, 6), "5 6"), 0, seed=1, temperature=1.0)], version=0)[0]
+    sample = engine.sample(
+        [Request(Prompt(0, (5, 6), "5 6"), 0, seed=1, temperature=1.0)], version=0
+    )[0]
     assert (sample.tokens.tolist(), sample.finish) == ([5, 6, *tokens], finish)
     assert sample.trainable.tolist() == [False, False] + [True] * len(tokens)
     assert sample.rollout_logprobs.tolist() == [0.0, 0.0] + [-1.0] * len(tokens)
     assert sample.prompt_tokens_computed == 1, "of 2 tokens, 1 was cached"
 
 
-@pytest.mark.parametrize(("capability", "backend"), [((9, 0), "auto"), ((10, 0), "triton"), (None, "auto")])
+@pytest.mark.parametrize(
+    ("capability", "backend"), [((9, 0), "auto"), ((10, 0), "triton"), (None, "auto")]
+)
 def test_experts_keep_their_width_on_blackwell(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, backend: str
 ) -> None:
@@ -102,12 +114,16 @@ def test_experts_keep_their_width_on_blackwell(
     assert _moe_backend() == backend
 
 
-def test_samples_are_handed_over_as_they_are_finished_and_returned_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_are_handed_over_as_they_are_finished_and_returned_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
     llm, handed = Llm(), []
     receiver = SimpleNamespace(state="ready", version=0, request=None)
     engine = Engine(llm, Rollout(max_tokens=4), (12,), receiver, eager=False)  # type: ignore[arg-type]
-    requests = [Request(Prompt(number, (5, 6), ""), 0, seed=1, temperature=1.0) for number in range(3)]
+    requests = [
+        Request(Prompt(number, (5, 6), ""), 0, seed=1, temperature=1.0) for number in range(3)
+    ]
 
     def finished(samples: Sequence[Sample]) -> None:
         handed.append(([sample.prompt_id for sample in samples], len(llm.running)))

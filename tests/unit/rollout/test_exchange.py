@@ -40,7 +40,14 @@ def test_round_trip_is_exact():
     samples = [
         sample(5, 0, 7, text="naïve ∑ \n", reward=1 / 3, rewards={"accuracy": 0.1, "format": 1.0}),
         sample(5, 1, 0, finish="abort"),
-        sample(6, 0, 1, step_rewards=((2, 0.5), (9, -1.25)), extra={"dropped": "reward/accuracy/error"}, finish="stop"),
+        sample(
+            6,
+            0,
+            1,
+            step_rewards=((2, 0.5), (9, -1.25)),
+            extra={"dropped": "reward/accuracy/error"},
+            finish="stop",
+        ),
     ]
     back = unpack(pack(samples))
     assert len(back) == 3 and all(map(equal, samples, back))
@@ -55,7 +62,9 @@ def test_reward_that_is_not_a_number_survives():
 class Sampler:
     def sample(self, requests, *, version, finished):
         samples = [
-            sample(request.prompt.prompt_id, request.index, 3, versions=torch.full((3,), version).int())
+            sample(
+                request.prompt.prompt_id, request.index, 3, versions=torch.full((3,), version).int()
+            )
             for request in requests
         ]
         finished(samples)
@@ -76,7 +85,12 @@ class Doubles:
 
 class Request:
     def __init__(self, prompt_id: int, index: int, length: int = 1) -> None:
-        self.prompt, self.index, self.seed, self.temperature = Prompt(prompt_id, (1,) * length, ""), index, 0, 1.0
+        self.prompt, self.index, self.seed, self.temperature = (
+            Prompt(prompt_id, (1,) * length, ""),
+            index,
+            0,
+            1.0,
+        )
 
 
 def alone(sampler, rewards) -> Exchange:
@@ -86,7 +100,12 @@ def alone(sampler, rewards) -> Exchange:
 def test_one_process_sorts_and_scores():
     requests = [Request(p, i) for p in (7, 3) for i in (1, 0)]
     got = alone(Sampler(), Doubles())(requests, 4)
-    assert [(s.prompt_id, s.index, s.reward) for s in got] == [(3, 0, 0.0), (3, 1, 2.0), (7, 0, 0.0), (7, 1, 2.0)]
+    assert [(s.prompt_id, s.index, s.reward) for s in got] == [
+        (3, 0, 0.0),
+        (3, 1, 2.0),
+        (7, 0, 0.0),
+        (7, 1, 2.0),
+    ]
 
 
 def test_routes_stay_where_they_were_sampled():
@@ -98,7 +117,10 @@ def test_routes_stay_where_they_were_sampled():
 
     class Captures(Sampler):
         def sample(self, requests, *, version, finished):
-            samples = [sample(request.prompt.prompt_id, request.index, 3, routes=routes) for request in requests]
+            samples = [
+                sample(request.prompt.prompt_id, request.index, 3, routes=routes)
+                for request in requests
+            ]
             finished(samples)
             return samples
 
@@ -108,14 +130,20 @@ def test_routes_stay_where_they_were_sampled():
 
 @pytest.mark.parametrize(
     "error, kind",
-    [(CheckFailed("stale"), CheckFailed), (KeyError("x"), RuntimeError), (Terminated("stale"), Terminated)],
+    [
+        (CheckFailed("stale"), CheckFailed),
+        (KeyError("x"), RuntimeError),
+        (Terminated("stale"), Terminated),
+    ],
 )
 def test_errors_keep_their_kind(error, kind):
     class Fails:
         def sample(self, requests, *, version, finished):
             raise error
 
-    with pytest.raises(RuntimeError, match=r"rank 0 could not sample: .*(stale|KeyError)") as caught:
+    with pytest.raises(
+        RuntimeError, match=r"rank 0 could not sample: .*(stale|KeyError)"
+    ) as caught:
         alone(Fails(), Doubles())([Request(0, 0)], 0)
     assert caught.type is kind
 
@@ -126,7 +154,12 @@ def test_rewards_that_sigterm_may_have_ended_are_not_used():
 
 
 @pytest.mark.parametrize(
-    ("lengths", "samples", "replicas", "shares"),  # prompt tokens; prompts of each replica, and how many requests
+    (
+        "lengths",
+        "samples",
+        "replicas",
+        "shares",
+    ),  # prompt tokens; prompts of each replica, and how many requests
     [
         ([5, 5, 5, 5], 2, 2, [({0, 2}, 4), ({1, 3}, 4)]),
         ([9, 1, 8, 2], 2, 2, [({0, 1}, 4), ({2, 3}, 4)]),
@@ -136,7 +169,9 @@ def test_rewards_that_sigterm_may_have_ended_are_not_used():
         ([], 1, 2, [(set(), 0), (set(), 0)]),
     ],
 )
-def test_a_prompts_samples_share_a_replica_and_no_replica_is_idle(lengths, samples, replicas, shares):
+def test_a_prompts_samples_share_a_replica_and_no_replica_is_idle(
+    lengths, samples, replicas, shares
+):
     requests = [Request(p, i, length) for p, length in enumerate(lengths) for i in range(samples)]
     dealt = deal(requests, replicas)
     assert [({r.prompt.prompt_id for r in share}, len(share)) for share in dealt] == shares
@@ -155,7 +190,9 @@ def test_a_batch_is_flat_bytes_and_comes_back_as_it_was() -> None:
         cu_seqlens=torch.tensor([0, 3]),
         temperature=1 / 3,
     )
-    scores = TokenScores(torch.randn(3) * 1e-7, None, teacher_top_logprobs=torch.tensor([[-math.inf, 0.5]] * 3))
+    scores = TokenScores(
+        torch.randn(3) * 1e-7, None, teacher_top_logprobs=torch.tensor([[-math.inf, 0.5]] * 3)
+    )
     for value in (batch, scores):
         data = pack_batch(value)
         assert data.dtype.name == "uint8" and data.ndim == 1

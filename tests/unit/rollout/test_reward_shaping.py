@@ -36,11 +36,15 @@ def test_what_was_cut_gets_the_reward_asked_for_and_no_steps() -> None:
     whole = sample(".xx", reward=1.0)
     assert shaping(truncated="penalise", truncated_reward=-1.0)(whole) is whole
     assert shaping(truncated="train")(cut) is cut and shaping(truncated="mask")(cut) is cut
-    both = shaping(max_tokens=2, truncated="penalise", truncated_reward=-1.0, overlong={"buffer": 1})(cut)
+    both = shaping(
+        max_tokens=2, truncated="penalise", truncated_reward=-1.0, overlong={"buffer": 1}
+    )(cut)
     assert both.reward == -2.0, "shaping comes after"
 
 
-@pytest.mark.parametrize("more", [{"reward": 1e39}, {"reward": -1e39}, {"step_rewards": ((1, 1e39),)}])
+@pytest.mark.parametrize(
+    "more", [{"reward": 1e39}, {"reward": -1e39}, {"step_rewards": ((1, 1e39),)}]
+)
 def test_what_fp32_cannot_hold_is_left_out_by_name(more: dict) -> None:
     done = shaping()(sample(".xx", **more))
     assert done.reward is None and done.extra["dropped"] == "reward/total/overflow"

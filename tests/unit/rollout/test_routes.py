@@ -37,7 +37,9 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         SimpleNamespace(kv_cache_spec=FullAttention(), layer_names=["full"]),
     ]
     cache = SimpleNamespace(kv_cache_groups=groups, num_blocks=8)
-    runner = SimpleNamespace(kv_cache_config=cache, requests={}, context=SimpleNamespace(slot_mapping={}))
+    runner = SimpleNamespace(
+        kv_cache_config=cache, requests={}, context=SimpleNamespace(slot_mapping={})
+    )
     stubs = {
         "vllm.v1.kv_cache_interface": SimpleNamespace(FullAttentionSpec=FullAttention),
         "vllm.forward_context": SimpleNamespace(get_forward_context=lambda: runner.context),
@@ -59,9 +61,14 @@ def started(runner: SimpleNamespace, **options: bool) -> tuple[RouteCapture, lis
     return capture, routers
 
 
-def compute(runner: SimpleNamespace, routers: list[Router], slots: list[int], ids: torch.Tensor) -> None:
+def compute(
+    runner: SimpleNamespace, routers: list[Router], slots: list[int], ids: torch.Tensor
+) -> None:
     """One forward pass; `ids` [layers, tokens, K]."""
-    runner.context.slot_mapping = {"window": torch.full((len(slots),), 99), "full": torch.tensor(slots)}
+    runner.context.slot_mapping = {
+        "window": torch.full((len(slots),), 99),
+        "full": torch.tensor(slots),
+    }
     for router, chosen in zip(routers, ids, strict=True):
         router.capture_fn(chosen)
 
@@ -72,7 +79,11 @@ def finished(name: str, prompt: int, response: int, routed: np.ndarray | None = 
 
 
 def ids_of(tokens: int, seed: int) -> torch.Tensor:
-    return torch.rand(LAYERS, tokens, 8, generator=torch.Generator().manual_seed(seed)).argsort(-1)[..., :TOPK].int()
+    return (
+        torch.rand(LAYERS, tokens, 8, generator=torch.Generator().manual_seed(seed))
+        .argsort(-1)[..., :TOPK]
+        .int()
+    )
 
 
 def experts(routes: Routes) -> torch.Tensor:
@@ -86,13 +97,24 @@ def test_routes_are_read_through_the_blocks_of_a_request(runner: SimpleNamespace
     prompt, rest, other = ids_of(6, 0), ids_of(2, 1), ids_of(3, 2)
     compute(runner, routers, [12, 13, 14, 15, 4, 5], prompt)  # blocks 3 and 1
     compute(runner, routers, [6, 7, -1], torch.cat([rest, ids_of(1, 3)], 1))
-    compute(runner, routers, [28, 29, 30], other)  # after block 3, found in the prefix cache: block 7
-    runner.requests = {"0-a": SimpleNamespace(block_ids=([9], [3, 1])), "1-b": SimpleNamespace(block_ids=([9], [3, 7]))}
+    compute(
+        runner, routers, [28, 29, 30], other
+    )  # after block 3, found in the prefix cache: block 7
+    runner.requests = {
+        "0-a": SimpleNamespace(block_ids=([9], [3, 1])),
+        "1-b": SimpleNamespace(block_ids=([9], [3, 7])),
+    }
     routes = capture.of(finished("0-a", 6, 3), 9)
-    assert experts(routes)[:, :8].equal(torch.cat([prompt, rest], 1)) and not experts(routes)[:, 8].any()
+    assert (
+        experts(routes)[:, :8].equal(torch.cat([prompt, rest], 1))
+        and not experts(routes)[:, 8].any()
+    )
     assert routes.owners == (5, 5) and len(set(routes.checksums)) == 2
     cached = capture.of(finished("1-b", 5, 3), 8)
-    assert experts(cached)[:, :7].equal(torch.cat([prompt[:, :4], other], 1)) and not experts(cached)[:, 7].any()
+    assert (
+        experts(cached)[:, :7].equal(torch.cat([prompt[:, :4], other], 1))
+        and not experts(cached)[:, 7].any()
+    )
 
 
 def test_routes_go_with_the_cache(runner: SimpleNamespace) -> None:

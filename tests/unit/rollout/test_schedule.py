@@ -28,7 +28,9 @@ class Counting:
         return taken
 
     def put_back(self, prompts):
-        assert [prompt.prompt_id for prompt in prompts] == list(range(self.position - len(prompts), self.position))
+        assert [prompt.prompt_id for prompt in prompts] == list(
+            range(self.position - len(prompts), self.position)
+        )
         self.position -= len(prompts)
 
     def state(self):
@@ -70,7 +72,9 @@ def rollouts(reward, **more) -> Rollouts:
 
 def test_groups_hold_every_sample_in_order():
     prompts = Counting()
-    groups = rollouts(lambda prompt, index: prompt + index / 10).collect(prompts, 4, version=2).groups
+    groups = (
+        rollouts(lambda prompt, index: prompt + index / 10).collect(prompts, 4, version=2).groups
+    )
     assert [group.prompt.prompt_id for group in groups] == [0, 1, 2, 3]
     assert [[s.index for s in group.samples] for group in groups] == [[0, 1, 2]] * 4
     assert groups[3].samples[2].reward == 3.2
@@ -84,11 +88,15 @@ def test_requests_carry_seed_and_temperature():
         seen.extend(requests)
         return generator(lambda *_: 1.0)(requests, version=version)
 
-    Rollouts(generate, samples_per_prompt=2, temperature=0.5, run_seed=7).collect(Counting(), 2, version=3)
+    Rollouts(generate, samples_per_prompt=2, temperature=0.5, run_seed=7).collect(
+        Counting(), 2, version=3
+    )
     assert [(r.prompt.prompt_id, r.index, r.temperature) for r in seen] == [
         (0, 0, 0.5), (0, 1, 0.5), (1, 0, 0.5), (1, 1, 0.5),
     ]  # fmt: skip
-    assert [r.seed for r in seen] == [request_seed(7, 3, prompt, index) for prompt in (0, 1) for index in (0, 1)]
+    assert [r.seed for r in seen] == [
+        request_seed(7, 3, prompt, index) for prompt in (0, 1) for index in (0, 1)
+    ]
 
 
 def test_samples_without_a_reward_are_left_out_and_counted_by_cause():
@@ -114,7 +122,9 @@ def test_filtered_groups_are_replaced_by_fresh_prompts():
     assert [group.prompt.prompt_id for group in rollout.groups] == [1, 3, 5, 7]
     assert rollout.counts["groups/filtered"] >= 3
     assert len(rollout.generated) == prompts.position == 8  # what was sampled, kept or not
-    assert rollout.counts["rollout/refills"] == 1, "half are kept, so twice as many as are missing are asked for"
+    assert rollout.counts["rollout/refills"] == 1, (
+        "half are kept, so twice as many as are missing are asked for"
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -132,10 +142,17 @@ def test_what_is_trained_on_does_not_depend_on_how_many_are_asked_for(seed):
         if step % 5 == 4:
             prompts.kept.update({KEPT: draw.uniform(0, 50), ASKED: draw.uniform(50, 100)})
         rollout = roll.collect(prompts, 12, version=step)
-        wanted = [prompt for prompt in range(position, max(has_spread_of) + 1) if has_spread_of[prompt]]
+        wanted = [
+            prompt for prompt in range(position, max(has_spread_of) + 1) if has_spread_of[prompt]
+        ]
         assert [group.prompt.prompt_id for group in rollout.groups] == wanted[:12]
-        assert prompts.position == wanted[11] + 1, "the stream goes on after the last group that is trained on"
-        assert rollout.counts["groups/surplus"] == sum(has_spread(group) for group in rollout.generated) - 12
+        assert prompts.position == wanted[11] + 1, (
+            "the stream goes on after the last group that is trained on"
+        )
+        assert (
+            rollout.counts["groups/surplus"]
+            == sum(has_spread(group) for group in rollout.generated) - 12
+        )
         position = prompts.position
 
 
@@ -144,16 +161,28 @@ def test_a_few_prompts_are_enough_at_the_end_of_the_budget():
     for history in ({}, {KEPT: 12.0, ASKED: 12.0}, {KEPT: 0.0, ASKED: 400.0}):
         prompts = Counting()
         prompts.kept.update(history)
-        roll = rollouts(lambda prompt, index: float(prompt in (0, 1, 2, 11) and index), keep=has_spread, max_refills=2)
+        roll = rollouts(
+            lambda prompt, index: float(prompt in (0, 1, 2, 11) and index),
+            keep=has_spread,
+            max_refills=2,
+        )
         rollout = roll.collect(prompts, 4, version=0)
-        assert [group.prompt.prompt_id for group in rollout.groups] == [0, 1, 2, 11] and prompts.position == 12
+        assert [group.prompt.prompt_id for group in rollout.groups] == [
+            0,
+            1,
+            2,
+            11,
+        ] and prompts.position == 12
 
 
 def test_after_the_first_step_most_steps_need_no_refill():
     """Asking only for what is missing would take 2.9 rounds on average."""
     draw = random.Random(0)
     has_spread_of = [draw.random() < 0.5 for _ in range(10_000)]
-    roll, prompts = rollouts(lambda prompt, index: float(has_spread_of[prompt] and index), keep=has_spread), Counting()
+    roll, prompts = (
+        rollouts(lambda prompt, index: float(has_spread_of[prompt] and index), keep=has_spread),
+        Counting(),
+    )
     counts = [roll.collect(prompts, 32, version=step).counts for step in range(60)]
     refills = [count["rollout/refills"] for count in counts]
     assert refills[0] >= 1 and sum(refills[1:]) < 18 and max(refills[1:]) <= 2
@@ -169,7 +198,10 @@ def test_where_every_group_is_kept_no_more_than_the_batch_is_asked_for():
 
 def test_a_resumed_run_asks_for_as_many():
     def steps(roll, prompts, first):
-        return [(r.digest, dict(r.counts)) for r in (roll.collect(prompts, 8, version=v) for v in range(first, 6))]
+        return [
+            (r.digest, dict(r.counts))
+            for r in (roll.collect(prompts, 8, version=v) for v in range(first, 6))
+        ]
 
     draw = random.Random(3)
     has_spread_of = [draw.random() < 0.6 for _ in range(10_000)]
@@ -178,11 +210,15 @@ def test_a_resumed_run_asks_for_as_many():
     for step in range(3):
         rollouts(reward, keep=has_spread).collect(prompts, 8, version=step)
     again.restore(json.loads(json.dumps(prompts.state())))
-    assert steps(rollouts(reward, keep=has_spread), again, 3) == steps(rollouts(reward, keep=has_spread), prompts, 3)
+    assert steps(rollouts(reward, keep=has_spread), again, 3) == steps(
+        rollouts(reward, keep=has_spread), prompts, 3
+    )
 
 
 def test_refills_are_bounded():
-    roll = rollouts(lambda prompt, index: float(prompt == 0 and index), keep=has_spread, max_refills=2)
+    roll = rollouts(
+        lambda prompt, index: float(prompt == 0 and index), keep=has_spread, max_refills=2
+    )
     prompts = Counting()
     assert len(roll.collect(prompts, 2, version=0).groups) == 1
     assert prompts.position == 2 + 2 + 2, "at most as many again as were asked for"
@@ -198,7 +234,9 @@ def test_when_every_group_is_flat_the_step_goes_on_with_as_many_as_asked():
 
 def test_no_group_at_the_start_says_why():
     roll = rollouts(lambda *_: None, keep=has_spread, max_refills=1)
-    with pytest.raises(ValueError, match=r"step 5: none of 4 groups can be trained on .*reward/f/error"):
+    with pytest.raises(
+        ValueError, match=r"step 5: none of 4 groups can be trained on .*reward/f/error"
+    ):
         roll.collect(Counting(), 2, version=5)
 
 
@@ -222,7 +260,9 @@ def test_spread_is_of_what_is_trained():
     def group(*rewards, finish="stop", steps=()):
         tokens, zeros = torch.tensor([1, 2]), torch.zeros(2)
         samples = tuple(
-            Sample(0, i, tokens, tokens > 1, zeros, zeros.int(), finish, reward=r, step_rewards=steps)
+            Sample(
+                0, i, tokens, tokens > 1, zeros, zeros.int(), finish, reward=r, step_rewards=steps
+            )
             for i, r in enumerate(rewards)
         )
         return Group(Prompt(0, (1,), ""), samples)
@@ -243,15 +283,22 @@ def test_the_greedy_sample_is_the_baseline_and_is_not_trained():
         seen.extend(requests)
         return generator(reward)(requests, version=version)
 
-    roll = Rollouts(generate, samples_per_prompt=3, temperature=0.5, run_seed=7, greedy_baseline=True)
+    roll = Rollouts(
+        generate, samples_per_prompt=3, temperature=0.5, run_seed=7, greedy_baseline=True
+    )
     rollout = roll.collect(Counting(), 3, version=0)
-    assert [(group.prompt.prompt_id, group.baseline, len(group.samples)) for group in rollout.groups] == [
+    assert [
+        (group.prompt.prompt_id, group.baseline, len(group.samples)) for group in rollout.groups
+    ] == [
         (0, 3, 3),
         (2, 23, 3),
     ]
     assert [r.temperature for r in seen[:4]] == [0.5, 0.5, 0.5, 0.0]
     assert rollout.counts["groups/no_baseline"] == rollout.counts["samples/dropped"] == 1
-    assert all(group.baseline is None for group in rollouts(reward).collect(Counting(), 1, version=0).groups)
+    assert all(
+        group.baseline is None
+        for group in rollouts(reward).collect(Counting(), 1, version=0).groups
+    )
 
 
 def test_counts_are_of_the_last_step_only():
@@ -262,7 +309,13 @@ def test_counts_are_of_the_last_step_only():
 
 
 def test_seeds_are_31_bits_all_different_and_the_same_in_every_process():
-    seeds = [request_seed(r, s, p, i) for r in range(3) for s in range(5) for p in range(20) for i in range(8)]
+    seeds = [
+        request_seed(r, s, p, i)
+        for r in range(3)
+        for s in range(5)
+        for p in range(20)
+        for i in range(8)
+    ]
     assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**31 for seed in seeds)
     code = "from megarl.rollout.schedule import request_seed; print(request_seed(1, 2, 3, 4))"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -284,6 +337,8 @@ def test_digest_sees_every_token_and_its_place():
 def test_digest_sees_which_sample_it_is():
     def digest_of(prompt_id: int, index: int) -> str:
         tokens = torch.tensor([1, 2])
-        return digest_samples([Sample(prompt_id, index, tokens, tokens > 1, torch.zeros(2), tokens.int(), "stop")])
+        return digest_samples(
+            [Sample(prompt_id, index, tokens, tokens > 1, torch.zeros(2), tokens.int(), "stop")]
+        )
 
     assert len({digest_of(0, 0), digest_of(0, 1), digest_of(1, 0)}) == 3

@@ -33,16 +33,29 @@ jobs = st.builds(
 
 
 def trained_samples(result: Result) -> list[tuple[int, Sample]]:
-    return [(step, s) for step, rollout in enumerate(result.rollouts) for g in rollout.groups for s in g.samples]
+    return [
+        (step, s)
+        for step, rollout in enumerate(result.rollouts)
+        for g in rollout.groups
+        for s in g.samples
+    ]
 
 
 def unbalanced(result: Result) -> str:
     """From what the engines have returned and the loop has trained: trained = generated - filtered - carried over."""
     report = audit(result.ledger)
-    trained = Counter(group.prompt.prompt_id for rollout in result.rollouts for group in rollout.groups)
-    left = Counter(number for number, state in report.states.items() if state.startswith(("filtered", "carried")))
+    trained = Counter(
+        group.prompt.prompt_id for rollout in result.rollouts for group in rollout.groups
+    )
+    left = Counter(
+        number
+        for number, state in report.states.items()
+        if state.startswith(("filtered", "carried"))
+    )
     generated = Counter(dict.fromkeys(result.generated, 1))
-    return "; ".join(report.problems) or ("" if trained == generated - left else f"{trained} {generated} {left}")
+    return "; ".join(report.problems) or (
+        "" if trained == generated - left else f"{trained} {generated} {left}"
+    )
 
 
 @given(jobs, st.integers(0, 3), st.booleans())
@@ -59,11 +72,15 @@ def test_every_token_is_within_the_bound_and_every_prompt_is_accounted_for(
         assert in_flight or versions.unique().numel() == 1
     if not job.filtered:
         ids = [group.prompt.prompt_id for rollout in result.rollouts for group in rollout.groups]
-        assert ids == list(range(job.steps * job.prompts_per_step)), "in order, however long each takes"
+        assert ids == list(range(job.steps * job.prompts_per_step)), (
+            "in order, however long each takes"
+        )
 
 
 @given(jobs)
-def test_without_staleness_it_is_one_after_the_other(tmp_path_factory: pytest.TempPathFactory, job: Job) -> None:
+def test_without_staleness_it_is_one_after_the_other(
+    tmp_path_factory: pytest.TempPathFactory, job: Job
+) -> None:
     """Bit for bit the rollouts of a function that generates when it is called."""
     overlapped = play(job, 0, tmp_path_factory.mktemp("run")).rollouts
     engines, stream, scoring = Engines(job, Clock()), Stream(), Scoring()
@@ -77,14 +94,21 @@ def test_without_staleness_it_is_one_after_the_other(tmp_path_factory: pytest.Te
         return scoring.results(sorted(samples, key=lambda sample: (sample.prompt_id, sample.index)))
 
     keep = has_spread if job.filtered else None
-    settings = {"samples_per_prompt": job.samples_per_prompt, "temperature": 1.0, "run_seed": job.seed, "keep": keep}
+    settings = {
+        "samples_per_prompt": job.samples_per_prompt,
+        "temperature": 1.0,
+        "run_seed": job.seed,
+        "keep": keep,
+    }
     rollouts = Rollouts(generate, **settings)
     for version, other in enumerate(overlapped):
         alone = rollouts.collect(stream, job.prompts_per_step, version=version)
         assert (alone.digest, alone.counts) == (other.digest, other.counts)
         pairs = zip(alone.groups, other.groups, strict=True)
         assert all(
-            (a.versions == b.versions).all() for x, y in pairs for a, b in zip(x.samples, y.samples, strict=True)
+            (a.versions == b.versions).all()
+            for x, y in pairs
+            for a, b in zip(x.samples, y.samples, strict=True)
         )
 
 
@@ -102,7 +126,13 @@ class Impatient(Overlap):
 
     def begin(self, requests, *, version):
         started = super().begin(requests, version=version)
-        return Cut(started.missing, started.scoring, started.overlap, started.samples, len(requests) * 3 // 4)
+        return Cut(
+            started.missing,
+            started.scoring,
+            started.overlap,
+            started.samples,
+            len(requests) * 3 // 4,
+        )
 
 
 class Cut(OpenRound):
@@ -114,7 +144,9 @@ class Cut(OpenRound):
         while len(self.samples) < self.enough:
             self.overlap.fetch(None)
         missing = {prompt_id for prompt_id, _ in self.missing}
-        return self.scoring.results([sample for sample in self.samples if sample.prompt_id not in missing])
+        return self.scoring.results(
+            [sample for sample in self.samples if sample.prompt_id not in missing]
+        )
 
 
 def test_a_schedule_that_discards_what_is_slow_is_caught(tmp_path: Path) -> None:
@@ -122,7 +154,10 @@ def test_a_schedule_that_discards_what_is_slow_is_caught(tmp_path: Path) -> None
     fair, impatient = play(JOB, 1, tmp_path / "fair"), play(JOB, 1, tmp_path, overlap=Impatient)
     assert not unbalanced(fair) and unbalanced(impatient)
     assert "dropped/not_scored" in str(audit(tmp_path)), "the ledger has them too"
-    long, short = (statistics.fmean(len(s.tokens) for _, s in trained_samples(one)) for one in (fair, impatient))
+    long, short = (
+        statistics.fmean(len(s.tokens) for _, s in trained_samples(one))
+        for one in (fair, impatient)
+    )
     assert short < 0.8 * long, "such batches are biased to short answers"
 
 
@@ -142,7 +177,9 @@ def test_a_token_that_is_too_old_is_refused(tmp_path: Path) -> None:
     result = play(JOB, 0, tmp_path, schedule=Hasty)
     assert any("max_staleness" in problem for problem in audit(tmp_path).problems)
     assert result.rollouts
-    rollouts = Rollouts(lambda requests, version: [], samples_per_prompt=1, temperature=1.0, run_seed=0)
+    rollouts = Rollouts(
+        lambda requests, version: [], samples_per_prompt=1, temperature=1.0, run_seed=0
+    )
     rollouts.generate = lambda requests, version: [
         replace(sample, versions=sample.versions - (sample.versions >= 0).int())
         for sample in Scoring().results([sample_of(request, version) for request in requests])
@@ -163,10 +200,14 @@ def test_what_staleness_gains(tmp_path: Path) -> None:
     seconds = {}
     for bound, in_flight in [(0, True), (1, True), (2, True), (1, False), (2, False)]:
         (folder := tmp_path / f"{bound}{in_flight}").mkdir()
-        seconds[bound, in_flight] = play(replace(JOB, steps=30), bound, folder, in_flight=in_flight).seconds
+        seconds[bound, in_flight] = play(
+            replace(JOB, steps=30), bound, folder, in_flight=in_flight
+        ).seconds
     once = seconds[0, True]
     assert once > 1.3 * seconds[1, True] > 1.3 * seconds[2, True], seconds
-    assert once > seconds[1, False] >= seconds[1, True], "between requests, a sync waits for the slowest"
+    assert once > seconds[1, False] >= seconds[1, True], (
+        "between requests, a sync waits for the slowest"
+    )
     assert seconds[2, True] >= 30 * (JOB.train_s + JOB.sync_s), "no faster than the trainer"
     even = replace(JOB, steps=30, typical=30.0, limit=30, slots=12, train_s=30.0, sync_s=0.0)
     alone, overlapped = (play(even, bound, tmp_path).seconds for bound in (0, 1))
@@ -181,7 +222,9 @@ def test_real_time_is_that_of_the_clock(tmp_path: Path, bound: int) -> None:
     runs = [play(job, bound, tmp_path, scale=0.006) for _ in range(3)]
     assert all(run.events == expected.events for run in runs)
     assert all(trained_ids(run) == trained_ids(expected) for run in runs)
-    assert statistics.median(run.seconds for run in runs) == pytest.approx(expected.seconds, rel=0.1)
+    assert statistics.median(run.seconds for run in runs) == pytest.approx(
+        expected.seconds, rel=0.1
+    )
 
 
 def trained_ids(result: Result) -> list[list[int]]:
@@ -194,7 +237,9 @@ def test_an_evaluation_while_others_are_on_their_way() -> None:
     engines.publish(version=4)
     over = Overlap(engines, Scoring())
     requests = [
-        Request(Prompt(number, (1, 2), ""), index, 7 * number + index, 1.0) for number in (0, 3) for index in (0, 1)
+        Request(Prompt(number, (1, 2), ""), index, 7 * number + index, 1.0)
+        for number in (0, 3)
+        for index in (0, 1)
     ]
     started = over.begin(requests, version=4)
     held_out = over(requests[1:], version=4)
@@ -210,7 +255,9 @@ def test_an_evaluation_while_others_are_on_their_way() -> None:
 
 def test_spans_of_versions(tmp_path: Path) -> None:
     """A response that goes on under new weights has the old version up to where it was."""
-    job = replace(JOB, steps=3, prompts_per_step=1, samples_per_prompt=1, typical=100.0, limit=100, train_s=60)
+    job = replace(
+        JOB, steps=3, prompts_per_step=1, samples_per_prompt=1, typical=100.0, limit=100, train_s=60
+    )
     result = play(job, 1, tmp_path)
     spans = [sample.versions[sample.trainable] for _, sample in trained_samples(result)]
     counts = [[int((versions == version).sum()) for version in range(3)] for versions in spans]

@@ -32,17 +32,28 @@ def batch_of(*, seed: int, prompts: int = 6) -> PreferenceBatch:
     rows = ranked_tokens(split="train", vocab=67, size=prompts, responses=3, seed=seed)
     return preference_batch(
         TokenIds((2,), 67),
-        [Prompt(n, tuple(map(int, row["prompt"].split())), row["prompt"], extra=row) for n, row in enumerate(rows)],
+        [
+            Prompt(n, tuple(map(int, row["prompt"].split())), row["prompt"], extra=row)
+            for n, row in enumerate(rows)
+        ],
     )
 
 
 def make_learner(folder: Path, **train) -> DpoLearner:
     trainer = build(folder, **train)
-    return DpoLearner(trainer, Reference(trainer.parameters_by_name().values()), Dpo(), {}, lambda _: nullcontext())
+    return DpoLearner(
+        trainer,
+        Reference(trainer.parameters_by_name().values()),
+        Dpo(),
+        {},
+        lambda _: nullcontext(),
+    )
 
 
 def logprobs_N(learner: DpoLearner, batch: PreferenceBatch) -> torch.Tensor:
-    return response_logprobs(learner.trainer.forward(batch).logprobs_T, batch.mask, batch.cu_seqlens)
+    return response_logprobs(
+        learner.trainer.forward(batch).logprobs_T, batch.mask, batch.cu_seqlens
+    )
 
 
 def test_the_reference_is_the_first_model_and_the_loss_that_of_the_formula(tmp_path: Path) -> None:
@@ -58,11 +69,17 @@ def test_the_reference_is_the_first_model_and_the_loss_that_of_the_formula(tmp_p
     torch.testing.assert_close(learner.reference_logprobs(later), expected_N, rtol=0, atol=0)
     margin_P = 0.1 * ((policy_N - expected_N)[later.pairs] @ torch.tensor([1.0, -1.0]).double())
     accuracy = learner.accuracy(later)
-    assert accuracy["size"] == 6 and accuracy["rewards/margin"] == pytest.approx(float(margin_P.mean()))
+    assert accuracy["size"] == 6 and accuracy["rewards/margin"] == pytest.approx(
+        float(margin_P.mean())
+    )
     assert accuracy["accuracy"] == pytest.approx(float((margin_P > 0).double().mean()))
     report = learner.update(later)
-    assert report.updates[0].loss == pytest.approx(float(-margin_P.sigmoid().log().mean()), rel=1e-6)
-    assert report.updates[0].metrics["rewards/accuracy"] == pytest.approx(float((margin_P > 0).double().mean()))
+    assert report.updates[0].loss == pytest.approx(
+        float(-margin_P.sigmoid().log().mean()), rel=1e-6
+    )
+    assert report.updates[0].metrics["rewards/accuracy"] == pytest.approx(
+        float((margin_P > 0).double().mean())
+    )
     assert report.metrics["pairs"] == 18
     learner.trainer.close()
 
@@ -80,13 +97,19 @@ def test_micro_batches_and_updates_change_no_loss(tmp_path: Path) -> None:
         )
     learner = make_learner(tmp_path, updates_per_step=2, lr=0.0)
     updates = learner.update(batch).updates
-    assert len(updates) == 2 and all(update.loss == pytest.approx(math.log(2), abs=1e-6) for update in updates)
+    assert len(updates) == 2 and all(
+        update.loss == pytest.approx(math.log(2), abs=1e-6) for update in updates
+    )
     learner.trainer.close()
 
 
-def test_a_response_is_scored_once_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_response_is_scored_once_and_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made, run = [], trainer_module.forward_backward
-    monkeypatch.setattr(trainer_module, "forward_backward", lambda *args, **kw: (made.append(1), run(*args, **kw)))
+    monkeypatch.setattr(
+        trainer_module, "forward_backward", lambda *args, **kw: (made.append(1), run(*args, **kw))
+    )
     learner, batch = make_learner(tmp_path), batch_of(seed=0)
     passes = []
     for seed in (0, 0, 1):

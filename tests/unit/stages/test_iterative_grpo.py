@@ -13,7 +13,9 @@ from megarl.stages.iterative_grpo import iterative_grpo
 
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("start", [0, 1, 2, 3, 4])
-def test_an_iteration_begins_at_its_first_step_only(monkeypatch: pytest.MonkeyPatch, start: int, trains: bool) -> None:
+def test_an_iteration_begins_at_its_first_step_only(
+    monkeypatch: pytest.MonkeyPatch, start: int, trains: bool
+) -> None:
     said: list[str] = []
 
     @contextmanager
@@ -29,7 +31,9 @@ def test_an_iteration_begins_at_its_first_step_only(monkeypatch: pytest.MonkeyPa
         checkpoint=SimpleNamespace(hold=lambda: said.append("hold")),
         weights=SimpleNamespace(publish=lambda version: said.append(f"publish {version}")),
     )  # fmt: skip
-    model = SimpleNamespace(sample=sample, train=lambda fresh, step: said.append(f"train on {fresh[0]} {step}"))
+    model = SimpleNamespace(
+        sample=sample, train=lambda fresh, step: said.append(f"train on {fresh[0]} {step}")
+    )
     monkeypatch.setattr(module, "train", lambda rl: said.append(f"steps {rl.start}..{rl.steps}"))
     iterative_grpo(run, 2, lambda: said.append("reset"), model if trains else None)
 

@@ -44,7 +44,9 @@ def run(monkeypatch: pytest.MonkeyPatch, **values: Any) -> Recorded:
         "phases": SimpleNamespace(train=nullcontext, save=nullcontext), "is_stopping": lambda: False,
         "state": ObjectiveState(0.0), "steps": 12, "prompts_per_step": 1, "start": 0,
     }  # fmt: skip
-    offline = OfflineRun(**(parts | {name: values.pop(name) for name in [*values] if name in parts}))
+    offline = OfflineRun(
+        **(parts | {name: values.pop(name) for name in [*values] if name in parts})
+    )
     learner: Any = Sft(offline, trainer, lambda: None, **({"eval_every": 2} | values))  # type: ignore[arg-type]
     train_offline(offline, lambda prompts: None, learner.learn, is_done=learner.is_done)
     return recorded
@@ -58,8 +60,15 @@ def test_it_evaluates_every_so_often_and_at_the_end(monkeypatch: pytest.MonkeyPa
 
 def test_patience_counts_from_the_lowest_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = run(monkeypatch, patience=2)
-    assert [(step, last) for step, _, last in recorded.saved][-1] == (8, True) and len(recorded.rows) == 8
-    assert [state.held_out for _, state, _ in recorded.saved[1::2]] == [(3.0, 0), (1.0, 0), (1.0, 1), (1.0, 2)]
+    assert [(step, last) for step, _, last in recorded.saved][-1] == (8, True) and len(
+        recorded.rows
+    ) == 8
+    assert [state.held_out for _, state, _ in recorded.saved[1::2]] == [
+        (3.0, 0),
+        (1.0, 0),
+        (1.0, 1),
+        (1.0, 2),
+    ]
     assert len(run(monkeypatch, patience=3).rows) == 12, "the next one is lower"
     assert len(run(monkeypatch, patience=2, losses=[float("nan")] * 6).rows) == 4
 

@@ -33,7 +33,9 @@ else:
 def read(library: Path, *uuids: str) -> tuple[Any, str]:
     pytest.importorskip("pynvml")
     env = {**os.environ, "LD_LIBRARY_PATH": str(library), "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", READ, *uuids], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", READ, *uuids], env=env, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), done.stderr
 
@@ -44,7 +46,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("needs gcc")
     folder = tmp_path_factory.mktemp("nvml")
     source = Path(__file__).with_name("nvml.c")
-    subprocess.run([gcc, "-shared", "-fPIC", "-o", str(folder / "libnvidia-ml.so.1"), str(source)], check=True)
+    subprocess.run(
+        [gcc, "-shared", "-fPIC", "-o", str(folder / "libnvidia-ml.so.1"), str(source)], check=True
+    )
     return folder
 
 
@@ -54,10 +58,16 @@ def test_two_gpus(library: Path) -> None:
     assert first["gpu/utilization/mean"] == 0.75 and first["gpu/utilization/max"] == 1.0
     assert (first["gpu/sm_clock_mhz/mean"], first["gpu/memory_clock_mhz/mean"]) == (1980, 2619)
     assert (first["gpu/temperature_c/mean"], first["gpu/temperature_c/max"]) == (50, 60)
-    assert first["gpu/ecc_errors/max"] == first["gpu/ecc_errors/mean"] == 2, "the second GPU has no ECC"
+    assert first["gpu/ecc_errors/max"] == first["gpu/ecc_errors/mean"] == 2, (
+        "the second GPU has no ECC"
+    )
     assert first["gpu/throttled/mean"] == 0.5, "a power cap is no fault"
-    assert first["gpu/power_w/mean"] < first["gpu/power_w/max"] < second["gpu/power_w/mean"], "since the last call"
-    assert second["gpu/power_w/max"] - second["gpu/power_w/mean"] > 200, "the thread read more than once"
+    assert first["gpu/power_w/mean"] < first["gpu/power_w/max"] < second["gpu/power_w/mean"], (
+        "since the last call"
+    )
+    assert second["gpu/power_w/max"] - second["gpu/power_w/mean"] > 200, (
+        "the thread read more than once"
+    )
     assert second.keys() == first.keys() and "shutdown" in stderr
 
 

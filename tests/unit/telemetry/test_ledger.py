@@ -39,7 +39,9 @@ class Stream:
     def put_back(self, prompts) -> None:
         first = prompts[0].prompt_id
         self.skipped -= self.position - first - len(prompts)
-        assert self.skipped == sum(number % 7 == 3 for number in range(first)), "only the last ones can be put back"
+        assert self.skipped == sum(number % 7 == 3 for number in range(first)), (
+            "only the last ones can be put back"
+        )
         self.position = first
 
     def state(self) -> dict[str, Any]:
@@ -56,7 +58,14 @@ class Killed(Exception):
 class Run:
     """Batches of four prompts for the steps from `start` on, `ahead` of them at a time; saves every second step."""
 
-    def __init__(self, folder: Path, state: dict[str, Any] | None, start: int, draw: random.Random, ahead: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        state: dict[str, Any] | None,
+        start: int,
+        draw: random.Random,
+        ahead: int,
+    ) -> None:
         self.ledger, self.draw, self.ahead, self.start = Ledger(Stream()), draw, ahead, start
         if state:
             self.ledger.restore(json.loads(json.dumps(state)))
@@ -85,7 +94,9 @@ class Run:
             events = self.count(events)
             ids = [p.prompt_id for p in batch[:used]]
             cut = self.draw.randint(0, len(ids))
-            self.ledger.settle(step, {"trained": ids[:cut], "filtered/no_spread": ids[cut:]}, oldest=step)
+            self.ledger.settle(
+                step, {"trained": ids[:cut], "filtered/no_spread": ids[cut:]}, oldest=step
+            )
             self.trained[step] = ids
             if step % 2:
                 self.saved = (step + 1, self.ledger.state())
@@ -97,7 +108,9 @@ class Run:
         return events - 1
 
 
-def killed_runs(folder: Path, kills: list[int], seed: int, ahead: int, steps: int = 12) -> dict[int, list[int]]:
+def killed_runs(
+    folder: Path, kills: list[int], seed: int, ahead: int, steps: int = 12
+) -> dict[int, list[int]]:
     """The prompts of each step, of the last time that it was trained."""
     state, start, trained = None, 0, {}
     for events in [*kills, 10**9]:
@@ -112,8 +125,12 @@ def killed_runs(folder: Path, kills: list[int], seed: int, ahead: int, steps: in
     return trained
 
 
-@example(kills=[5], seed=0, ahead=2)  # resumes with batches that are settled behind the cursor, and settles all before
-@given(kills=st.lists(st.integers(0, 14), max_size=5), seed=st.integers(0, 99), ahead=st.integers(0, 3))
+@example(
+    kills=[5], seed=0, ahead=2
+)  # resumes with batches that are settled behind the cursor, and settles all before
+@given(
+    kills=st.lists(st.integers(0, 14), max_size=5), seed=st.integers(0, 99), ahead=st.integers(0, 3)
+)
 def test_it_balances_wherever_a_run_is_killed(
     tmp_path_factory: pytest.TempPathFactory, kills: list[int], seed: int, ahead: int
 ) -> None:
@@ -142,11 +159,16 @@ def test_the_cursor_is_that_of_what_was_trained() -> None:
     again.restore(ledger.state())
     again.take(1)
     again.settle(2, {"trained": [5]})
-    assert [p.prompt_id for p in again.take(3)] == [9, 11, 12], "those behind the cursor are not forgotten"
+    assert [p.prompt_id for p in again.take(3)] == [9, 11, 12], (
+        "those behind the cursor are not forgotten"
+    )
 
 
 FAULTS = {
-    "the checkpoint's cursor is that of what was taken": (("position", 6), "are done in the checkpoint"),
+    "the checkpoint's cursor is that of what was taken": (
+        ("position", 6),
+        "are done in the checkpoint",
+    ),
     "the checkpoint repeats what it has trained": (("position", 0), "will take them again"),
     "prompts are passed over": (("start", 9), "were passed over"),
     "an id vanishes on the way": (("ids", [[5, 6]]), "were not taken"),
@@ -170,7 +192,10 @@ def test_an_audit_names_the_prompts_that_do_not_balance(tmp_path: Path, capsys, 
     again.restore({"position": 3, "skipped": 0})  # the checkpoint after step 0
     again.open(tmp_path / LEDGER, step=1)
     assert main(["audit", str(tmp_path)]) == 0, capsys.readouterr().err
-    assert "6 prompts taken = 3 trained + 0 filtered + 0 dropped + 3 carried over" in capsys.readouterr().out
+    assert (
+        "6 prompts taken = 3 trained + 0 filtered + 0 dropped + 3 carried over"
+        in capsys.readouterr().out
+    )
     (key, value), message = FAULTS[fault]
     rows = [json.loads(line) for line in (tmp_path / LEDGER).read_text().splitlines() if line]
     at = {"position": -1, "oldest": 8, "version": 2, "event": 3}.get(key, 5)
@@ -190,13 +215,23 @@ def test_the_samples_on_disk_are_those_of_the_ledger(tmp_path: Path, capsys) -> 
     ledger.settle(0, {"trained": [0, 1], "filtered/no_spread": [2]}, oldest=0)
     (tmp_path / "rollouts").mkdir()
     file, row = tmp_path / "rollouts" / "step_000000.jsonl", {"prompt_id": 1, "versions": [[0, 5]]}
-    for change, code in (({}, 0), ({"prompt_id": 2}, 3), ({"prompt_id": 4}, 3), ({"versions": [[-1, 5]]}, 3)):
+    for change, code in (
+        ({}, 0),
+        ({"prompt_id": 2}, 3),
+        ({"prompt_id": 4}, 3),
+        ({"versions": [[-1, 5]]}, 3),
+    ):
         file.write_text(json.dumps(row | change))
         assert main(["audit", str(tmp_path)]) == code, change
-    assert main(["audit", str(tmp_path / "rollouts")]) == 2 and "has no ledger.jsonl" in capsys.readouterr().err
+    assert (
+        main(["audit", str(tmp_path / "rollouts")]) == 2
+        and "has no ledger.jsonl" in capsys.readouterr().err
+    )
 
 
 def test_an_audit_needs_no_torch(tmp_path: Path) -> None:
     Ledger(Stream()).open(tmp_path / LEDGER, step=0)
-    code = f"import sys; from megarl.cli import main; assert main(['audit', {str(tmp_path)!r}]) == 0"
+    code = (
+        f"import sys; from megarl.cli import main; assert main(['audit', {str(tmp_path)!r}]) == 0"
+    )
     subprocess.run([sys.executable, "-c", f"{code}; assert 'torch' not in sys.modules"], check=True)

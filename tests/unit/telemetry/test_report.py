@@ -37,11 +37,25 @@ class Page(HTMLParser):
         self.text.append(data)
 
 
-def write_run(folder: Path, *, steps: int = 6, text: str = "said", config: str = "train: {lr: 1.0e-6}\n") -> Path:
+def write_run(
+    folder: Path, *, steps: int = 6, text: str = "said", config: str = "train: {lr: 1.0e-6}\n"
+) -> Path:
     (folder / "rollouts").mkdir(parents=True)
     rows = [
-        {"step": step, "reward/mean": 0.1 * step, "kl/ref": 0.01, "time/step": 1.0, "length/mean": 5.0, "layout": "1"}
-        | {"world_size": 1, "reward/accuracy/mean": 0.1, f"reward/{text}/mean": 0.2, "logprob_diff/max": 0.0}
+        {
+            "step": step,
+            "reward/mean": 0.1 * step,
+            "kl/ref": 0.01,
+            "time/step": 1.0,
+            "length/mean": 5.0,
+            "layout": "1",
+        }
+        | {
+            "world_size": 1,
+            "reward/accuracy/mean": 0.1,
+            f"reward/{text}/mean": 0.2,
+            "logprob_diff/max": 0.0,
+        }
         for step in range(steps)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -49,15 +63,28 @@ def write_run(folder: Path, *, steps: int = 6, text: str = "said", config: str =
     (folder / "eval.jsonl").write_text(f'{{"step": 0, "accuracy": 0.25}}\n{{{evaluated}}}\n')
     (folder / "config.yaml").write_text(config)
     for step in (steps - 2, steps - 1):
-        lines = [sample(i, f"{text} {step}/{i}.") for i in (3, 0, 11, 7, 1, 2, 11, 5, 4, 0, 9, 6, 10, 8)]
+        lines = [
+            sample(i, f"{text} {step}/{i}.") for i in (3, 0, 11, 7, 1, 2, 11, 5, 4, 0, 9, 6, 10, 8)
+        ]
         written = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         (folder / "rollouts" / f"step_{step:06d}.jsonl").write_text(written)
     return folder
 
 
 def sample(index: int, text: str) -> dict[str, Any]:
-    values = {"prompt": text, "response": text, "answer": text, "reward": index / 10, "rewards": {text: 0.5}}
-    return values | {"length": index, "truncated": index == 11, "finish": "stop", "advantage": 0.25 if index else None}
+    values = {
+        "prompt": text,
+        "response": text,
+        "answer": text,
+        "reward": index / 10,
+        "rewards": {text: 0.5},
+    }
+    return values | {
+        "length": index,
+        "truncated": index == 11,
+        "finish": "stop",
+        "advantage": 0.25 if index else None,
+    }
 
 
 def test_the_best_and_the_worst_samples_of_the_last_file(tmp_path: Path) -> None:
@@ -66,19 +93,26 @@ def test_the_best_and_the_worst_samples_of_the_last_file(tmp_path: Path) -> None
     shown = [int(index) for index in re.findall(r"<pre>said 5/(\d+)\.</pre>", page)]
     assert shown == [11, 10, 9, 8, 0, 1, 2, 3], "each once"
     assert best < page.index("said 5/8.") < worst < page.index("said 5/0.")
-    assert "reward 1.1</b>" in page and "said 5/11. 0.5 · advantage +0.25 · 11 tokens · truncated" in page
+    assert (
+        "reward 1.1</b>" in page
+        and "said 5/11. 0.5 · advantage +0.25 · 11 tokens · truncated" in page
+    )
     assert "reward by component" in page and "accuracy, held-out problems" in page
     assert "<td>4</td><td>0.5 (0.375 .. 0.625)</td>" in page and "low</th>" not in page
 
 
 def test_sampled_text_stays_text(tmp_path: Path) -> None:
     harmless = Page(write_report(write_run(tmp_path / "a", text=MARK)).read_text())
-    hostile_run = write_run(tmp_path / "b", text=HOSTILE, config=f"task: {json.dumps({'name': HOSTILE})}\n")
+    hostile_run = write_run(
+        tmp_path / "b", text=HOSTILE, config=f"task: {json.dumps({'name': HOSTILE})}\n"
+    )
     source = write_report(hostile_run).read_text()
     hostile = Page(source)
     assert hostile.tags == harmless.tags, "no element comes from a response"
     assert [name for name, _ in hostile.attributes] == [name for name, _ in harmless.attributes]
-    assert "script" not in hostile.tags and not any(name.startswith("on") for name, _ in hostile.attributes)
+    assert "script" not in hostile.tags and not any(
+        name.startswith("on") for name, _ in hostile.attributes
+    )
     assert "".join(hostile.text).count("<script>alert(1)</script>") >= 3 * 8
     other = write_run(tmp_path / "c", text=HOSTILE)
     compared = Page(write_comparison([hostile_run, other]).read_text())
@@ -88,7 +122,11 @@ def test_sampled_text_stays_text(tmp_path: Path) -> None:
 def test_a_page_loads_nothing(tmp_path: Path) -> None:
     source = write_report(write_run(tmp_path / "a")).read_text()
     page = Page(source)
-    loads = [value for name, value in page.attributes if name in ("src", "href", "xlink:href", "srcset", "data")]
+    loads = [
+        value
+        for name, value in page.attributes
+        if name in ("src", "href", "xlink:href", "srcset", "data")
+    ]
     assert all(value is not None and value.startswith("#") for value in loads), loads
     assert not re.search(r"url\((?!#)|@import", source)
     assert "default-src 'none'" in source
@@ -104,18 +142,30 @@ def test_dark_light_and_narrow(tmp_path: Path) -> None:
 
 
 def test_a_comparison_of_two_runs(tmp_path: Path) -> None:
-    first = write_run(tmp_path / "first", config="run: {name: first}\ntrain: {lr: 1.0e-6, steps: 4}\nkl: {coef: 0.1}\n")
-    second = write_run(tmp_path / "second", steps=3, config="run: {name: second}\ntrain: {lr: 2.0e-6, steps: 4}\n")
+    first = write_run(
+        tmp_path / "first",
+        config="run: {name: first}\ntrain: {lr: 1.0e-6, steps: 4}\nkl: {coef: 0.1}\n",
+    )
+    second = write_run(
+        tmp_path / "second", steps=3, config="run: {name: second}\ntrain: {lr: 2.0e-6, steps: 4}\n"
+    )
     file = write_comparison([first, second])
     assert file == tmp_path / "compare.html"
     source = file.read_text()
-    for title in ("reward", "accuracy, held-out problems", "KL from the reference", "seconds per step"):
+    for title in (
+        "reward",
+        "accuracy, held-out problems",
+        "KL from the reference",
+        "seconds per step",
+    ):
         assert f"{title}</text>" in source
     rows = re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td></tr>", source)
     assert rows == [("train.lr", "1e-06", "2e-06"), ("kl.coef", "0.1", "-")]
     colours = re.findall(r"border-color:var\(--(\w+)\)'></i>(\w+) <small>(\d) steps", source)
     assert colours == [("blue", "first", "6"), ("orange", "second", "3")]
-    reward = next(text for text in re.findall(r"<svg.*?</svg>", source, re.DOTALL) if ">reward</text>" in text)
+    reward = next(
+        text for text in re.findall(r"<svg.*?</svg>", source, re.DOTALL) if ">reward</text>" in text
+    )
     assert {"var(--blue)", "var(--orange)"} <= set(re.findall(r"stroke: (var\(--\w+\))", reward))
 
 
@@ -135,10 +185,22 @@ def test_a_comparison_needs_two_runs_with_steps(tmp_path: Path) -> None:
 
 def test_evaluation_sets_have_a_panel_and_are_compared() -> None:
     rows = [{"step": step, "reward/mean": 0.1} for step in range(4)]
-    interval = {"aime/mean@4": 0.1, "aime/mean@4/low": 0.0, "aime/mean@4/high": 0.2, "aime/size": 30}
+    interval = {
+        "aime/mean@4": 0.1,
+        "aime/mean@4/low": 0.0,
+        "aime/mean@4/high": 0.2,
+        "aime/size": 30,
+    }
     evaluations = [{"step": step, "accuracy": 0.5, **interval} for step in (0, 4)]
-    panels = {panel.title: [curve.label for curve in panel.curves] for panel in run_panels(rows, evaluations)}
+    panels = {
+        panel.title: [curve.label for curve in panel.curves]
+        for panel in run_panels(rows, evaluations)
+    }
     assert panels["held-out sets"] == ["aime/mean@4"]
-    assert "held-out sets" not in [panel.title for panel in run_panels(rows, [{"step": 0, "accuracy": 0.5}])]
+    assert "held-out sets" not in [
+        panel.title for panel in run_panels(rows, [{"step": 0, "accuracy": 0.5}])
+    ]
     compared = compared_panels({"one": (rows, evaluations), "two": (rows, [])})
-    assert [[c.label for c in panel.curves] for panel in compared if panel.title == "aime/mean@4"] == [["one"]]
+    assert [
+        [c.label for c in panel.curves] for panel in compared if panel.title == "aime/mean@4"
+    ] == [["one"]]

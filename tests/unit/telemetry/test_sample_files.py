@@ -19,11 +19,15 @@ def sample(prompt_id: int, index: int, reward: float, length: int = 3, text: str
     finish = "length" if length > 3 else "stop"
     parts = {"accuracy": reward, "format": 1.0}
     zeros = torch.zeros(2 + length)
-    return Sample(prompt_id, index, tokens, tokens >= 2, zeros, zeros.int(), finish, text, reward, parts)
+    return Sample(
+        prompt_id, index, tokens, tokens >= 2, zeros, zeros.int(), finish, text, reward, parts
+    )
 
 
 def group(prompt_id: int, *rewards: float, text: str = "ok") -> Group:
-    samples = tuple(sample(prompt_id, i, reward, 3 + i % 2, text) for i, reward in enumerate(rewards))
+    samples = tuple(
+        sample(prompt_id, i, reward, 3 + i % 2, text) for i, reward in enumerate(rewards)
+    )
     return Group(Prompt(prompt_id, (0, 1), f"ask {prompt_id}", "4"), samples)
 
 
@@ -33,7 +37,9 @@ def scored(groups: list[Group]) -> ScoredBatch:
     row_T = torch.repeat_interleave(torch.arange(batch.num_rows), batch.cu_seqlens.diff()).float()
     fields = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
     advantages = torch.where(batch.mask, row_T, 1e9)
-    return ScoredBatch(**fields, advantages=advantages, old_logprobs=None, ref_logprobs=None, kl_coef=0.0)
+    return ScoredBatch(
+        **fields, advantages=advantages, old_logprobs=None, ref_logprobs=None, kl_coef=0.0
+    )
 
 
 def lines(file: Path) -> list[dict]:
@@ -50,9 +56,17 @@ def test_the_best_the_worst_and_others() -> None:
     assert chosen == choose_samples(samples, 8, seed="0/0")
     assert chosen != choose_samples(samples, 8, seed="0/1")
     assert choose_samples(samples, 100, seed="0/0") == list(range(100))
-    assert [len(choose_samples(samples, count, seed="0")) for count in (1, 2, 3, 5, 99)] == [1, 2, 3, 5, 99]
+    assert [len(choose_samples(samples, count, seed="0")) for count in (1, 2, 3, 5, 99)] == [
+        1,
+        2,
+        3,
+        5,
+        99,
+    ]
     ties = [sample(i, 0, reward=1.0) for i in range(100)]
-    assert max(choose_samples(ties, 4, seed="0/0")) > 10, "equal rewards: not always the first prompts"
+    assert max(choose_samples(ties, 4, seed="0/0")) > 10, (
+        "equal rewards: not always the first prompts"
+    )
 
 
 def test_a_line(tmp_path: Path) -> None:
@@ -74,12 +88,16 @@ def test_a_line(tmp_path: Path) -> None:
         "versions": [[0, 3]],
         "advantage": 0.0,
     }
-    assert (second["length"], second["truncated"], second["advantage"]) == (4, True, None), "masked: not trained on"
+    assert (second["length"], second["truncated"], second["advantage"]) == (4, True, None), (
+        "masked: not trained on"
+    )
     assert (third["prompt_id"], third["advantage"]) == (4, 2.0)
 
 
 def test_text_that_is_not_utf_8(tmp_path: Path) -> None:
-    SampleWriter(tmp_path, SampleFiles(), seed=0, start=0).write(0, [group(0, 1.0, text="a\ud83d\u2028\x00b")], None)
+    SampleWriter(tmp_path, SampleFiles(), seed=0, start=0).write(
+        0, [group(0, 1.0, text="a\ud83d\u2028\x00b")], None
+    )
     file = tmp_path / "step_000000.jsonl"
     assert json.loads(file.read_bytes().decode())["response"] == "a\ud83d\u2028\x00b"
     assert file.read_bytes().count(b"\n") == 1
@@ -91,7 +109,9 @@ def test_files_are_bounded_and_a_resumed_run_repeats_its_own(tmp_path: Path, eve
 
     def run(start: int, end: int, text: str) -> list[int]:
         writer = SampleWriter(tmp_path, settings, seed=0, start=start)
-        assert all(step < start for step in sample_files(tmp_path)), "a repeated step may be empty now"
+        assert all(step < start for step in sample_files(tmp_path)), (
+            "a repeated step may be empty now"
+        )
         for step in range(start, end):
             writer.write(step, [group(step, *[i / 8 for i in range(8)], text=text)], None)
             assert len(list(tmp_path.iterdir())) <= 10
@@ -110,7 +130,10 @@ def test_steps_of_seven_digits_are_the_newest(tmp_path: Path) -> None:
     writer = SampleWriter(tmp_path, SampleFiles(keep=2), seed=0, start=0)
     for step in (999_998, 999_999, 1_000_000):
         writer.write(step, [group(0, 1.0)], None)
-    assert [file.name for file in sample_files(tmp_path).values()] == ["step_999999.jsonl", "step_1000000.jsonl"]
+    assert [file.name for file in sample_files(tmp_path).values()] == [
+        "step_999999.jsonl",
+        "step_1000000.jsonl",
+    ]
 
 
 def test_off(tmp_path: Path) -> None:

@@ -14,9 +14,24 @@ import torch
 from megarl.config.load import parse_config
 from megarl.data.collate import collate
 from megarl.telemetry.log import Silent, Telemetry, Timeline, brief
-from megarl.telemetry.metrics import read_metrics, rollout_metrics, staleness_metrics, update_metrics
+from megarl.telemetry.metrics import (
+    read_metrics,
+    rollout_metrics,
+    staleness_metrics,
+    update_metrics,
+)
 from megarl.telemetry.report import write_report
-from megarl.types import Finish, Group, Prompt, PublishReport, Rollout, Sample, ScoredBatch, StepReport, UpdateReport
+from megarl.types import (
+    Finish,
+    Group,
+    Prompt,
+    PublishReport,
+    Rollout,
+    Sample,
+    ScoredBatch,
+    StepReport,
+    UpdateReport,
+)
 
 # ARCHITECTURE section 7
 DOCUMENTED = """
@@ -26,18 +41,33 @@ time/step time/generate time/reward time/logprobs time/update time/publish token
 reward/accuracy/mean samples/dropped update/skipped updates world_size layout rollout/digest""".split()  # noqa: SIM905
 
 
-def sample(prompt_id: int, index: int, reward: float, length: int = 3, finish: Finish = "stop") -> Sample:
+def sample(
+    prompt_id: int, index: int, reward: float, length: int = 3, finish: Finish = "stop"
+) -> Sample:
     tokens = torch.arange(2 + length)
     trainable = tokens >= 2
     zeros = torch.zeros(2 + length)
     return Sample(
-        prompt_id, index, tokens, trainable, zeros, zeros.int(), finish, f"said {index}", reward, {"accuracy": reward}
+        prompt_id,
+        index,
+        tokens,
+        trainable,
+        zeros,
+        zeros.int(),
+        finish,
+        f"said {index}",
+        reward,
+        {"accuracy": reward},
     )
 
 
 def groups() -> list[Group]:
     prompts = [Prompt(i, (0, 1), f"ask <{i}>", "4") for i in range(2)]
-    mixed = Group(prompts[0], (sample(0, 0, 1.0), sample(0, 1, 0.0, 5, "length")), dropped={"reward/accuracy/nan": 1})
+    mixed = Group(
+        prompts[0],
+        (sample(0, 0, 1.0), sample(0, 1, 0.0, 5, "length")),
+        dropped={"reward/accuracy/nan": 1},
+    )
     return [mixed, Group(prompts[1], (sample(1, 0, 1.0), sample(1, 1, 1.0)))]
 
 
@@ -51,7 +81,11 @@ def update(loss: float, *, skipped: bool = False) -> UpdateReport:
 
 def run_step(telemetry: Telemetry | Silent, step: int, loss: float = 0.5) -> None:
     with telemetry.step(step) as record:
-        for phase, parts in (("rollout", ("generate", "reward")), ("train", ("logprobs", "update")), ("sync", ())):
+        for phase, parts in (
+            ("rollout", ("generate", "reward")),
+            ("train", ("logprobs", "update")),
+            ("sync", ()),
+        ):
             with telemetry.span(phase):
                 for part in parts:
                     with telemetry.span(part):
@@ -64,7 +98,11 @@ def run_step(telemetry: Telemetry | Silent, step: int, loss: float = 0.5) -> Non
 
 def opened(folder: Path, start: int = 0, rank: int = 0, **telemetry: Any) -> Telemetry | Silent:
     config = parse_config(
-        {"run": {"dir": str(folder.parent), "name": folder.name}, "train": {"steps": 4}, "telemetry": telemetry}
+        {
+            "run": {"dir": str(folder.parent), "name": folder.name},
+            "train": {"steps": 4},
+            "telemetry": telemetry,
+        }
     )
     facts = {"world_size": 2, "layout": "tp2"}
     return Silent() if rank else Telemetry(config, start=start, interactive=False, facts=facts)
@@ -79,7 +117,10 @@ def test_rollout_metrics_by_hand() -> None:
     assert metrics["length/truncated_frac"] == 0.25
     assert staleness_metrics([], 3) == {}
     late = replace(sample(0, 0, 1.0, 2), versions=torch.tensor([-1, -1, 1, 3]).int())
-    assert staleness_metrics([Group(Prompt(0, (0, 1), ""), (late,))], 3) == {"staleness/mean": 1.0, "staleness/max": 2}
+    assert staleness_metrics([Group(Prompt(0, (0, 1), ""), (late,))], 3) == {
+        "staleness/mean": 1.0,
+        "staleness/max": 2,
+    }
     assert metrics["samples/dropped"] == 1
     assert metrics["rollout/digest"] == "ab"
 
@@ -96,16 +137,31 @@ def test_spread_is_of_all_that_was_generated() -> None:
 
 def test_the_greedy_baseline_is_told_where_there_is_one() -> None:
     assert "reward/baseline" not in rollout_metrics(rolled(groups()))
-    assert rollout_metrics(rolled([replace(group, baseline=0.25) for group in groups()]))["reward/baseline"] == 0.25
+    assert (
+        rollout_metrics(rolled([replace(group, baseline=0.25) for group in groups()]))[
+            "reward/baseline"
+        ]
+        == 0.25
+    )
 
 
-def test_an_empty_step_has_every_documented_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_step_has_every_documented_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     telemetry = opened(tmp_path)
     with telemetry.step(0) as record:
         empty = rolled([], **{"rollout/empty": 1, "samples/dropped": 8})
         record(empty, StepReport((UpdateReport(0.0, 0.0, 1e-6, skipped=True),)), None)
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
-    measured = ("logprob_diff", "weights/", "time/", "kl/rollout", "tokens_per_second", "packing", "reward/accuracy")
+    measured = (
+        "logprob_diff",
+        "weights/",
+        "time/",
+        "kl/rollout",
+        "tokens_per_second",
+        "packing",
+        "reward/accuracy",
+    )
     assert {key for key in DOCUMENTED if not key.startswith(measured)} <= set(line)
     assert line["reward/mean"] is line["entropy"] is None and line["update/skipped"] == 1
     telemetry.close()
@@ -113,21 +169,37 @@ def test_an_empty_step_has_every_documented_key(tmp_path: Path, capsys: pytest.C
 
 def test_update_metrics_by_hand() -> None:
     metrics = update_metrics(StepReport((update(1.0), update(3.0, skipped=True))))
-    assert (metrics["loss"], metrics["update/skipped"], metrics["updates"], metrics["clip_frac"]) == (2.0, 1, 2, 0.5)
+    assert (
+        metrics["loss"],
+        metrics["update/skipped"],
+        metrics["updates"],
+        metrics["clip_frac"],
+    ) == (2.0, 1, 2, 0.5)
     assert update_metrics(StepReport(())) == {"updates": 0, "update/skipped": 0}
 
 
-def test_a_line_has_every_documented_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_has_every_documented_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     telemetry = opened(tmp_path)
     run_step(telemetry, 0)
-    line = json.loads((tmp_path / "metrics.jsonl").read_text())  # flushed: readable while the run goes on
+    line = json.loads(
+        (tmp_path / "metrics.jsonl").read_text()
+    )  # flushed: readable while the run goes on
     assert set(DOCUMENTED) <= set(line), set(DOCUMENTED) - set(line)
     assert line["kl/rollout"] is None, "JSON has no NaN"
-    assert (line["time/publish"], line["weights/verified"], line["weights/bytes_received"]) == (0.25, True, 7)
+    assert (line["time/publish"], line["weights/verified"], line["weights/bytes_received"]) == (
+        0.25,
+        True,
+        7,
+    )
     said = capsys.readouterr().out
     assert "1/4" in said
     assert all(word in said for word in ("reward 0.750", "log-prob diff 1.0e-07", "tokens/s"))
-    rollouts = [json.loads(text) for text in (tmp_path / "rollouts" / "step_000000.jsonl").read_text().splitlines()]
+    rollouts = [
+        json.loads(text)
+        for text in (tmp_path / "rollouts" / "step_000000.jsonl").read_text().splitlines()
+    ]
     assert [row["response"] for row in rollouts] == ["said 0", "said 1"] * 2
     telemetry.close()
 
@@ -152,7 +224,11 @@ def test_resume_drops_the_steps_done_again_and_a_torn_line(tmp_path: Path) -> No
     telemetry = opened(tmp_path, start=2)
     run_step(telemetry, 2, loss=9.0)
     telemetry.close()
-    assert [(row["step"], row["loss"]) for row in read_metrics(tmp_path / "metrics.jsonl")] == [(0, 1), (1, 1), (2, 9)]
+    assert [(row["step"], row["loss"]) for row in read_metrics(tmp_path / "metrics.jsonl")] == [
+        (0, 1),
+        (1, 1),
+        (2, 9),
+    ]
     telemetry = opened(tmp_path)
     telemetry.close()
     assert read_metrics(tmp_path / "metrics.jsonl") == [], "a run from the start has no past"
@@ -172,7 +248,9 @@ def test_a_step_in_the_metrics_is_in_the_timeline(tmp_path: Path) -> None:
             pass
         record(None, StepReport((update(0.5),)), None)
         assert (tmp_path / "metrics.jsonl").read_text()
-        assert [event["name"] for event in json.loads((tmp_path / "timeline.json").read_text())] == ["update"]
+        assert [
+            event["name"] for event in json.loads((tmp_path / "timeline.json").read_text())
+        ] == ["update"]
     telemetry.close()
 
 
@@ -211,7 +289,9 @@ def test_the_report_shows_curves_and_text(tmp_path: Path) -> None:
 def test_the_report_survives_odd_runs(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no finished step"):
         write_report(tmp_path)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "logprob_diff/max": 0.0, "grad_norm": null}\n')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 0, "logprob_diff/max": 0.0, "grad_norm": null}\n'
+    )
     write_report(tmp_path)
 
 
@@ -236,11 +316,17 @@ def test_every_metric_reaches_the_trackers_at_its_step(tmp_path: Path) -> None:
     telemetry.close()
     events = accumulator.EventAccumulator(str(tmp_path)).Reload()
     for row in read_metrics(tmp_path / "metrics.jsonl"):
-        numbers = {key: value for key, value in row.items() if isinstance(value, int | float) and key != "step"}
+        numbers = {
+            key: value
+            for key, value in row.items()
+            if isinstance(value, int | float) and key != "step"
+        }
         for name, value in numbers.items():
             assert events.Scalars(name)[row["step"]].step == row["step"]
             assert events.Scalars(name)[row["step"]].value == pytest.approx(float(value))
-    assert {"loss", "time/step", "weights/verified", "memory/sync/peak_gb"} <= set(events.Tags()["scalars"])
+    assert {"loss", "time/step", "weights/verified", "memory/sync/peak_gb"} <= set(
+        events.Tags()["scalars"]
+    )
     assert [(event.step, event.value) for event in events.Scalars("eval/accuracy")] == [(0, 0.5)]
 
 
@@ -248,7 +334,9 @@ def test_samples_have_their_advantages(tmp_path: Path) -> None:
     telemetry = opened(tmp_path, rollouts={"max_samples": 3})
     batch = collate(groups(), temperature=1.0)
     fields = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
-    scored = ScoredBatch(**fields, advantages=batch.mask * 2.0, old_logprobs=None, ref_logprobs=None, kl_coef=0.0)
+    scored = ScoredBatch(
+        **fields, advantages=batch.mask * 2.0, old_logprobs=None, ref_logprobs=None, kl_coef=0.0
+    )
     with telemetry.step(0) as record:
         record(rolled(groups()), StepReport((update(0.5),)), None, scored)
     telemetry.close()

@@ -39,12 +39,24 @@ BAD_LINES = {  # of metrics.jsonl and eval.jsonl: bytes of the line
     "U+FEFF": b'\xef\xbb\xbf{"step": 1}',
 }
 ODD_LINES = {  # lines that can be read, and what becomes of them
-    "bad UTF-8": (b'{"step": 2, "layout": "a\xff\xed\xa0\x80b"}', {"layout": "a\ufffd\ufffd\ufffd\ufffdb"}),
-    "U+2028": ('{"step": 2, "layout": "a\u2028\u2029\x85b"}'.encode(), {"layout": "a\u2028\u2029\x85b"}),
+    "bad UTF-8": (
+        b'{"step": 2, "layout": "a\xff\xed\xa0\x80b"}',
+        {"layout": "a\ufffd\ufffd\ufffd\ufffdb"},
+    ),
+    "U+2028": (
+        '{"step": 2, "layout": "a\u2028\u2029\x85b"}'.encode(),
+        {"layout": "a\u2028\u2029\x85b"},
+    ),
     "lone surrogate": (b'{"step": 2, "layout": "\\ud800"}', {"layout": "\ud800"}),
     "carriage return": (b'{"step": 2, "loss": 1}\r', {"loss": 1}),
-    "NaN": (b'{"step": 2, "loss": NaN, "a": Infinity, "b": -Infinity}', {"loss": None, "a": None, "b": None}),
-    "1e400 and 10**400": (b'{"step": 2, "a": 1e400, "b": 1' + b"0" * 400 + b"}", {"a": None, "b": None}),
+    "NaN": (
+        b'{"step": 2, "loss": NaN, "a": Infinity, "b": -Infinity}',
+        {"loss": None, "a": None, "b": None},
+    ),
+    "1e400 and 10**400": (
+        b'{"step": 2, "a": 1e400, "b": 1' + b"0" * 400 + b"}",
+        {"a": None, "b": None},
+    ),
     "1e308": (b'{"step": 2, "loss": 1e308}', {"loss": 1e308}),
     "true": (b'{"step": 2, "loss": true}', {"loss": True}),
     "a key twice": (b'{"step": 1, "step": 2}', {}),
@@ -62,20 +74,30 @@ def good(row: int) -> bytes:
 
 
 @pytest.mark.parametrize("name", BAD_LINES)
-def test_a_bad_line_is_left_out_and_counted(tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str) -> None:
-    file = write_lines(tmp_path / "metrics.jsonl", good(0), BAD_LINES[name], b"", good(1), BAD_LINES[name])
+def test_a_bad_line_is_left_out_and_counted(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
+) -> None:
+    file = write_lines(
+        tmp_path / "metrics.jsonl", good(0), BAD_LINES[name], b"", good(1), BAD_LINES[name]
+    )
     assert read_metrics(file) == GOOD
-    warning = f"megarl: warning: {file}: 2 lines are left out, line 2 first: not JSON objects with step\n"
+    warning = (
+        f"megarl: warning: {file}: 2 lines are left out, line 2 first: not JSON objects with step\n"
+    )
     assert capfd.readouterr().err == warning
 
 
 @pytest.mark.parametrize("name", BAD_LINES)
 def test_a_run_resumes_behind_a_bad_line(tmp_path: Path, name: str) -> None:
-    file = write_lines(tmp_path / "metrics.jsonl", good(0), BAD_LINES[name], good(1), BAD_LINES[name][:40])
+    file = write_lines(
+        tmp_path / "metrics.jsonl", good(0), BAD_LINES[name], good(1), BAD_LINES[name][:40]
+    )
     forget_steps(file, 1)
     append_line(file, {"step": 1, "loss": 9.0})
     assert file.read_text() == '{"step": 0, "loss": 1.0}\n{"step": 1, "loss": 9.0}\n'
-    evaluated = write_lines(tmp_path / "eval.jsonl", good(0), BAD_LINES[name], good(1), BAD_LINES[name][:40])
+    evaluated = write_lines(
+        tmp_path / "eval.jsonl", good(0), BAD_LINES[name], good(1), BAD_LINES[name][:40]
+    )
     forget_steps(evaluated, 1)
     assert evaluated.read_text() == '{"step": 0, "loss": 1.0}\n'
     forget_steps(evaluated, 0)
@@ -92,7 +114,9 @@ def test_an_odd_line_is_read(tmp_path: Path, capfd: pytest.CaptureFixture[str], 
     assert not capfd.readouterr().err
 
 
-def test_a_kill_while_a_resumed_run_forgets_steps_loses_nothing(tmp_path: Path, monkeypatch) -> None:
+def test_a_kill_while_a_resumed_run_forgets_steps_loses_nothing(
+    tmp_path: Path, monkeypatch
+) -> None:
     file = write_lines(tmp_path / "eval.jsonl", good(0), good(1))
     before = file.read_bytes()
 
@@ -106,10 +130,16 @@ def test_a_kill_while_a_resumed_run_forgets_steps_loses_nothing(tmp_path: Path, 
 
 
 def sample(**values: Any) -> bytes:
-    common = {"prompt": "asked", "response": "SAID", "answer": "4", "reward": 0.5, "rewards": {"accuracy": 1.0}}
-    return json.dumps(common | {"length": 3, "finish": "stop", "truncated": False} | values, ensure_ascii=False).encode(
-        errors="surrogatepass"
-    )
+    common = {
+        "prompt": "asked",
+        "response": "SAID",
+        "answer": "4",
+        "reward": 0.5,
+        "rewards": {"accuracy": 1.0},
+    }
+    return json.dumps(
+        common | {"length": 3, "finish": "stop", "truncated": False} | values, ensure_ascii=False
+    ).encode(errors="surrogatepass")
 
 
 BAD_SAMPLES = {
@@ -129,7 +159,10 @@ ODD_SAMPLES = {  # and what the page shows
     "surrogate as bytes": (sample(response="SAID\ud800!"), "SAID\ufffd\ufffd\ufffd!"),
     "control characters": (sample(response="SAID\0\x1b[31m\x07!"), "SAID\0\x1b[31m\x07!"),
     "right to left": (sample(response="SAID\u202e\uffff" + "\u0301" * 99), "SAID\u202e\uffff"),
-    "reward is markup": (sample(reward="<script>1</script>"), "<b>reward &lt;script&gt;1&lt;/script&gt;</b>"),
+    "reward is markup": (
+        sample(reward="<script>1</script>"),
+        "<b>reward &lt;script&gt;1&lt;/script&gt;</b>",
+    ),
     "reward is a list": (sample(reward=[1]), "<b>reward </b>"),
     "rewards is a list": (sample(rewards=[1]), "<small>3 tokens"),
     "rewards holds markup": (sample(rewards={"<b>": "<i>"}), "&lt;b&gt; &lt;i&gt;"),
@@ -146,7 +179,9 @@ ODD_SAMPLES = {  # and what the page shows
 def sections(tmp_path: Path, monkeypatch):
     """The page of a run with these sample lines in its last file; the curves, which take seconds, are left out."""
     monkeypatch.setattr("megarl.telemetry.report.svg", lambda panel: "")
-    monkeypatch.setattr("megarl.telemetry.report.draw_png", lambda panels, title, file: file.touch())
+    monkeypatch.setattr(
+        "megarl.telemetry.report.draw_png", lambda panels, title, file: file.touch()
+    )
     write_lines(tmp_path / "metrics.jsonl", *map(good, range(2)))
 
     def read(*lines: bytes) -> str:
@@ -160,7 +195,10 @@ def sections(tmp_path: Path, monkeypatch):
 def test_a_bad_sample_is_left_out(sections, capfd: pytest.CaptureFixture[str], name: str) -> None:
     page = sections(sample(), BAD_SAMPLES[name])
     assert page.count("<article>") == page.count("SAID") == 1
-    assert "1 line is left out, line 2 first: not JSON objects with prompt, response" in capfd.readouterr().err
+    assert (
+        "1 line is left out, line 2 first: not JSON objects with prompt, response"
+        in capfd.readouterr().err
+    )
     assert "<article>" not in sections(BAD_SAMPLES[name]), "nothing to show is no failure either"
 
 
@@ -190,24 +228,40 @@ def test_stray_files_are_ignored_and_kept(sections, tmp_path: Path) -> None:
     assert "samples of step 1<" in sections(sample())
     assert list(sample_files(tmp_path / "rollouts")) == [1]
     SampleWriter(tmp_path / "rollouts", SampleFiles(), seed=0, start=0)
-    assert sorted(file.name for file in (tmp_path / "rollouts").iterdir()) == sorted((*STRAY, "step_000008.jsonl"))
+    assert sorted(file.name for file in (tmp_path / "rollouts").iterdir()) == sorted(
+        (*STRAY, "step_000008.jsonl")
+    )
 
 
 @pytest.mark.parametrize(
     "plan",
-    [b"{}", b"[]", b"null", b'{"bytes', b"\xff", b'{"bytes_between": []}', b'{"bytes_between": [[NaN]]}', DEEP],
+    [
+        b"{}",
+        b"[]",
+        b"null",
+        b'{"bytes',
+        b"\xff",
+        b'{"bytes_between": []}',
+        b'{"bytes_between": [[NaN]]}',
+        DEEP,
+    ],
 )
-def test_a_plan_that_cannot_be_drawn_is_left_out(sections, tmp_path: Path, capfd, plan: bytes) -> None:
+def test_a_plan_that_cannot_be_drawn_is_left_out(
+    sections, tmp_path: Path, capfd, plan: bytes
+) -> None:
     (tmp_path / PLAN).write_bytes(plan)
     assert "Weight sync" not in sections(sample())
     assert f"{PLAN} cannot be read and is left out" in capfd.readouterr().err
 
 
-BOMB = b"a: &a [1]\n" + b"".join(b"%c: &%c [*%c, *%c, *%c]\n" % (c + 1, c + 1, c, c, c) for c in range(97, 121))
+BOMB = b"a: &a [1]\n" + b"".join(
+    b"%c: &%c [*%c, *%c, *%c]\n" % (c + 1, c + 1, c, c, c) for c in range(97, 121)
+)
 
 
 @pytest.mark.parametrize(
-    "config", [b"\xff", b"a: [", b"- 1", b"null", b"a: &a {b: *a}", BOMB, b"{" * 1000, b"!!python/x 1"]
+    "config",
+    [b"\xff", b"a: [", b"- 1", b"null", b"a: &a {b: *a}", BOMB, b"{" * 1000, b"!!python/x 1"],
 )
 def test_a_config_that_cannot_be_read_is_left_out_of_comparisons(
     sections, tmp_path: Path, capfd, config: bytes
@@ -231,7 +285,17 @@ VALUES = {
     "many": [1e308, *range(40)],
     "integers": [10**300, 1, 2],
 }
-TEXTS = ["$x^{$", r"\$\frac{", "$$", "a\0\x1b\u202e\uffffb", "\ud800", "<script>", "x" * 5000, "\n\n", "%s{0}"]
+TEXTS = [
+    "$x^{$",
+    r"\$\frac{",
+    "$$",
+    "a\0\x1b\u202e\uffffb",
+    "\ud800",
+    "<script>",
+    "x" * 5000,
+    "\n\n",
+    "%s{0}",
+]
 
 
 @pytest.mark.parametrize("scale", ["linear", "log"])
@@ -243,7 +307,9 @@ def test_any_finite_number_is_drawn_or_left_out(name: str, scale: str) -> None:
 
 
 def test_far_steps_are_drawn() -> None:
-    assert svg(Panel("title", [Curve("label", "blue", [0, 2**53 - 1], [1.0, 2.0])])).startswith("<svg")
+    assert svg(Panel("title", [Curve("label", "blue", [0, 2**53 - 1], [1.0, 2.0])])).startswith(
+        "<svg"
+    )
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -255,11 +321,15 @@ def test_any_text_is_drawn(tmp_path: Path, text: str) -> None:
 
 def test_a_report_of_all_of_it_at_once(tmp_path: Path) -> None:
     odd = [line for line, _ in ODD_LINES.values()]
-    hostile = json.dumps({"step": 3, "layout": TEXTS[0], **{f"reward/{text}/mean": 1e308 for text in TEXTS}}).encode()
+    hostile = json.dumps(
+        {"step": 3, "layout": TEXTS[0], **{f"reward/{text}/mean": 1e308 for text in TEXTS}}
+    ).encode()
     for name in ("metrics.jsonl", "eval.jsonl"):
         write_lines(tmp_path / name, *BAD_LINES.values(), *odd, hostile)
     write_lines(
-        tmp_path / "rollouts/step_000003.jsonl", *BAD_SAMPLES.values(), *(line for line, _ in ODD_SAMPLES.values())
+        tmp_path / "rollouts/step_000003.jsonl",
+        *BAD_SAMPLES.values(),
+        *(line for line, _ in ODD_SAMPLES.values()),
     )
     (tmp_path / "config.yaml").write_bytes(b"\xff\xfe\0<script>")
     (tmp_path / PLAN).write_text("{}")
@@ -269,7 +339,9 @@ def test_a_report_of_all_of_it_at_once(tmp_path: Path) -> None:
 
 
 def test_the_types_of_a_line(tmp_path: Path) -> None:
-    file = write_lines(tmp_path / "a.jsonl", b'{"a": 1, "b": "x"}', b'{"a": 1.0, "b": "x"}', b'{"a": 1}')
+    file = write_lines(
+        tmp_path / "a.jsonl", b'{"a": 1, "b": "x"}', b'{"a": 1.0, "b": "x"}', b'{"a": 1}'
+    )
     assert read_jsonl(file, a=int, b=str) == [{"a": 1, "b": "x"}]
     assert read_jsonl(tmp_path / "missing", a=int) == read_jsonl(tmp_path, a=int) == []
     assert run_panels(read_metrics(file), [])[0].curves == []

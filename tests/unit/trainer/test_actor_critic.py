@@ -31,10 +31,16 @@ PPO = Algorithm(advantage="gae", advantage_options={"gamma": 0.9, "lam": 0.8, "w
 
 
 def make(
-    folder: Path, algorithm: Algorithm = PPO, critic: dict | None = None, create: dict | None = None, **train
+    folder: Path,
+    algorithm: Algorithm = PPO,
+    critic: dict | None = None,
+    create: dict | None = None,
+    **train,
 ) -> ActorCritic:
     settings = Critic(**{"lr": 3e-2, **(critic or {})})
-    objective = Objective(algorithm, value_lam=settings.lam, bootstrap_truncated=settings.bootstrap_truncated)
+    objective = Objective(
+        algorithm, value_lam=settings.lam, bootstrap_truncated=settings.bootstrap_truncated
+    )
     actor = PolicyLearner.of(build(folder, create, **train), objective)
     head = CriticHead() if settings.bootstrap_truncated else ValueHead()
     values = build(folder, create, head=head, beside=actor.trainer, **{**train, "lr": settings.lr})
@@ -42,7 +48,9 @@ def make(
 
 
 def scored_by(learner: ActorCritic, batch: TrainBatch) -> ScoredBatch:
-    return learner.actor.objective.advantages(batch, learner.score(batch), learner.actor.objective.initial_state())[0]
+    return learner.actor.objective.advantages(
+        batch, learner.score(batch), learner.actor.objective.initial_state()
+    )[0]
 
 
 def state_of(trainer: Trainer) -> list[Tensor]:
@@ -50,7 +58,10 @@ def state_of(trainer: Trainer) -> list[Tensor]:
     tensors = [p.detach().clone() for p in trainer.parameters_by_name().values()]
     for part in getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer]):
         for main, state in part.optimizer.state.items():
-            tensors += [main.detach().clone(), *(torch.as_tensor(state[name]).clone() for name in sorted(state))]
+            tensors += [
+                main.detach().clone(),
+                *(torch.as_tensor(state[name]).clone() for name in sorted(state)),
+            ]
     return [*tensors, torch.tensor(trainer.scheduler.step)]
 
 
@@ -85,14 +96,18 @@ def test_two_epochs_are_two_updates_by_hand_of_each(tmp_path: Path) -> None:
     plan = plan_microbatches(scored, actor.layout, actor.train, units=scored.group.tolist())
     old = replace(scored, old_logprobs=actor.forward(batch).logprobs_T)
     policy = [
-        actor.step(old, plan, learner.actor.objective.loss(old), learner.actor.objective.weights(old, plan))
+        actor.step(
+            old, plan, learner.actor.objective.loss(old), learner.actor.objective.weights(old, plan)
+        )
         for _ in range(2)
     ]
     loss = partial(value_losses, scored, 0.2)
     value = [critic.step(scored, plan, loss, loss_weights(scored, plan)) for _ in range(2)]
     for trainer in (actor, critic):
         trainer.finish_batch()
-    assert [(u.loss, u.grad_norm) for u in policy] == [(u.loss, u.grad_norm) for u in (first, second)]
+    assert [(u.loss, u.grad_norm) for u in policy] == [
+        (u.loss, u.grad_norm) for u in (first, second)
+    ]
     assert report.metrics["value/loss"] == (value[0].loss + value[1].loss) / 2
     assert value[0].metrics["value/clip_frac"] == 0.0, "the values are the old ones"
     assert same(after, both(by_hand))
@@ -114,7 +129,10 @@ def test_the_groups_are_the_actors(tmp_path: Path) -> None:
 
 
 def test_only_the_critic_learns_while_it_warms_up(tmp_path: Path) -> None:
-    learner, batch = make(tmp_path, critic={"warmup_steps": 1}, schedule="linear", steps=3), make_batch(num_rows=8)
+    learner, batch = (
+        make(tmp_path, critic={"warmup_steps": 1}, schedule="linear", steps=3),
+        make_batch(num_rows=8),
+    )
     scored, seen = scored_by(learner, batch), []
 
     def gate(judged: ScoredBatch) -> dict[str, float]:
@@ -123,11 +141,19 @@ def test_only_the_critic_learns_while_it_warms_up(tmp_path: Path) -> None:
 
     actor, critic = state_of(learner.actor.trainer), state_of(learner.critic)
     report = learner.update(scored, gate=gate)
-    assert report.updates == () and report.metrics["logprob_diff/max"] == 0.5 and report.metrics["value/loss"] > 0
-    assert same(actor[:-1], state_of(learner.actor.trainer)[:-1]) and not same(critic, state_of(learner.critic))
+    assert (
+        report.updates == ()
+        and report.metrics["logprob_diff/max"] == 0.5
+        and report.metrics["value/loss"] > 0
+    )
+    assert same(actor[:-1], state_of(learner.actor.trainer)[:-1]) and not same(
+        critic, state_of(learner.critic)
+    )
     assert torch.equal(seen[0], learner.actor.trainer.logprobs(batch))
     report = learner.update(scored, gate=gate)
-    assert [update.lr for update in report.updates] == [pytest.approx(5e-3)], "its schedule has gone on"
+    assert [update.lr for update in report.updates] == [pytest.approx(5e-3)], (
+        "its schedule has gone on"
+    )
     assert report.metrics["value/lr"] == pytest.approx(1.5e-2)
     assert not same(actor[:-1], state_of(learner.actor.trainer)[:-1])
     close(learner)
@@ -155,7 +181,11 @@ def test_values_after_the_last_token_are_read_where_a_cut_needs_them(tmp_path: P
         learner = make(tmp_path, critic={"bootstrap_truncated": bootstrap})
         learner.update(scored_by(learner, batch))  # from a head of zeros
         values_T = learner.score(batch).values
-        assert values_T is not None and values_T[batch.mask].all() and bool(values_T[at_end].all()) == bootstrap
+        assert (
+            values_T is not None
+            and values_T[batch.mask].all()
+            and bool(values_T[at_end].all()) == bootstrap
+        )
         is_read_T = batch.mask.index_fill(0, at_end, bootstrap)
         assert not values_T[~is_read_T].any()
         close(learner)
@@ -176,7 +206,9 @@ def test_offloading_both_changes_nothing(tmp_path: Path) -> None:
             if offload:
                 trainers = (learner.actor.trainer, learner.critic)
                 buffers = [buffer for trainer in trainers for buffer in trainer.model[0].buffers]
-                assert not any(b.param_data.untyped_storage().nbytes() for b in buffers), "both are away"
+                assert not any(b.param_data.untyped_storage().nbytes() for b in buffers), (
+                    "both are away"
+                )
         for trainer in learner.trainers:
             trainer.memory.onload_all()
         found.append(both(learner))
@@ -203,7 +235,10 @@ def checkpoints(folder: Path, learner: ActorCritic, *, critic: bool = True) -> C
 @pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.long), "bf16"])
 def test_both_are_resumed_bit_for_bit(tmp_path: Path, dtype: str) -> None:
     train: dict[str, Any] = {"dtype": dtype, "schedule": "linear", "steps": 5}
-    batches, learner = [make_batch(num_rows=8, seed=seed) for seed in range(2)], make(tmp_path, **train)
+    batches, learner = (
+        [make_batch(num_rows=8, seed=seed) for seed in range(2)],
+        make(tmp_path, **train),
+    )
     saves = checkpoints(tmp_path, learner)
     learner.update(scored_by(learner, batches[0]))
     kept = both(learner)
@@ -222,7 +257,9 @@ def test_both_are_resumed_bit_for_bit(tmp_path: Path, dtype: str) -> None:
     close(learner)
 
 
-def test_a_checkpoint_without_a_critic_is_refused_and_one_with_it_serves_a_policy(tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_critic_is_refused_and_one_with_it_serves_a_policy(
+    tmp_path: Path,
+) -> None:
     learner = make(tmp_path)
     scored = scored_by(learner, make_batch(num_rows=4))
     for folder, critic in (("grpo", False), ("ppo", True)):
@@ -231,12 +268,16 @@ def test_a_checkpoint_without_a_critic_is_refused_and_one_with_it_serves_a_polic
         saves.maybe_save(1, ObjectiveState(0.0), last=True)
         saves.finish()
     expected = state_of(learner.actor.trainer)
-    with pytest.raises(ValueError, match=r"step_1 is not a checkpoint of this model: it has no critic; resume"):
+    with pytest.raises(
+        ValueError, match=r"step_1 is not a checkpoint of this model: it has no critic; resume"
+    ):
         checkpoints(tmp_path / "grpo", learner).restore("auto")
     close(learner)
     learner = make(tmp_path)
     model: Any = learner.actor.trainer.model[0].module
-    MegatronFolder(tmp_path / "ppo" / "checkpoints" / "step_1").check(stored_tensors(model))  # as a conversion does
+    MegatronFolder(tmp_path / "ppo" / "checkpoints" / "step_1").check(
+        stored_tensors(model)
+    )  # as a conversion does
     assert checkpoints(tmp_path / "ppo", learner, critic=False).restore("auto")[0] == 1
     assert same(expected, state_of(learner.actor.trainer))
     close(learner)
@@ -245,8 +286,14 @@ def test_a_checkpoint_without_a_critic_is_refused_and_one_with_it_serves_a_polic
 # --- a critic that learns ---------------------------------------------------------------------------------------------
 
 STEPS, GAMMA = 2, 0.7
-ONWARD = {0: (0, 0, 1, 2), 1: (0, 1, 1, 2), 2: (0, 1, 2, 2)}  # state -> next states, each of the same chance
-REWARD = torch.tensor([[1.0, 0.0, -1.0], [0.5, -0.5, 2.0], [-2.0, 1.0, -1.0]])  # [state, next state]
+ONWARD = {
+    0: (0, 0, 1, 2),
+    1: (0, 1, 1, 2),
+    2: (0, 1, 2, 2),
+}  # state -> next states, each of the same chance
+REWARD = torch.tensor(
+    [[1.0, 0.0, -1.0], [0.5, -0.5, 2.0], [-2.0, 1.0, -1.0]]
+)  # [state, next state]
 
 
 def every_episode() -> TrainBatch:
@@ -275,20 +322,26 @@ def copies(path: tuple[int, ...]) -> int:
 
 @pytest.mark.long
 @pytest.mark.parametrize("lam", [pytest.param(1.0, marks=pytest.mark.exhaustive), 0.5])
-def test_a_critic_reaches_the_exact_values_of_a_decision_process(tmp_path: Path, lam: float) -> None:
+def test_a_critic_reaches_the_exact_values_of_a_decision_process(
+    tmp_path: Path, lam: float
+) -> None:
     """Three states that are tokens, without an end: V = r + gamma P V, to 0.02 of values that span 1.36."""
     chance_SS = torch.tensor([[ONWARD[state].count(n) / 4 for n in range(3)] for state in range(3)])
     exact_S = torch.linalg.solve(torch.eye(3) - GAMMA * chance_SS, (chance_SS * REWARD).sum(1))
     batch, steps = every_episode(), 300
     rules = Algorithm(advantage="gae", advantage_options={"gamma": GAMMA, "lam": lam})
     settings = {"warmup_steps": steps, "bootstrap_truncated": True, "lr": 1e-2}
-    learner = make(tmp_path, rules, settings, steps=steps, schedule="linear", max_tokens_per_microbatch=2048)
+    learner = make(
+        tmp_path, rules, settings, steps=steps, schedule="linear", max_tokens_per_microbatch=2048
+    )
     for _ in range(steps):
         report = learner.update(scored_by(learner, batch))
     values_T = learner.score(batch).values
     assert values_T is not None
     error = float((values_T - exact_S[batch.tokens]).abs().max())
-    print(f"lambda {lam}: exact values {[round(value, 3) for value in exact_S.tolist()]}, largest error {error:.4f}")
+    print(
+        f"lambda {lam}: exact values {[round(value, 3) for value in exact_S.tolist()]}, largest error {error:.4f}"
+    )
     assert error < 0.02 and exact_S.max() - exact_S.min() > 1
     assert report.metrics["value/explained_variance"] > 0.2
     close(learner)

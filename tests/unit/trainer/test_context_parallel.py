@@ -54,7 +54,10 @@ def test_attention_of_the_chunks_is_that_of_whole_rows(
     expected = torch.cat(
         [
             scaled_dot_product_attention(
-                *(x.transpose(0, 1)[None] for x in row), is_causal=True, scale=scale, enable_gqa=True
+                *(x.transpose(0, 1)[None] for x in row),
+                is_causal=True,
+                scale=scale,
+                enable_gqa=True,
             )[0].transpose(0, 1)
             for row in zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
         ]
@@ -66,8 +69,12 @@ def test_attention_of_the_chunks_is_that_of_whole_rows(
 
     held = [local_positions(lengths, Axis(size, rank)) for rank in range(size)]
     both = torch.cat([key, value], -1)[torch.cat(held)]
-    monkeypatch.setattr(context_parallel, "gather_from_sequence_parallel_region", lambda _mine, group: both)
+    monkeypatch.setattr(
+        context_parallel, "gather_from_sequence_parallel_region", lambda _mine, group: both
+    )
     for rank, mine in enumerate(held):
         monkeypatch.setattr(context_parallel.dist, "get_rank", lambda _group, rank=rank: rank)
-        found = context_parallel.attend(query[mine], key[mine], value[mine], lengths, Ranks(size), score)  # pyright: ignore[reportArgumentType]
+        found = context_parallel.attend(
+            query[mine], key[mine], value[mine], lengths, Ranks(size), score
+        )  # pyright: ignore[reportArgumentType]
         assert torch.allclose(found, expected[mine], atol=1e-6)

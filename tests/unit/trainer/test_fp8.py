@@ -27,7 +27,9 @@ E4M3 = 0.0255  # root mean square of the relative error, of mantissas that are u
 WIDE = {"hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "intermediate": 384, "layers": 3}
 
 
-def by_blocks(x: Tensor, rows: int, columns: int, *, power_of_2: bool, dtype: torch.dtype) -> Tensor:
+def by_blocks(
+    x: Tensor, rows: int, columns: int, *, power_of_2: bool, dtype: torch.dtype
+) -> Tensor:
     """Rounds block by block, in fp64."""
     rounded, largest = torch.zeros_like(x, dtype=torch.float64), torch.finfo(dtype).max
     for top in range(0, x.shape[0], rows):
@@ -45,7 +47,11 @@ def test_products_are_those_of_operands_rounded_by_blocks(recipe):
     torch.manual_seed(0)
     columns, of_dy = torch.logspace(-3, 2, 200), torch.logspace(-3, 2, 150)
     columns[::7] *= 2**-16  # in a block with their neighbours these lose all but a few bits
-    x, w, dy = torch.randn(70, 200) * columns, torch.randn(150, 200) * columns, torch.randn(70, 150) * of_dy
+    x, w, dy = (
+        torch.randn(70, 200) * columns,
+        torch.randn(150, 200) * columns,
+        torch.randn(70, 150) * of_dy,
+    )
     x.requires_grad_()
     w.requires_grad_()
     y = _Product.apply(x, w, RECIPES[recipe])
@@ -60,7 +66,9 @@ def test_products_are_those_of_operands_rounded_by_blocks(recipe):
     def rounded(z: Tensor, block: tuple[int, int], dtype: torch.dtype = e4m3) -> Tensor:
         return by_blocks(z.detach(), *block, power_of_2=pow2, dtype=dtype)
 
-    torch.testing.assert_close(y.double(), rounded(x, row) @ rounded(w, weight).T, rtol=1e-5, atol=1e-2)
+    torch.testing.assert_close(
+        y.double(), rounded(x, row) @ rounded(w, weight).T, rtol=1e-5, atol=1e-2
+    )
     expected = rounded(dy, row, grad) @ rounded(w, turned)
     torch.testing.assert_close(x.grad.double() / columns, expected / columns, rtol=1e-5, atol=1e-2)
     expected = rounded(dy, col, grad).T @ rounded(x, col)
@@ -73,13 +81,17 @@ def gradients(trainer: Trainer, rows: int) -> dict[str, Tensor]:
     seen: dict[str, Tensor] = {}
 
     def before(outputs) -> None:
-        seen.update({name: p.main_grad.clone() for name, p in trainer.model[0].module.named_parameters()})
+        seen.update(
+            {name: p.main_grad.clone() for name, p in trainer.model[0].module.named_parameters()}
+        )
 
     trainer.step(batch, plan, supervised_loss, loss_weights(batch, plan), before_step=before)
     return seen
 
 
-def relative_errors(folder, create: dict, fp8: Fp8, *, draws: int = 0, rows: int = 8) -> tuple[dict[str, float], ...]:
+def relative_errors(
+    folder, create: dict, fp8: Fp8, *, draws: int = 0, rows: int = 8
+) -> tuple[dict[str, float], ...]:
     """Of each weight's gradient, against that in fp32: as rounded, and under each draw of the format's epsilon."""
     plain = build(folder, SMALL | create)
     exact = gradients(plain, rows)
@@ -91,7 +103,9 @@ def relative_errors(folder, create: dict, fp8: Fp8, *, draws: int = 0, rows: int
             trainer = build(folder, SMALL | create, megatron_options={"fp8": fp8})
             rounded = gradients(trainer, rows)
             trainer.close()
-        found.append({name: float((rounded[name] - g).norm() / g.norm()) for name, g in exact.items()})
+        found.append(
+            {name: float((rounded[name] - g).norm() / g.norm()) for name, g in exact.items()}
+        )
     return tuple(found)
 
 
@@ -106,7 +120,9 @@ class Epsilon:
     def of_weight(self, weight_NK: Tensor, *, transposed: bool = False) -> Tensor:
         return self.apply(weight_NK, 3)
 
-    def of_rows(self, x_TK: Tensor, *, along_tokens: bool = False, is_gradient: bool = False) -> Tensor:
+    def of_rows(
+        self, x_TK: Tensor, *, along_tokens: bool = False, is_gradient: bool = False
+    ) -> Tensor:
         return self.apply(x_TK, self.gradient_bits if is_gradient else 3)
 
     def apply(self, x: Tensor, bits: int) -> Tensor:
@@ -114,7 +130,9 @@ class Epsilon:
         mixed = (x.view(torch.int32).long() ^ (self.draw * 0x9E3779B9)) & 0xFFFFFFFF
         for factor in (0x85EBCA6B, 0xC2B2AE35):
             mixed = ((mixed ^ (mixed >> 16)) * factor) & 0xFFFFFFFF
-        mantissa, exponent = torch.frexp(x)  # in [1/2, 1): numbers are 2^-bits / 2 apart, half of it is the epsilon
+        mantissa, exponent = torch.frexp(
+            x
+        )  # in [1/2, 1): numbers are 2^-bits / 2 apart, half of it is the epsilon
         error = (mixed / 2**31 - 1) * 2.0 ** -(bits + 2)
         return torch.ldexp(mantissa + error.where(mantissa != 0, 0), exponent)
 
@@ -139,18 +157,31 @@ def test_gradients_are_off_by_what_the_formats_epsilon_predicts(tmp_path, recipe
 
 @pytest.mark.usefixtures("one_rank")
 def test_experts_are_rounded_and_those_without_tokens_have_no_gradient(tmp_path):
-    create = WIDE | {"family": "qwen3_moe", "experts": 8, "experts_per_token": 2, "moe_intermediate": 128, "layers": 2}
+    create = WIDE | {
+        "family": "qwen3_moe",
+        "experts": 8,
+        "experts_per_token": 2,
+        "moe_intermediate": 128,
+        "layers": 2,
+    }
     (errors,) = relative_errors(tmp_path, create, Fp8(emulate=True))
     experts = {name: found for name, found in errors.items() if ".experts." in name}
     assert experts
-    assert all(found > E4M3 or found != found for found in experts.values()), experts  # NaN: no token, no gradient
+    assert all(found > E4M3 or found != found for found in experts.values()), (
+        experts
+    )  # NaN: no token, no gradient
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_layers_at_both_ends_stay_as_they_are(tmp_path):
-    trainer = build(tmp_path, SMALL | WIDE, megatron_options={"fp8": Fp8(emulate=True, first_last_bf16=1)})
+    trainer = build(
+        tmp_path, SMALL | WIDE, megatron_options={"fp8": Fp8(emulate=True, first_last_bf16=1)}
+    )
     patched = [
-        ["_forward_impl" in vars(layer.mlp.linear_fc1), "_forward_impl" in vars(layer.self_attention.linear_qkv)]
+        [
+            "_forward_impl" in vars(layer.mlp.linear_fc1),
+            "_forward_impl" in vars(layer.self_attention.linear_qkv),
+        ]
         for layer in trainer.model[0].module.decoder.layers
     ]
     trainer.close()
@@ -161,7 +192,9 @@ def test_layers_at_both_ends_stay_as_they_are(tmp_path):
 @pytest.mark.parametrize("recipe", MULTIPLES)
 def test_micro_batches_are_whole_blocks_of_tokens(tmp_path, recipe):
     trainer = build(tmp_path, megatron_options={"fp8": Fp8(recipe=recipe, emulate=True)})
-    counts = [microbatch.length for microbatch in trainer.microbatches(make_batch(num_rows=5, seed=1))]
+    counts = [
+        microbatch.length for microbatch in trainer.microbatches(make_batch(num_rows=5, seed=1))
+    ]
     trainer.close()
     assert all(count % MULTIPLES[recipe] == 0 for count in counts), counts
 
@@ -170,7 +203,9 @@ def test_delayed_scales_are_of_earlier_updates():
     rounding, x = Delayed(), torch.tensor([[3.0, 40.0, -500.0]])
     first = rounding.of_rows(x)
     rounding.observe(0, x)
-    assert first.equal(by_blocks(x, 1, 3, power_of_2=False, dtype=torch.float8_e4m3fn).float()), "its own"
+    assert first.equal(by_blocks(x, 1, 3, power_of_2=False, dtype=torch.float8_e4m3fn).float()), (
+        "its own"
+    )
     rounding.history[1, 0] = 50.0
     assert rounding.of_rows(x)[0, 2] == -50.0, "clamped to the largest that is known"
     assert rounding.of_rows(x)[0, 1] == 50 * 352 / 448, "40 / 50 x 448 = 358.4 is rounded to 352"
@@ -178,13 +213,21 @@ def test_delayed_scales_are_of_earlier_updates():
 
 @pytest.mark.usefixtures("one_rank")
 def test_delayed_scales_change_with_updates_only_and_are_saved(tmp_path):
-    trainer = build(tmp_path, SMALL | WIDE, megatron_options={"fp8": Fp8(recipe="delayed", emulate=True)}, dtype="bf16")
+    trainer = build(
+        tmp_path,
+        SMALL | WIDE,
+        megatron_options={"fp8": Fp8(recipe="delayed", emulate=True)},
+        dtype="bf16",
+    )
     batch, delayed = make_batch(num_rows=8, seed=3), trainer.emulation._delayed
     trainer.logprobs(batch)
     trainer.emulation.after_update()
     assert not any(each.history.any() for each in delayed), "a pass without gradient is no update"
     seen = [gradients(trainer, 8) for _ in range(2)]
-    assert all(each.history[:2].all() and not each.history[2:].any() and not each.largest.any() for each in delayed)
+    assert all(
+        each.history[:2].all() and not each.history[2:].any() and not each.largest.any()
+        for each in delayed
+    )
     name = "decoder.layers.2.mlp.linear_fc2.weight"
     assert not seen[0][name].equal(seen[1][name])
     saved = stored_objects(trainer.model[0].module)
@@ -208,12 +251,20 @@ def test_parameters_in_fp8_are_those_that_an_fp8_engine_gets(tmp_path):
     """Rounding them again changes nothing, and main weights keep what a small step adds."""
     fp8, rounding = Fp8(params=True, emulate=True), RECIPES["blockwise"]
     trainer = build(tmp_path, SMALL | WIDE, megatron_options={"fp8": fp8}, dtype="bf16", lr=1e-5)
-    names = [name for name in trainer.parameters_by_name() if "linear" in name and name.endswith("weight")]
+    names = [
+        name
+        for name in trainer.parameters_by_name()
+        if "linear" in name and name.endswith("weight")
+    ]
     assert len(names) == 4 * WIDE["layers"]
 
     def are_rounded() -> bool:
         weights = [trainer.parameters_by_name()[name] for name in names]
-        return all(rounding.of_weight(w, transposed=t).equal(w.float()) for w in weights for t in (False, True))
+        return all(
+            rounding.of_weight(w, transposed=t).equal(w.float())
+            for w in weights
+            for t in (False, True)
+        )
 
     assert are_rounded()
     before = {name: trainer.parameters_by_name()[name].clone() for name in names}
@@ -221,7 +272,9 @@ def test_parameters_in_fp8_are_those_that_an_fp8_engine_gets(tmp_path):
         gradients(trainer, 8)
     after = trainer.parameters_by_name()
     trainer.close()
-    changed = sum(int((after[name] != before[name]).sum()) for name in names) / sum(w.numel() for w in before.values())
+    changed = sum(int((after[name] != before[name]).sum()) for name in names) / sum(
+        w.numel() for w in before.values()
+    )
     assert 0.01 < changed < 0.9, "40 steps of 1e-5 carry some weights of 0.02 to the next number"
 
 
@@ -230,10 +283,14 @@ def test_what_quantising_changes_is_part_of_the_policys_floor_only(tmp_path):
     """The probe is judged by rounding, against the quantised weights; what was sampled, also by what these change."""
     trainer = build(tmp_path, SMALL | WIDE, dtype="bf16")
     fmt = fp8_format(trainer.shape, 1)
-    slices = slices_of(with_scales(trainer.table, fmt, is_whole=True), trainer.shape, trainer.layout)
+    slices = slices_of(
+        with_scales(trainer.table, fmt, is_whole=True), trainer.shape, trainer.layout
+    )
     batch = make_batch(num_rows=16, seed=3)
     before = trainer.logprobs(batch)
-    measured = measure_logprobs(trainer, batch, Fp8Quantizer(slices, fmt, lambda values, is_expert: None))
+    measured = measure_logprobs(
+        trainer, batch, Fp8Quantizer(slices, fmt, lambda values, is_expert: None)
+    )
     after, gap = trainer.logprobs(batch), Quantiles.of(before[batch.mask] - measured.logprobs_K)
     trainer.close()
     assert torch.equal(before, after), "the trainer has its own weights again"

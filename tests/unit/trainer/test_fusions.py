@@ -28,7 +28,12 @@ ALL = frozenset(KERNELS)
         ("qwen3", {}, frozenset(), set()),  # a CPU
         ("qwen3", {}, ALL, {ROPE}),
         ("qwen3", {"rotary_interleaved": True}, ALL, set()),
-        ("qwen3", {"position_embedding_type": "yarn"}, ALL, set()),  # Megatron-Bridge's providers have it
+        (
+            "qwen3",
+            {"position_embedding_type": "yarn"},
+            ALL,
+            set(),
+        ),  # Megatron-Bridge's providers have it
         ("qwen3_moe", {}, frozenset(), set()),
         ("qwen3_moe", {}, ALL, {ROPE, PERMUTE, ROUTER}),
         ("qwen3_moe", {}, ALL - {ROUTER}, {ROPE, PERMUTE}),  # Transformer Engine before 2.6
@@ -39,10 +44,16 @@ ALL = frozenset(KERNELS)
     ],
 )
 def test_fusions_by_model_and_kernels(family, change, kernels, expected):
-    create = Create.model_validate({"family": family, "experts": 4 if family != "qwen3" else 0, "vocab": 67})
+    create = Create.model_validate(
+        {"family": family, "experts": 4 if family != "qwen3" else 0, "vocab": 67}
+    )
     layout = Layout.of(Parallel(), 1, 0)
     config = transformer_config(
-        parse_model(hf_config(create), family), layout, dtype=torch.float32, dispatcher="alltoall", use_te=False
+        parse_model(hf_config(create), family),
+        layout,
+        dtype=torch.float32,
+        dispatcher="alltoall",
+        use_te=False,
     )
     vars(config).update(change)
     chosen = fusions(config, kernels)
@@ -62,14 +73,30 @@ def test_fields_are_those_of_megatron():
 
 def test_options_reach_megatron_and_entropy_is_measured_every_n_steps(one_rank, tmp_path):
     """Gradients are reduced during the backward pass, in buckets, if that is asked for on a CPU."""
-    options = {"bias_dropout_fusion": True, "overlap_grad_reduce": True, "bucket_size": 1000, "unsafe": False}
-    untied = {"tied": False}  # so that no other use of the output layer's weight gives it a gradient
-    trainer, batch = build(tmp_path, untied, entropy_every=3, megatron_options=options), make_batch(num_rows=4)
+    options = {
+        "bias_dropout_fusion": True,
+        "overlap_grad_reduce": True,
+        "bucket_size": 1000,
+        "unsafe": False,
+    }
+    untied = {
+        "tied": False
+    }  # so that no other use of the output layer's weight gives it a gradient
+    trainer, batch = (
+        build(tmp_path, untied, entropy_every=3, megatron_options=options),
+        make_batch(num_rows=4),
+    )
     assert trainer.model[0].config.bias_dropout_fusion
     assert len(trainer.model[0].bucket_groups) > 3
     updates = [train_supervised(trainer, batch).updates[0] for _ in range(4)]
     assert ["entropy" in update.metrics for update in updates] == [True, False, False, True]
     assert updates[3].loss < updates[0].loss
-    plan, weights_T = plan_microbatches(batch, trainer.layout, trainer.train), torch.ones(batch.num_tokens).double()
-    assert "entropy" in trainer.step(batch, plan, supervised_loss, weights_T, needs_entropy=True).metrics
+    plan, weights_T = (
+        plan_microbatches(batch, trainer.layout, trainer.train),
+        torch.ones(batch.num_tokens).double(),
+    )
+    assert (
+        "entropy"
+        in trainer.step(batch, plan, supervised_loss, weights_T, needs_entropy=True).metrics
+    )
     trainer.close()

@@ -30,7 +30,9 @@ def test_attention_stays_in_its_row_and_is_causal(lengths: tuple[int, ...], kv_h
     seen = (row[:, None] == row[None]) & torch.ones(total, total).tril().bool()
     wide_key, wide_value = (x.repeat_interleave(heads // kv_heads, 1) for x in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, wide_key) / dim**0.5
-    plain = torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), wide_value).flatten(1)
+    plain = torch.einsum(
+        "hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), wide_value
+    ).flatten(1)
     assert_close(out, plain)
     weights = torch.randn(out.shape, generator=generator, dtype=torch.float64)
     mine = torch.autograd.grad((out * weights).sum(), (query, key, value))
@@ -42,7 +44,8 @@ def test_sinks_take_attention_away_and_odd_layers_see_a_window(layer: int) -> No
     generator = torch.Generator().manual_seed(0)
     lengths, heads, dim, window = (7, 3), 4, 6, 3
     query, key, value = (
-        torch.randn(sum(lengths), count, dim, generator=generator).requires_grad_() for count in (heads, 2, 2)
+        torch.randn(sum(lengths), count, dim, generator=generator).requires_grad_()
+        for count in (heads, 2, 2)
     )
     config = SimpleNamespace(
         num_attention_heads=heads,
@@ -57,14 +60,21 @@ def test_sinks_take_attention_away_and_odd_layers_see_a_window(layer: int) -> No
     place = torch.cat([torch.arange(length) for length in lengths])
     row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     back = place[:, None] - place[None]
-    seen = (row[:, None] == row[None]) & (back >= 0) & (back < (window if layer == 1 else sum(lengths)))
+    seen = (
+        (row[:, None] == row[None])
+        & (back >= 0)
+        & (back < (window if layer == 1 else sum(lengths)))
+    )
     wide_key, wide_value = (x.repeat_interleave(heads // 2, 1) for x in (key, value))
     weights = (torch.einsum("qhd,khd->hqk", query, wide_key) * 0.3).exp() * seen
-    weights = weights / (weights.sum(-1, keepdim=True) + attention.softmax_offset.exp()[:, None, None])
+    weights = weights / (
+        weights.sum(-1, keepdim=True) + attention.softmax_offset.exp()[:, None, None]
+    )
     plain = torch.einsum("hqk,khd->qhd", weights, wide_value).flatten(1)
     assert_close(out, plain)
     gradients = [
-        torch.autograd.grad(x.square().sum(), attention.softmax_offset, retain_graph=True) for x in (out, plain)
+        torch.autograd.grad(x.square().sum(), attention.softmax_offset, retain_graph=True)
+        for x in (out, plain)
     ]
     assert_close(*gradients)
 

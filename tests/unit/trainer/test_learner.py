@@ -23,9 +23,13 @@ from megarl.types import CheckFailed, MicrobatchPlan, ScoredBatch, TokenLosses, 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def make_learner(folder: Path, objective: Objective | None = None, **train) -> tuple[PolicyLearner, ScoredBatch]:
+def make_learner(
+    folder: Path, objective: Objective | None = None, **train
+) -> tuple[PolicyLearner, ScoredBatch]:
     """A learner and a batch that it has scored."""
-    learner = PolicyLearner.of(build(folder, **train), objective or Objective(Algorithm(advantage="reinforce")))
+    learner = PolicyLearner.of(
+        build(folder, **train), objective or Objective(Algorithm(advantage="reinforce"))
+    )
     batch = make_batch(num_rows=8)
     state = learner.objective.initial_state()
     return learner, learner.objective.advantages(batch, learner.score(batch), state)[0]
@@ -46,7 +50,9 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 def test_the_learning_rate_advances_once_a_batch(tmp_path: Path) -> None:
-    learner, scored = make_learner(tmp_path, updates_per_step=2, steps=5, lr=1e-2, schedule="linear")
+    learner, scored = make_learner(
+        tmp_path, updates_per_step=2, steps=5, lr=1e-2, schedule="linear"
+    )
     lrs = [[update.lr for update in learner.update(scored).updates] for _ in range(3)]
     assert lrs == [pytest.approx([lr, lr]) for lr in (1e-2, 7.5e-3, 5e-3)]
     learner.trainer.close()
@@ -95,7 +101,9 @@ def test_no_forward_pass_is_made_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: dict, train: dict, passes: int
 ) -> None:
     made, run = [], trainer_module.forward_backward
-    monkeypatch.setattr(trainer_module, "forward_backward", lambda *args, **kw: (made.append(1), run(*args, **kw)))
+    monkeypatch.setattr(
+        trainer_module, "forward_backward", lambda *args, **kw: (made.append(1), run(*args, **kw))
+    )
     objective = Objective(Algorithm(advantage="reinforce", **algorithm))
     learner, scored = make_learner(tmp_path, objective, **train)
     learner.update(scored, gate=lambda batch: {"seen": float(batch.old_logprobs[batch.mask].sum())})
@@ -104,7 +112,9 @@ def test_no_forward_pass_is_made_twice(
 
 
 @pytest.mark.parametrize("where", ["loss", "reward"])
-def test_a_reference_that_has_become_the_policy_has_no_divergence(tmp_path: Path, where: str) -> None:
+def test_a_reference_that_has_become_the_policy_has_no_divergence(
+    tmp_path: Path, where: str
+) -> None:
     objective = Objective(Algorithm(advantage="reinforce", kl={"where": where, "coef": 0.1}))
     learner, scored = make_learner(tmp_path, objective, lr=3e-2)
     learner.update(scored)
@@ -119,10 +129,16 @@ def test_a_reference_that_has_become_the_policy_has_no_divergence(tmp_path: Path
     assert fresh.ref_logprobs is None
     if where == "reward":  # no token is penalised
         plain = Objective(Algorithm(advantage="reinforce"))
-        assert torch.equal(fresh.advantages, plain.advantages(scored, learner.score(scored), state)[0].advantages)
+        assert torch.equal(
+            fresh.advantages, plain.advantages(scored, learner.score(scored), state)[0].advantages
+        )
     (update,) = learner.update(fresh).updates
-    assert update.metrics["kl/ref"] == 0.0 or (where == "reward" and update.metrics["kl/ref"] < 1e-12)
-    assert objective.advantages(scored, learner.score(scored), state)[0].ref_logprobs is not None, "it has moved on"
+    assert update.metrics["kl/ref"] == 0.0 or (
+        where == "reward" and update.metrics["kl/ref"] < 1e-12
+    )
+    assert objective.advantages(scored, learner.score(scored), state)[0].ref_logprobs is not None, (
+        "it has moved on"
+    )
     learner.trainer.close()
 
 
@@ -139,11 +155,15 @@ def test_two_epochs_are_two_updates_by_hand(tmp_path: Path) -> None:
     learner, scored = make_learner(tmp_path, objective, lr=3e-2)
     old_T = learner.trainer.forward(scored).logprobs_T
     scored = replace(scored, old_logprobs=old_T)
-    plan = plan_microbatches(scored, learner.trainer.layout, learner.trainer.train, units=scored.group.tolist())
+    plan = plan_microbatches(
+        scored, learner.trainer.layout, learner.trainer.train, units=scored.group.tolist()
+    )
     weights_T, loss = objective.weights(scored, plan), objective.loss(scored)
     by_hand = [learner.trainer.step(scored, plan, loss, weights_T) for _ in range(2)]
     learner.trainer.finish_batch()
-    assert [(u.loss, u.grad_norm) for u in by_hand] == [(u.loss, u.grad_norm) for u in (first, second)]
+    assert [(u.loss, u.grad_norm) for u in by_hand] == [
+        (u.loss, u.grad_norm) for u in (first, second)
+    ]
     assert same(after, state_of(learner))
     learner.trainer.close()
 
@@ -154,7 +174,9 @@ def test_every_epoch_trains_each_row_once_in_an_order_of_its_own(
     learner, scored = make_learner(tmp_path, updates_per_step=4, epochs_per_batch=3)
     plans, step = [], Trainer.step
 
-    def watched(trainer: Trainer, batch: ScoredBatch, plan: MicrobatchPlan, *args: Any, **options: Any) -> UpdateReport:
+    def watched(
+        trainer: Trainer, batch: ScoredBatch, plan: MicrobatchPlan, *args: Any, **options: Any
+    ) -> UpdateReport:
         plans.append(plan.rows[0])
         return step(trainer, batch, plan, *args, **options)
 
@@ -163,16 +185,22 @@ def test_every_epoch_trains_each_row_once_in_an_order_of_its_own(
         learner.update(scored)
     rows = [sorted(row for rank in plan for bin in rank for row in bin) for plan in plans]
     epochs = [tuple(map(tuple, rows[start : start + 4])) for start in range(0, len(rows), 4)]
-    assert all(sorted(row for update in epoch for row in update) == list(range(8)) for epoch in epochs)
+    assert all(
+        sorted(row for update in epoch for row in update) == list(range(8)) for epoch in epochs
+    )
     assert epochs[0] == epochs[3], "the first epoch is in the order of the batch"
-    assert len({epochs[0], *epochs[1:3], *epochs[4:]}) > 2 and epochs[1:3] != epochs[4:], "by step and epoch"
+    assert len({epochs[0], *epochs[1:3], *epochs[4:]}) > 2 and epochs[1:3] != epochs[4:], (
+        "by step and epoch"
+    )
     learner.trainer.close()
 
 
 def test_the_gate_sees_a_batch_that_trains_nothing(tmp_path: Path) -> None:
     learner, scored = make_learner(tmp_path)
     scored = replace(scored, mask=torch.zeros_like(scored.mask))
-    report = learner.update(scored, gate=lambda batch: {"tokens": float(batch.old_logprobs.numel())})
+    report = learner.update(
+        scored, gate=lambda batch: {"tokens": float(batch.old_logprobs.numel())}
+    )
     assert report.updates[0].skipped and report.metrics["tokens"] == scored.num_tokens
     learner.trainer.close()
 
@@ -189,13 +217,19 @@ class Watched(Objective):
 
 
 def test_tokens_are_selected_by_the_policy_before_each_update(tmp_path: Path) -> None:
-    algorithm = Algorithm(loss="kl_cov", advantage="reinforce", token_selection_options={"share": 0.3})
+    algorithm = Algorithm(
+        loss="kl_cov", advantage="reinforce", token_selection_options={"share": 0.3}
+    )
     objective = Watched(algorithm)
     learner, scored = make_learner(tmp_path, objective, updates_per_step=2, lr=3e-2)
     learner.update(scored)
     assert scored.old_logprobs is not None
-    assert len(objective.selected_by) == 2 and torch.equal(objective.selected_by[0], scored.old_logprobs)
-    assert float((objective.selected_by[1] - scored.old_logprobs).abs().max()) > 1e-2, "the first update moved them"
+    assert len(objective.selected_by) == 2 and torch.equal(
+        objective.selected_by[0], scored.old_logprobs
+    )
+    assert float((objective.selected_by[1] - scored.old_logprobs).abs().max()) > 1e-2, (
+        "the first update moved them"
+    )
     learner.trainer.close()
 
 
@@ -211,7 +245,9 @@ def test_log_probs_that_were_not_scored_are_those_before_the_update(
         learner, scored = make_learner(tmp_path, objective, updates_per_step=updates)
         old_T = learner.trainer.forward(scored).logprobs_T if is_scored else None
         report = learner.update(replace(scored, old_logprobs=old_T))
-        reports.append([(update.loss, update.grad_norm, update.metrics) for update in report.updates])
+        reports.append(
+            [(update.loss, update.grad_norm, update.metrics) for update in report.updates]
+        )
         learner.trainer.close()
     assert reports[0] == reports[1]
     assert len(reports[0]) == updates and reports[0][0][1] > 1e-3
@@ -243,7 +279,9 @@ def test_a_value_head_learns(tmp_path: Path) -> None:
         plan = plan_microbatches(batch, trainer.layout, trainer.train)
         weights_T = batch.mask.double() / batch.mask.sum()
         assert not trainer.forward(batch).values_T.any()
-        losses[max_tokens] = [trainer.step(batch, plan, squared_error, weights_T).loss for _ in range(10)]
+        losses[max_tokens] = [
+            trainer.step(batch, plan, squared_error, weights_T).loss for _ in range(10)
+        ]
         assert losses[max_tokens][0] == pytest.approx(float(target_T[batch.mask].mean()))
         assert losses[max_tokens][-1] < 0.5 * losses[max_tokens][0]
         state = trainer.model[0].module.sharded_state_dict()
@@ -263,5 +301,8 @@ def test_shared_prefixes_change_no_update(tmp_path: Path, monkeypatch: pytest.Mo
             patched.setattr(trainer_module.Trainer, "shares_prefixes", shares)
             reports.append(learner.update(scored).updates[0])
         learner.trainer.close()
-    assert reports[0].grad_norm == pytest.approx(reports[1].grad_norm, rel=1e-6) and reports[0].grad_norm > 1e-3
+    assert (
+        reports[0].grad_norm == pytest.approx(reports[1].grad_norm, rel=1e-6)
+        and reports[0].grad_norm > 1e-3
+    )
     assert reports[0].loss == pytest.approx(reports[1].loss, abs=1e-6)

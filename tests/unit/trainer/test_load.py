@@ -45,8 +45,12 @@ def test_a_tensor_of_pairs_is_taken_apart(tmp_path: Path) -> None:
     alternating = torch.arange(2 * 3 * 8.0).view(2, 3, 8)
     save_file({"gate_up": alternating}, tmp_path / "model.safetensors")
     found = {FUSED: torch.zeros(4, 3)}  # expert 1, pairs 2 and 3
-    load_hf(found, [ShardSlice("gate_up", (1, 0, 2, 0), (1, 3, 2, 2), FUSED, 0, (0, 1, 3, 6))], tmp_path)
-    assert torch.equal(found[FUSED], torch.cat([alternating[1, :, 4::2].T, alternating[1, :, 5::2].T]))
+    load_hf(
+        found, [ShardSlice("gate_up", (1, 0, 2, 0), (1, 3, 2, 2), FUSED, 0, (0, 1, 3, 6))], tmp_path
+    )
+    assert torch.equal(
+        found[FUSED], torch.cat([alternating[1, :, 4::2].T, alternating[1, :, 5::2].T])
+    )
 
 
 def test_faults_are_named(tmp_path: Path) -> None:
@@ -58,16 +62,24 @@ def test_faults_are_named(tmp_path: Path) -> None:
     save_file({"words": WORDS[:2].contiguous(), "gate": GATE}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"words has shape \(2, 2\)"):
         load_hf(parameters(), BOXES, tmp_path)
-    save_file({"words": WORDS.to(torch.float8_e4m3fn), "gate": GATE}, tmp_path / "model.safetensors")
+    save_file(
+        {"words": WORDS.to(torch.float8_e4m3fn), "gate": GATE}, tmp_path / "model.safetensors"
+    )
     with pytest.raises(ValueError, match="words is quantised \(F8_E4M3\)"):
         load_hf(parameters(), BOXES, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("boxes", "message"),
-    [(BOXES[:2], "in no slice"), ([*BOXES, BOXES[2]], "in two slices"), (BOXES[:1], "slices and model differ")],
+    [
+        (BOXES[:2], "in no slice"),
+        ([*BOXES, BOXES[2]], "in two slices"),
+        (BOXES[:1], "slices and model differ"),
+    ],
 )
-def test_boxes_must_cover_each_element_once(tmp_path: Path, boxes: list[ShardSlice], message: str) -> None:
+def test_boxes_must_cover_each_element_once(
+    tmp_path: Path, boxes: list[ShardSlice], message: str
+) -> None:
     save_file({"words": WORDS, "gate": GATE}, tmp_path / "model.safetensors")
     with pytest.raises(AssertionError, match=message):
         load_hf(parameters(), boxes, tmp_path)

@@ -34,9 +34,14 @@ def draw() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def test_values_and_gradients(chunk: int, temperature: float) -> None:
     hidden, weight, labels = draw()
     shard = VocabShard.of(VOCAB, ROWS, dist.group.WORLD)
-    ours = token_outputs(hidden, weight, labels, shard, temperature=temperature, chunk=chunk, entropy=True)
+    ours = token_outputs(
+        hidden, weight, labels, shard, temperature=temperature, chunk=chunk, entropy=True
+    )
     log_softmax = (hidden @ weight[:VOCAB].T / temperature).log_softmax(-1)
-    logprobs, entropy = log_softmax.gather(1, labels[:, None])[:, 0], -(log_softmax.exp() * log_softmax).sum(-1)
+    logprobs, entropy = (
+        log_softmax.gather(1, labels[:, None])[:, 0],
+        -(log_softmax.exp() * log_softmax).sum(-1),
+    )
     assert ours.entropy_T is not None
     assert_close(ours.logprobs_T, logprobs)
     assert_close(ours.entropy_T, entropy)
@@ -53,7 +58,9 @@ def test_values_and_gradients(chunk: int, temperature: float) -> None:
 def test_without_entropy_and_without_tokens() -> None:
     hidden, weight, labels = draw()
     shard = VocabShard.of(VOCAB, ROWS, dist.group.WORLD)
-    ours = token_outputs(hidden[:0], weight, labels[:0], shard, temperature=1.0, chunk=4, entropy=False)
+    ours = token_outputs(
+        hidden[:0], weight, labels[:0], shard, temperature=1.0, chunk=4, entropy=False
+    )
     assert ours.entropy_T is None and ours.logprobs_T.shape == (0,)
     ours.logprobs_T.sum().backward()
     assert weight.grad is not None and weight.grad.abs().max() == 0
@@ -66,14 +73,20 @@ def test_against_plain_fp64(monkeypatch: pytest.MonkeyPatch, tile: int, dtype: t
     monkeypatch.setitem(logprobs.TILE_BYTES, "cpu", tile)
     generator = torch.Generator().manual_seed(1)
     hidden, weight = (torch.randn(n, 32, generator=generator).to(dtype) for n in (40, 500))
-    labels, given = torch.randint(500, (40,), generator=generator), torch.randn(2, 40, generator=generator)
+    labels, given = (
+        torch.randint(500, (40,), generator=generator),
+        torch.randn(2, 40, generator=generator),
+    )
     found = []
     for wide in (False, True):
         h, w = (x.double() if wide else x.clone() for x in (hidden, weight))
         h.requires_grad_(), w.requires_grad_()
         if wide:
             log_softmax = (h @ w.T / 0.7).log_softmax(1)
-            out = [log_softmax.gather(1, labels[:, None])[:, 0], -(log_softmax.exp() * log_softmax).sum(1)]
+            out = [
+                log_softmax.gather(1, labels[:, None])[:, 0],
+                -(log_softmax.exp() * log_softmax).sum(1),
+            ]
         else:
             shard = VocabShard.of(500, 500, dist.group.WORLD)
             read = token_outputs(h, w, labels, shard, temperature=0.7, chunk=16, entropy=True)
@@ -86,17 +99,27 @@ def test_against_plain_fp64(monkeypatch: pytest.MonkeyPatch, tile: int, dtype: t
 
 
 @pytest.mark.parametrize("of_entropy", [False, True])
-def test_gradients_at_likely_tokens_are_not_rounded_to_the_size_of_the_logits(of_entropy: bool) -> None:
+def test_gradients_at_likely_tokens_are_not_rounded_to_the_size_of_the_logits(
+    of_entropy: bool,
+) -> None:
     """max + log sum has steps of 4e-6 at 40, and p has them with it."""
     logits = torch.zeros(64, VOCAB)
     logits[:, 0] = torch.linspace(33, 40, 64)
     logits[:, 1] = logits[:, 0] - torch.linspace(0.5, 6, 64)
     labels, found = torch.zeros(64, dtype=torch.long), []
     for dtype in (torch.float32, torch.float64):
-        hidden = logits.to(dtype, copy=True).requires_grad_()  # times the identity: logits without an error
+        hidden = logits.to(
+            dtype, copy=True
+        ).requires_grad_()  # times the identity: logits without an error
         shard = VocabShard.of(VOCAB, VOCAB, dist.group.WORLD)
         ours = token_outputs(
-            hidden, torch.eye(VOCAB, dtype=dtype), labels, shard, temperature=1.0, chunk=64, entropy=of_entropy
+            hidden,
+            torch.eye(VOCAB, dtype=dtype),
+            labels,
+            shard,
+            temperature=1.0,
+            chunk=64,
+            entropy=of_entropy,
         )
         (ours.logprobs_T.sum() + (ours.entropy_T.sum() if of_entropy else 0)).backward()
         found.append(hidden.grad.double())
@@ -120,7 +143,9 @@ def test_the_gradient_goes_to_main_grad_where_there_is_one() -> None:
 
 
 @pytest.mark.parametrize("of_entropy", [False, True])
-def test_no_tensor_of_all_logits_is_ever_made(monkeypatch: pytest.MonkeyPatch, of_entropy: bool) -> None:
+def test_no_tensor_of_all_logits_is_ever_made(
+    monkeypatch: pytest.MonkeyPatch, of_entropy: bool
+) -> None:
     """Forward and backward: no tensor of tokens and vocabulary is larger than a tile; an entropy that is only looked
     at has no backward."""
     monkeypatch.setitem(logprobs.TILE_BYTES, "cpu", 4 * 4 * 5)
@@ -134,7 +159,11 @@ def test_no_tensor_of_all_logits_is_ever_made(monkeypatch: pytest.MonkeyPatch, o
             out = func(*args, **(kwargs or {}))
             inputs = {x.untyped_storage().data_ptr() for x in (hidden, weight)}
             for x in [out] if isinstance(out, torch.Tensor) else []:
-                if x.ndim == 2 and x.untyped_storage().data_ptr() not in inputs and x.shape[1] not in (H, T):
+                if (
+                    x.ndim == 2
+                    and x.untyped_storage().data_ptr() not in inputs
+                    and x.shape[1] not in (H, T)
+                ):
                     largest = max(largest, x.numel() * x.itemsize)
             exponentials += func is torch.ops.aten.exp.out
             return out
@@ -150,7 +179,9 @@ def test_no_tensor_of_all_logits_is_ever_made(monkeypatch: pytest.MonkeyPatch, o
 
 @pytest.mark.parametrize("of_entropy", [False, True])
 @pytest.mark.parametrize("tile", [60, 200, 1 << 20])
-def test_extra_labels_against_plain_fp64(monkeypatch: pytest.MonkeyPatch, tile: int, of_entropy: bool) -> None:
+def test_extra_labels_against_plain_fp64(
+    monkeypatch: pytest.MonkeyPatch, tile: int, of_entropy: bool
+) -> None:
     """Eight labels of each position, two of them equal, in tiles of one column and more; memory as for one."""
     monkeypatch.setitem(logprobs.TILE_BYTES, "cpu", tile)
     generator = torch.Generator().manual_seed(2)
@@ -165,12 +196,22 @@ def test_extra_labels_against_plain_fp64(monkeypatch: pytest.MonkeyPatch, tile: 
         h.requires_grad_(), w.requires_grad_()
         if wide:
             log_softmax = (h @ w[:VOCAB].T / 0.7).log_softmax(1)
-            of_labels, entropy = log_softmax.gather(1, labels), -(log_softmax.exp() * log_softmax).sum(1)
+            of_labels, entropy = (
+                log_softmax.gather(1, labels),
+                -(log_softmax.exp() * log_softmax).sum(1),
+            )
         else:
             shard = VocabShard.of(VOCAB, ROWS, dist.group.WORLD)
             read = token_outputs(h, w, labels, shard, temperature=0.7, chunk=4, entropy=True)
-            assert read.logprobs_T is not None and read.extra_logprobs_TK is not None and read.entropy_T is not None
-            of_labels, entropy = torch.cat([read.logprobs_T[:, None], read.extra_logprobs_TK], 1), read.entropy_T
+            assert (
+                read.logprobs_T is not None
+                and read.extra_logprobs_TK is not None
+                and read.entropy_T is not None
+            )
+            of_labels, entropy = (
+                torch.cat([read.logprobs_T[:, None], read.extra_logprobs_TK], 1),
+                read.entropy_T,
+            )
         ((of_labels * given).sum() + (entropy.square().sum() if of_entropy else 0)).backward()
         found.append([x.detach().double() for x in (of_labels, h.grad, w.grad)])
     for ours, true in zip(*found, strict=True):
@@ -190,7 +231,9 @@ def test_one_label_is_bit_for_bit_that_of_a_flat_tensor() -> None:
 
 @pytest.mark.parametrize("tile", [60, 200, 1 << 20])
 @pytest.mark.parametrize("count", [1, 5, VOCAB])
-def test_top_tokens_are_those_of_all_logits(monkeypatch: pytest.MonkeyPatch, tile: int, count: int) -> None:
+def test_top_tokens_are_those_of_all_logits(
+    monkeypatch: pytest.MonkeyPatch, tile: int, count: int
+) -> None:
     monkeypatch.setitem(logprobs.TILE_BYTES, "cpu", tile)
     hidden, weight, _ = draw()
     weight.data[VOCAB:] = 100 * hidden.data[0]  # padding that would win

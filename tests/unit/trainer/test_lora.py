@@ -20,7 +20,15 @@ from megarl.models.shape import ModelShape
 from megarl.models.shards import ShardSlice, shapes_of, slices_of
 from megarl.trainer.lora import Adapters
 
-SIZES = {"layers": 3, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "vocab": 67, "tokenizer": "none"}
+SIZES = {
+    "layers": 3,
+    "hidden": 64,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 32,
+    "vocab": 67,
+    "tokenizer": "none",
+}
 RANK, ALPHA = 3, 5.0
 
 
@@ -65,20 +73,30 @@ def chunk_of(slices: list[ShardSlice], tensors: Mapping[str, Tensor]) -> Any:
 
 
 @pytest.mark.parametrize("spec", ["local", "te"])
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "qwen3_moe", "deepseek_v3", "glm4_moe", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "qwen2", "qwen3_moe", "deepseek_v3", "glm4_moe", "mixtral", "gpt_oss"]
+)
 def test_merged_weights_are_those_of_each_projection(family: str, spec: Any) -> None:
     """W + alpha / rank * B A of Hugging Face's projections, wherever a layout puts them."""
     shape, generator = shape_of(family), torch.Generator().manual_seed(0)
     lora = Lora(rank=RANK, alpha=ALPHA)
     for parallel in (Parallel(), Parallel(tensor=2, expert=2), Parallel(tensor=2, expert_tensor=2)):
-        table = megatron_table(shape, spec=spec, padded_vocab=padded_vocab(shape.vocab, parallel.tensor))
+        table = megatron_table(
+            shape, spec=spec, padded_vocab=padded_vocab(shape.vocab, parallel.tensor)
+        )
         adapters = adapter_table(table, lora.targets, RANK)
         sizes, of_adapters = shapes_of(table, shape), shapes_of(adapters, shape)
-        tensors = {name: torch.randn(size, generator=generator) for name, size in (sizes | of_adapters).items()}
+        tensors = {
+            name: torch.randn(size, generator=generator)
+            for name, size in (sizes | of_adapters).items()
+        }
         merged = dict(tensors)
         for name in (name for name in of_adapters if ".lora_A." in name):
             weight = name.removeprefix(PREFIX).replace(".lora_A", "")
-            merged[weight] = tensors[weight] + ALPHA / RANK * tensors[name.replace("lora_A", "lora_B")] @ tensors[name]
+            merged[weight] = (
+                tensors[weight]
+                + ALPHA / RANK * tensors[name.replace("lora_A", "lora_B")] @ tensors[name]
+            )
         world = parallel.tensor
         for rank in range(world):
             layout = Layout.of(parallel, world, rank)
@@ -91,7 +109,11 @@ def test_merged_weights_are_those_of_each_projection(family: str, spec: Any) -> 
             weights = {name: x for name, x in chunk.named_parameters() if "lora_" not in name}
             result = found.merged(weights)
             for part in slices:
-                torch.testing.assert_close(view(result[part.param], part), cut(merged[part.name], part))
+                torch.testing.assert_close(
+                    view(result[part.param], part), cut(merged[part.name], part)
+                )
             assert {part.name for part in found.slices} <= of_adapters.keys()
             assert not any(x.requires_grad for x in weights.values())
-    assert any(".experts." in name for name in of_adapters) == (shape.is_moe and family != "gpt_oss")
+    assert any(".experts." in name for name in of_adapters) == (
+        shape.is_moe and family != "gpt_oss"
+    )

@@ -37,12 +37,20 @@ def build(folder: Path, lora: Lora | None, *, dtype: str = "fp32", **options: An
     settings = Train.model_validate({"dtype": dtype, "lr": 1e-2, "max_tokens_per_microbatch": 64})
     layout, device = Layout.of(Parallel(), 1, 0), torch.device("cpu")
     return Trainer.build(
-        read_model(folder), layout, train=settings, folder=folder, device=device, head=lora, megatron_options=options
+        read_model(folder),
+        layout,
+        train=settings,
+        folder=folder,
+        device=device,
+        head=lora,
+        megatron_options=options,
     )
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe-fp8", "gpt_oss-mxfp4", "deepseek_v3-int4"])
-def test_a_quantised_base_is_adapted_as_the_weights_that_it_stands_for(tmp_path: Path, kind: str) -> None:
+def test_a_quantised_base_is_adapted_as_the_weights_that_it_stands_for(
+    tmp_path: Path, kind: str
+) -> None:
     """Bit for bit as its dequantised folder; the merged export has the format that the base came in."""
     folder, _, parts = make_quantised(kind, tmp_path)
     plain, batch = tmp_path / "plain", make_batch(num_rows=4)
@@ -72,7 +80,9 @@ def test_a_quantised_base_is_adapted_as_the_weights_that_it_stands_for(tmp_path:
             export_hf(
                 tmp_path / "hf",
                 origin=folder,
-                weights=WeightFormat(trainer.hf_shapes(), torch.bfloat16, fp32_tensors(trainer.shape)),
+                weights=WeightFormat(
+                    trainer.hf_shapes(), torch.bfloat16, fp32_tensors(trainer.shape)
+                ),
                 sources=trainer.slices_by_rank(),
                 parameters=trainer.merged_parameters,
                 transport=InProcess(),
@@ -81,7 +91,9 @@ def test_a_quantised_base_is_adapted_as_the_weights_that_it_stands_for(tmp_path:
             for part in trainer.local_slices():
                 if part.name in whole and part.shape == whole[part.name].shape:
                     x = merged[part.param]
-                    sent[part.name] = x.as_strided(part.shape, part.strides, x.storage_offset() + part.offset).clone()
+                    sent[part.name] = x.as_strided(
+                        part.shape, part.strides, x.storage_offset() + part.offset
+                    ).clone()
         trainer.close()
     assert found[0][:2] == found[1][:2] and torch.equal(found[0][2], found[1][2])
     again = read_all(tmp_path / "hf")
@@ -89,10 +101,14 @@ def test_a_quantised_base_is_adapted_as_the_weights_that_it_stands_for(tmp_path:
         name: x.dtype for name, x in stored(folder).items()
     }
     for name, x in sent.items():
-        exact = torch.stack([storage.round(matrix) for matrix in x.view(-1, *x.shape[-2:])]).view_as(x)
+        exact = torch.stack(
+            [storage.round(matrix) for matrix in x.view(-1, *x.shape[-2:])]
+        ).view_as(x)
         assert torch.equal(again[name], exact), name
     changed = [name for name, x in whole.items() if not torch.equal(again[name], x)]
-    assert bool(changed) == bool(sent) == ("gpt_oss" not in kind), "its quantised weights are experts, not adapted"
+    assert bool(changed) == bool(sent) == ("gpt_oss" not in kind), (
+        "its quantised weights are experts, not adapted"
+    )
 
 
 def adapter_gradients(folder: Path, lora: Lora, **options: Any) -> dict[str, Tensor]:
@@ -113,7 +129,11 @@ def adapter_gradients(folder: Path, lora: Lora, **options: Any) -> dict[str, Ten
 
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"])
 def test_in_fp8_the_base_is_rounded_and_adapters_learn(tmp_path: Path, recipe: Any) -> None:
-    folder, batch, fp8 = save_model("qwen3_moe", tmp_path), make_batch(num_rows=8), Fp8(recipe=recipe, emulate=True)
+    folder, batch, fp8 = (
+        save_model("qwen3_moe", tmp_path),
+        make_batch(num_rows=8),
+        Fp8(recipe=recipe, emulate=True),
+    )
     logprobs = []
     for lora in (None, Lora(rank=RANK, alpha=ALPHA)):
         trainer = build(folder, lora, fp8=fp8)
@@ -125,7 +145,9 @@ def test_in_fp8_the_base_is_rounded_and_adapters_learn(tmp_path: Path, recipe: A
             with adapters.off():
                 logprobs.append(trainer.logprobs(batch))
         trainer.close()
-    assert torch.equal(logprobs[0], logprobs[1]) and torch.equal(logprobs[0], logprobs[2]), "B = 0, or off: the base"
+    assert torch.equal(logprobs[0], logprobs[1]) and torch.equal(logprobs[0], logprobs[2]), (
+        "B = 0, or off: the base"
+    )
     random_adapter(folder, tmp_path / "adapter")
     lora = Lora(rank=RANK, alpha=ALPHA, path=str(tmp_path / "adapter"))
     exact = adapter_gradients(folder, lora)

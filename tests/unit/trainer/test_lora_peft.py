@@ -30,9 +30,13 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def trainer_of(folder: Path, lora: Lora, **train: Any) -> Trainer:
-    settings = Train.model_validate({"dtype": "fp32", "lr": 1e-2, "max_tokens_per_microbatch": 64, **train})
+    settings = Train.model_validate(
+        {"dtype": "fp32", "lr": 1e-2, "max_tokens_per_microbatch": 64, **train}
+    )
     layout, device = Layout.of(Parallel(), 1, 0), torch.device("cpu")
-    return Trainer.build(read_model(folder), layout, train=settings, folder=folder, device=device, head=lora)
+    return Trainer.build(
+        read_model(folder), layout, train=settings, folder=folder, device=device, head=lora
+    )
 
 
 def write_peft(trainer: Trainer, folder: Path, base: Path) -> None:
@@ -49,7 +53,9 @@ def write_peft(trainer: Trainer, folder: Path, base: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", pytest.param("mixtral", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "qwen3_moe", pytest.param("mixtral", marks=pytest.mark.long)]
+)
 def test_an_export_loads_in_peft_and_comes_back(tmp_path: Path, name: str) -> None:
     base, batch = save_model(name, tmp_path), make_batch(num_rows=8)
     trainer = trainer_of(base, Lora(rank=3, alpha=5.0))
@@ -70,11 +76,17 @@ def test_an_export_loads_in_peft_and_comes_back(tmp_path: Path, name: str) -> No
 
 def test_an_adapter_of_peft_is_read_by_its_names(tmp_path: Path) -> None:
     base, batch = save_model("qwen3", tmp_path), make_batch(num_rows=8)
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], init_lora_weights=False
+    )
     model = peft.get_peft_model(load_model(base), config)
     model.save_pretrained(tmp_path / "adapter")
     lora = Lora(rank=4, alpha=8.0, targets=("q_proj", "down_proj"), path=str(tmp_path / "adapter"))
-    sections = {"stage": "sft", "lora": lora.model_dump(), "rollout": {"max_prompt_tokens": 8, "max_tokens": 8}}
+    sections = {
+        "stage": "sft",
+        "lora": lora.model_dump(),
+        "rollout": {"max_prompt_tokens": 8, "max_tokens": 8},
+    }
     check_config(parse_config({"model": {"path": str(base)}, **sections}), Env())
     trainer = trainer_of(base, lora)
     with torch.no_grad():
@@ -102,7 +114,9 @@ def test_the_reference_is_the_base_without_a_copy(tmp_path: Path) -> None:
 
 def test_dropout_is_of_training_only_and_offloaded_weights_come_back(tmp_path: Path) -> None:
     base, batch = save_model("qwen3", tmp_path), make_batch(num_rows=8)
-    trainer = trainer_of(base, Lora(rank=3, dropout=0.5), offload=("gradients", "optimizer", "weights"))
+    trainer = trainer_of(
+        base, Lora(rank=3, dropout=0.5), offload=("gradients", "optimizer", "weights")
+    )
     train_supervised(trainer, batch)
     logprobs = trainer.logprobs(batch)
     weights = {name: x.clone() for name, x in trainer.parameters_by_name().items()}

@@ -24,7 +24,9 @@ class BoundedHead(RewardHead):
 
     def read(self, model, hidden_SH, labels_S, options) -> TokenOutputs:
         linear = model.get_submodule("value_head")
-        return TokenOutputs(values_T=SCALE * torch.tanh(hidden_SH.float() @ linear.weight.float()[0]))
+        return TokenOutputs(
+            values_T=SCALE * torch.tanh(hidden_SH.float() @ linear.weight.float()[0])
+        )
 
 
 def pair_loss(outputs: TokenOutputs, rows: MicrobatchRows) -> TokenLosses:
@@ -37,7 +39,9 @@ def pair_loss(outputs: TokenOutputs, rows: MicrobatchRows) -> TokenLosses:
 
 def weights(batch: TokenBatch) -> torch.Tensor:
     last_N = batch.cu_seqlens[1:] - 1
-    return torch.zeros(batch.num_tokens, dtype=torch.float64).index_fill(0, last_N[::2], 2 / batch.num_rows)
+    return torch.zeros(batch.num_tokens, dtype=torch.float64).index_fill(
+        0, last_N[::2], 2 / batch.num_rows
+    )
 
 
 def test_pairs_are_learned(tmp_path: Path) -> None:
@@ -51,6 +55,8 @@ def test_pairs_are_learned(tmp_path: Path) -> None:
         losses[max_tokens] = [report.loss for report in reports]
         scores = trainer.forward(batch).values_T[batch.cu_seqlens[1:] - 1]
         assert scores.abs().max() < SCALE and (scores[::2] > scores[1::2]).all()
-        assert reports[0].loss == torch.log(torch.tensor(2.0)).item() and reports[-1].metrics == {"accuracy": 1.0}
+        assert reports[0].loss == torch.log(torch.tensor(2.0)).item() and reports[-1].metrics == {
+            "accuracy": 1.0
+        }
         trainer.close()
     torch.testing.assert_close(*(torch.tensor(x) for x in losses.values()), rtol=1e-4, atol=1e-6)

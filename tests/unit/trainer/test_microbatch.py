@@ -42,8 +42,12 @@ def test_rows_then_one_dummy_row(rows: tuple[int, ...], multiple: int) -> None:
 @pytest.mark.parametrize("multiple", [1, 4])
 def test_shared_prefixes_are_computed_once(multiple: int) -> None:
     rows = [[5, 6, 7, 8], [5, 6, 9], [5, 6, 7, 8], [5, 4, 4], [5, 4, 4, 4]]
-    batch = token_batch([(torch.tensor(row), torch.arange(len(row)) >= 2) for row in rows], temperature=1.0)
-    micro = pack(batch, range(5), batch.mask, tensor=multiple, context=Axis(1), device=CPU, share=True)
+    batch = token_batch(
+        [(torch.tensor(row), torch.arange(len(row)) >= 2) for row in rows], temperature=1.0
+    )
+    micro = pack(
+        batch, range(5), batch.mask, tensor=multiple, context=Axis(1), device=CPU, share=True
+    )
     assert (
         micro.tokens[0].tolist()[:8] == [6, 7, 8, 9, 5, 4, 4, 4]
         and micro.tokens.numel() == -(-8 // multiple) * multiple

@@ -22,20 +22,30 @@ WEIGHTS = BATCH.mask / BATCH.mask.sum()
 LOGITS = torch.randn(BATCH.num_tokens, EXPERTS, generator=torch.Generator().manual_seed(1))
 
 
-def terms(rows: tuple[int, ...], *, tensor: int = 1, context: Axis = Axis(1), more: int = 0) -> list[Tensor]:  # noqa: B008
+def terms(
+    rows: tuple[int, ...], *, tensor: int = 1, context: Axis = Axis(1), more: int = 0
+) -> list[Tensor]:  # noqa: B008
     """[weight, balance, z] of each row, added up over the tensor ranks, whose counts are put together by hand."""
     microbatch = pack(BATCH, rows, BATCH.mask, tensor=tensor, context=context, device=CPU)
     if more:
         length = microbatch.length + more
-        microbatch = pack(BATCH, rows, BATCH.mask, tensor=tensor, context=context, device=CPU, length=length)
+        microbatch = pack(
+            BATCH, rows, BATCH.mask, tensor=tensor, context=context, device=CPU, length=length
+        )
         assert microbatch.length == microbatch.tokens.numel() == length
     padded = torch.full((microbatch.source.numel(), EXPERTS), 30.0)  # padding would show
     is_real = microbatch.source >= 0
     padded[is_real] = LOGITS[microbatch.rows.index[microbatch.source[is_real]]]
     parts = [RouterRows.of(microbatch, WEIGHTS, Axis(tensor, rank), CPU) for rank in range(tensor)]
-    whole = RouterRows(torch.cat([part.row_N for part in parts]), parts[0].length_R, parts[0].weight_R)
+    whole = RouterRows(
+        torch.cat([part.row_N for part in parts]), parts[0].length_R, parts[0].weight_R
+    )
     scores = scores_of(padded, "softmax")
-    return [whole.weight_R, balance(scores, whole, topk=TOPK, group=None), mean_square_lse(padded, whole)]
+    return [
+        whole.weight_R,
+        balance(scores, whole, topk=TOPK, group=None),
+        mean_square_lse(padded, whole),
+    ]
 
 
 def plain(row: int) -> list[float]:

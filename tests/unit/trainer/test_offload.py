@@ -25,7 +25,15 @@ from megarl.models.registry import read_model
 from megarl.stages.sft import train_supervised
 from megarl.trainer.trainer import Trainer
 
-SMALL = {"layers": 2, "hidden": 32, "heads": 2, "kv_heads": 2, "head_dim": 16, "vocab": 67, "tokenizer": "none"}
+SMALL = {
+    "layers": 2,
+    "hidden": 32,
+    "heads": 2,
+    "kv_heads": 2,
+    "head_dim": 16,
+    "vocab": 67,
+    "tokenizer": "none",
+}
 MOE = {**SMALL, "family": "qwen3_moe", "experts": 4}
 EVERYTHING = ["gradients", "optimizer", "weights"]
 
@@ -38,7 +46,13 @@ def world() -> Iterator[None]:
 
 
 def build(folder: Path, create: dict, **train) -> Trainer:
-    values = {"dtype": "fp32", "lr": 1e-2, "max_tokens_per_microbatch": 64, "updates_per_step": 2, **train}
+    values = {
+        "dtype": "fp32",
+        "lr": 1e-2,
+        "max_tokens_per_microbatch": 64,
+        "updates_per_step": 2,
+        **train,
+    }
     model, layout = create_model(Create(**create), folder), Layout.of(Parallel(), 1, 0)
     settings, device = Train.model_validate(values), torch.device("cpu")
     return Trainer.build(read_model(model), layout, train=settings, folder=model, device=device)
@@ -60,7 +74,9 @@ def learn(trainer: Trainer, steps: int = 2) -> list:
 
 
 def same(one: list, other: list) -> bool:
-    return one[0] == other[0] and all(torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True))
+    return one[0] == other[0] and all(
+        torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True)
+    )
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -73,7 +89,9 @@ def test_what_is_away_has_no_memory(tmp_path: Path) -> None:
     trainer = build(tmp_path, {**SMALL, "vocab": 400_000}, offload=EVERYTHING)
     buffer = trainer.model[0].buffers[0]
     size, before = buffer.grad_data.nbytes, resident()
-    assert size > 50e6 and buffer.grad_data.untyped_storage().nbytes() == 0, "freed before the optimizer was built"
+    assert size > 50e6 and buffer.grad_data.untyped_storage().nbytes() == 0, (
+        "freed before the optimizer was built"
+    )
     trainer.memory.onload_gradients()
     touched = resident()
     trainer.memory.offload_training_state()
@@ -92,11 +110,17 @@ def resident() -> int:
     return pages * 4096
 
 
-@pytest.mark.parametrize(("create", "modules"), [(SMALL, ["core_attn", "mlp"]), (MOE, ["core_attn", "moe"])])
-def test_recomputed_activations_change_nothing(tmp_path: Path, create: dict, modules: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("create", "modules"), [(SMALL, ["core_attn", "mlp"]), (MOE, ["core_attn", "moe"])]
+)
+def test_recomputed_activations_change_nothing(
+    tmp_path: Path, create: dict, modules: list[str]
+) -> None:
     plain = learn(build(tmp_path, create))
     assert same(plain, learn(build(tmp_path, create, recompute="full")))
-    assert same(plain, learn(build(tmp_path, create, recompute="selective", recompute_modules=modules)))
+    assert same(
+        plain, learn(build(tmp_path, create, recompute="selective", recompute_modules=modules))
+    )
     with pytest.raises(ValueError, match=r"train\.recompute_modules=.*: attention is unavailable"):
         build(tmp_path, create, recompute="selective", recompute_modules=["attention"])
 
@@ -113,24 +137,40 @@ def test_recomputed_activations_are_not_kept(tmp_path: Path) -> None:
 def test_peaks_of_phases_drop(tmp_path: Path) -> None:
     """Bytes on the device. In fp32 there are as many gradients as weights, and twice as many moments."""
     create = {**SMALL, "hidden": 64, "vocab": 1024}
-    chosen = ["nothing", *(name for name in SETTINGS if name.startswith(("recompute", "offload")) and "," not in name)]
+    chosen = [
+        "nothing",
+        *(
+            name
+            for name in SETTINGS
+            if name.startswith(("recompute", "offload")) and "," not in name
+        ),
+    ]
     found = {}
     for name in chosen:
         train = {"dtype": "fp32", **SETTINGS[name]}
         found[name], _ = memory_peaks.peaks(tmp_path / name, create, train, rows=4, longest=128)
     plain, one = found["nothing"], found["nothing"]["rollout"] / 4  # the weights
     trains = {name: peak["train"] for name, peak in found.items()}
-    kept = {phase: {name: peak[phase] / one for name, peak in found.items()} for phase in ("rollout", "sync")}
+    kept = {
+        phase: {name: peak[phase] / one for name, peak in found.items()}
+        for phase in ("rollout", "sync")
+    }
     nearly = partial(pytest.approx, abs=0.1)
 
-    assert trains["recompute core_attn"] < 0.98 * plain["train"] and trains["recompute mlp"] < 0.9 * plain["train"]
+    assert (
+        trains["recompute core_attn"] < 0.98 * plain["train"]
+        and trains["recompute mlp"] < 0.9 * plain["train"]
+    )
     assert trains["recompute full"] < 0.6 * plain["train"]
     for phase, weights in (("rollout", 0), ("sync", 1)):
         assert kept[phase]["offload gradients"] == nearly(3)
         assert kept[phase]["offload optimizer"] == nearly(2)
         assert kept[phase]["offload weights"] == nearly(3 + weights)
         assert kept[phase]["offload all"] == nearly(weights)
-    for name in ("offload optimizer", "offload all"):  # activations and moments are never there together
+    for name in (
+        "offload optimizer",
+        "offload all",
+    ):  # activations and moments are never there together
         assert (plain["train"] - trains[name]) / one == nearly(2)
 
 
@@ -161,9 +201,13 @@ def saved_bytes(trainer: Trainer) -> int:
 def test_bf16_has_fp32_main_weights_and_fp32_gradients(tmp_path: Path) -> None:
     trainer = build(tmp_path, SMALL, dtype="bf16", lr=1e-5)
     assert {p.dtype for p in trainer.parameters_by_name().values()} == {torch.bfloat16}
-    assert {buffer.grad_data.dtype for chunk in trainer.model for buffer in chunk.buffers} == {torch.float32}
+    assert {buffer.grad_data.dtype for chunk in trainer.model for buffer in chunk.buffers} == {
+        torch.float32
+    }
     for part in getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer]):
-        assert {p.dtype for group in part.optimizer.param_groups for p in group["params"]} == {torch.float32}
+        assert {p.dtype for group in part.optimizer.param_groups for p in group["params"]} == {
+            torch.float32
+        }
     main = (
         trainer.optimizer.chained_optimizers[0]
         if hasattr(trainer.optimizer, "chained_optimizers")

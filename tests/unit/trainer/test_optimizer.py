@@ -25,7 +25,9 @@ CPU = torch.device("cpu")
     ],
 )
 def test_warm_up_then_down_to_the_last_step(schedule: str, rates: list[float]) -> None:
-    train = Train.model_validate({"lr": 1.0, "min_lr": 0.1, "steps": 6, "warmup_steps": 2, "schedule": schedule})
+    train = Train.model_validate(
+        {"lr": 1.0, "min_lr": 0.1, "steps": 6, "warmup_steps": 2, "schedule": schedule}
+    )
     assert [LrSchedule(train, step).lr for step in range(6)] == pytest.approx(rates)
     assert LrSchedule(train, 100).lr == pytest.approx(rates[-1])
 
@@ -38,7 +40,8 @@ def test_steps_are_those_of_torchs_adamw(tmp_path: Path) -> None:
     parameters = list(trainer.parameters_by_name().values())
     plain = [parameter.detach().clone().requires_grad_() for parameter in parameters]
     groups = [
-        {"params": [p for p in plain if (p.ndim > 1) == decays], "weight_decay": 0.3 * decays} for decays in (1, 0)
+        {"params": [p for p in plain if (p.ndim > 1) == decays], "weight_decay": 0.3 * decays}
+        for decays in (1, 0)
     ]
     adamw = torch.optim.AdamW(groups, lr=1.0, betas=(0.8, 0.95), eps=0.05)
     random = torch.Generator().manual_seed(0)
@@ -60,10 +63,16 @@ def test_steps_are_those_of_torchs_adamw(tmp_path: Path) -> None:
 
 def test_squares_of_many_numbers_are_summed_in_fp64() -> None:
     random = torch.Generator().manual_seed(0)
-    many = torch.randn(4_000_077, generator=random) * torch.rand(4_000_077, generator=random) ** 4 * 1e-3
+    many = (
+        torch.randn(4_000_077, generator=random)
+        * torch.rand(4_000_077, generator=random) ** 4
+        * 1e-3
+    )
     expected = float(many.double().square().sum())
     assert float(sum_of_squares(many)) == pytest.approx(expected, rel=2e-7)
-    assert float(sum_of_squares(many[:100])) == pytest.approx(float(many[:100].double().square().sum()), rel=2e-7)
+    assert float(sum_of_squares(many[:100])) == pytest.approx(
+        float(many[:100].double().square().sum()), rel=2e-7
+    )
     assert float(many.norm()) ** 2 != pytest.approx(expected, rel=1e-4), "what it is for"
 
 

@@ -44,18 +44,26 @@ class FaultyEngine:
     def best(self, rows: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         batch = self._batch(rows)
         tokens = range(self.trainer.shape.vocab)
-        of_each_VT = [self._logprobs(replace(batch, labels=torch.full_like(batch.labels, token))) for token in tokens]
+        of_each_VT = [
+            self._logprobs(replace(batch, labels=torch.full_like(batch.labels, token)))
+            for token in tokens
+        ]
         scores_T, tokens_T = torch.stack(of_each_VT).max(0)
         lengths = batch.cu_seqlens.diff().tolist()
         pairs = zip(tokens_T.split(lengths), scores_T.split(lengths), strict=True)
         return [(tokens[:-1], scores[:-1]) for tokens, scores in pairs]
 
     def states(
-        self, rows: Sequence[Tensor], projection_HP: Tensor | None = None, names: Sequence[str] | None = None
+        self,
+        rows: Sequence[Tensor],
+        projection_HP: Tensor | None = None,
+        names: Sequence[str] | None = None,
     ) -> dict[str, Tensor]:
         if self.is_compiled:
             return {}
-        modules = {n: x for n, x in trainer_sublayers(self.trainer).items() if names is None or n in names}
+        modules = {
+            n: x for n, x in trainer_sublayers(self.trainer).items() if names is None or n in names
+        }
         order = sorted(modules, key=lambda n: (n == "final_norm", n != "embedding", *position(n)))
         found: dict[str, list[Tensor]] = {name: [] for name in order}
         for row in rows:
@@ -75,7 +83,9 @@ class FaultyEngine:
         return logprobs_T
 
     def _batch(self, rows: Sequence[Tensor]) -> TokenBatch:
-        return token_batch([(row, torch.ones_like(row, dtype=torch.bool)) for row in rows], temperature=1.0)
+        return token_batch(
+            [(row, torch.ones_like(row, dtype=torch.bool)) for row in rows], temperature=1.0
+        )
 
 
 def position(name: str) -> tuple[int, int]:
@@ -92,13 +102,17 @@ def changed(*patterns: str, by: float = 0.1) -> Plant:
 
     @contextmanager
     def plant(trainer: Trainer) -> Iterator[None]:
-        params = {n: x for n, x in trainer.parameters_by_name().items() if any(p in n for p in patterns)}
+        params = {
+            n: x for n, x in trainer.parameters_by_name().items() if any(p in n for p in patterns)
+        }
         assert params
         kept = {name: x.clone() for name, x in params.items()}
         noise = torch.Generator().manual_seed(3)
         with torch.no_grad(), healthy(trainer):
             for x in params.values():
-                x.add_(x.norm() / x.numel() ** 0.5 * by * torch.randn(x.shape, generator=noise).to(x))
+                x.add_(
+                    x.norm() / x.numel() ** 0.5 * by * torch.randn(x.shape, generator=noise).to(x)
+                )
             yield
             for name, x in params.items():
                 x.copy_(kept[name])
@@ -111,7 +125,9 @@ def headed(head: VocabularyHead | None = None, *, temperature: float = 1.0) -> P
     def plant(trainer: Trainer) -> Iterator[None]:
         kept, forward = trainer.head, trainer.forward
         trainer.head = head or kept
-        trainer.forward = lambda batch: forward(replace(batch, temperature=batch.temperature * temperature))  # type: ignore[method-assign]
+        trainer.forward = lambda batch: forward(
+            replace(batch, temperature=batch.temperature * temperature)
+        )  # type: ignore[method-assign]
         with healthy(trainer):
             yield
         trainer.head = kept
@@ -132,7 +148,10 @@ CAUSES: dict[str, tuple[Plant, str]] = {
     "embedding and norm": (changed("word_embeddings", "final_layernorm"), "embedding, final norm"),
     "head": (changed("output_layer"), "the output head"),
     "MLP and head": (changed("layers.0.mlp.", "output_layer"), "layer 0 (MLP), the output head"),
-    "scale": (headed(temperature=0.8), "the scale of the logits: the engine's are 1.25 times the trainer's"),
+    "scale": (
+        headed(temperature=0.8),
+        "the scale of the logits: the engine's are 1.25 times the trainer's",
+    ),
     "padding": (
         headed(VocabularyHead(128, 1024)),
         "the softmax: logits agree, their sum does not; does one side include a padded vocabulary?",
@@ -142,18 +161,24 @@ CAUSES: dict[str, tuple[Plant, str]] = {
 
 @pytest.fixture(scope="module")
 def trainer(one_rank: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
-    trainer = build(tmp_path_factory.mktemp("model"), {"family": "qwen3", "hidden": 64, "tied": False})
+    trainer = build(
+        tmp_path_factory.mktemp("model"), {"family": "qwen3", "hidden": 64, "tied": False}
+    )
     yield trainer
     trainer.close()
 
 
-def search(trainer: Trainer, plant: Plant, *, is_compiled: bool = False) -> tuple[CauseSearch, FaultyEngine]:
+def search(
+    trainer: Trainer, plant: Plant, *, is_compiled: bool = False
+) -> tuple[CauseSearch, FaultyEngine]:
     engine = FaultyEngine(trainer, plant, is_compiled)
     return CauseSearch(trainer, engine, InProcess(), FORMAT_EPS["fp32"]), engine
 
 
 @pytest.mark.parametrize("case", CAUSES)
-def test_what_differs_by_itself_is_named_and_what_follows_is_not(trainer: Trainer, case: str) -> None:
+def test_what_differs_by_itself_is_named_and_what_follows_is_not(
+    trainer: Trainer, case: str
+) -> None:
     plant, cause = CAUSES[case]
     batch = sampled_rows(make_batch(num_rows=8), 8)
     found, _ = search(trainer, plant)
@@ -180,7 +205,8 @@ def test_another_temperature_is_named(trainer: Trainer, temperature: float, samp
     cause = found.find(batch, measure_logprobs(trainer, batch).floor, rollout_T)
     assert (
         cause is not None
-        and f"sampled at temperature {sampled:.2g}, the trainer divides logits by {temperature:g}" in cause
+        and f"sampled at temperature {sampled:.2g}, the trainer divides logits by {temperature:g}"
+        in cause
     )
 
 
@@ -189,7 +215,11 @@ def test_a_temperature_may_leave_what_rounding_explains(trainer: Trainer) -> Non
     found, engine = search(trainer, healthy)
     rollout_T = engine.sampled(replace(batch, temperature=0.9))
     off_K = (rollout_T - engine.sampled(batch))[batch.mask].double()
-    noise_T = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(0)) * 0.5 * off_K.abs().median()
+    noise_T = (
+        torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(0))
+        * 0.5
+        * off_K.abs().median()
+    )
     floor = Quantiles.of(noise_T[batch.mask])
     cause = found.find(batch, floor, rollout_T + noise_T)
     assert cause is not None and re.search(r"sampled at temperature 0\.(8[5-9]|9)", cause), cause
@@ -201,6 +231,8 @@ def test_a_temperature_may_leave_what_rounding_explains(trainer: Trainer) -> Non
 def test_tokens_that_agree_when_scored_again_point_to_decoding(trainer: Trainer) -> None:
     batch = sampled_rows(make_batch(num_rows=8), 8)
     found, engine = search(trainer, healthy)
-    wrong_T = engine.sampled(batch) + torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(0))
+    wrong_T = engine.sampled(batch) + torch.randn(
+        batch.num_tokens, generator=torch.Generator().manual_seed(0)
+    )
     cause = found.find(batch, measure_logprobs(trainer, batch).floor, wrong_T)
     assert cause is not None and cause.startswith("decoding")

@@ -31,7 +31,9 @@ def test_an_error_within_still_gives_the_weights_back() -> None:
     assert torch.equal(weight, later)
 
 
-def test_shared_storages_of_several_dtypes_are_exchanged_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_storages_of_several_dtypes_are_exchanged_in_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "EXCHANGED_BYTES", 16)
     flat, bias = torch.randn(37, dtype=torch.bfloat16), torch.randn(3)
     parts = [flat[:12].view(3, 4), flat[12:30], bias]
@@ -47,7 +49,10 @@ def test_shared_storages_of_several_dtypes_are_exchanged_in_pieces(monkeypatch: 
 def test_weights_that_changed_in_the_meantime_are_noticed() -> None:
     weight = torch.randn(5)
     reference = Reference([weight])
-    with pytest.raises(AssertionError, match="the weights changed behind"), reference.in_place_of([weight]):
+    with (
+        pytest.raises(AssertionError, match="the weights changed behind"),
+        reference.in_place_of([weight]),
+    ):
         reference._host.beside([weight])[0][1].add_(1)
 
 

@@ -29,7 +29,14 @@ from megarl.stages.reward_model import Rankings, Steps, held_out_accuracy
 from megarl.trainer.actor_critic import ActorCritic
 from megarl.trainer.heads import RewardHead, ValueHead, load_head
 from megarl.trainer.trainer import Trainer
-from megarl.types import MicrobatchPlan, PreferenceBatch, Prompt, StepBatch, TokenBatch, UpdateReport
+from megarl.types import (
+    MicrobatchPlan,
+    PreferenceBatch,
+    Prompt,
+    StepBatch,
+    TokenBatch,
+    UpdateReport,
+)
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 LONG = pytest.mark.long
@@ -39,7 +46,8 @@ TOKENIZER = TokenIds((1,), 67)
 def prompts(count: int, responses: int, *, split: Any = "train", seed: int = 0) -> list[Prompt]:
     rows = ranked_tokens(split=split, vocab=67, size=count, responses=responses, seed=seed)
     return [
-        Prompt(n, TOKENIZER.encode_prompt(row["prompt"], None), row["prompt"], None, row) for n, row in enumerate(rows)
+        Prompt(n, TOKENIZER.encode_prompt(row["prompt"], None), row["prompt"], None, row)
+        for n, row in enumerate(rows)
     ]
 
 
@@ -63,7 +71,9 @@ def in_pairs(batch: PreferenceBatch) -> PreferenceBatch:
     return replace(batch, **flat, cu_seqlens=cu_seqlens, group=index // 2, pairs=index.view(-1, 2))
 
 
-@pytest.mark.parametrize("aggregate", ["last", *(pytest.param(name, marks=LONG) for name in ("max", "weighted"))])
+@pytest.mark.parametrize(
+    "aggregate", ["last", *(pytest.param(name, marks=LONG) for name in ("max", "weighted"))]
+)
 def test_36_pairs_of_a_prompt_are_36_microbatches(tmp_path: Path, aggregate: str) -> None:
     ranking = preference_batch(TOKENIZER, prompts(1, 9))
     pairs = in_pairs(ranking)
@@ -72,12 +82,16 @@ def test_36_pairs_of_a_prompt_are_36_microbatches(tmp_path: Path, aggregate: str
     ]
     head = RewardHead(kind="token", aggregate=aggregate)
 
-    def update(batch: PreferenceBatch, max_tokens: int, num_microbatches: int) -> tuple[UpdateReport, Any, list]:
+    def update(
+        batch: PreferenceBatch, max_tokens: int, num_microbatches: int
+    ) -> tuple[UpdateReport, Any, list]:
         trainer = with_random_head(build(tmp_path, head=head, max_tokens_per_microbatch=max_tokens))
         scores, gradients, step = head.scores(trainer.forward(batch), batch), [], trainer.step
 
         def look(_outputs: Any) -> None:
-            gradients.extend(parameter.main_grad.clone() for parameter in trainer.parameters_by_name().values())
+            gradients.extend(
+                parameter.main_grad.clone() for parameter in trainer.parameters_by_name().values()
+            )
 
         def watched(batch: TokenBatch, plan: MicrobatchPlan, *args: Any) -> UpdateReport:
             assert len(plan.rows[0][0]) == num_microbatches
@@ -93,7 +107,10 @@ def test_36_pairs_of_a_prompt_are_36_microbatches(tmp_path: Path, aggregate: str
     torch.testing.assert_close(scores[ranking.pairs.flatten()], pair_scores, rtol=1e-5, atol=1e-6)
     assert one.loss == pytest.approx(many.loss, rel=1e-6) and one.grad_norm > 1e-3
     assert one.metrics == pytest.approx(many.metrics, rel=1e-5)
-    assert len(gradients) == len(pair_gradients) and sum(bool(gradient.any()) for gradient in gradients) > 10
+    assert (
+        len(gradients) == len(pair_gradients)
+        and sum(bool(gradient.any()) for gradient in gradients) > 10
+    )
     for here, there in zip(gradients, pair_gradients, strict=True):
         torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-6)
 
@@ -118,7 +135,9 @@ def test_a_held_out_ranking_is_recovered(tmp_path: Path) -> None:
     result = held_out_accuracy(model, held_out)
     scores = head.scores(trainer.forward(held_out), held_out)
     trainer.close()
-    whole = [bool((scores[start : start + 4].diff() < 0).all()) for start in range(0, len(scores), 4)]
+    whole = [
+        bool((scores[start : start + 4].diff() < 0).all()) for start in range(0, len(scores), 4)
+    ]
     print(chance, result, sum(whole) / len(whole))
     assert chance == 0.5 and result["accuracy"] > 0.9 and result["size"] == 32
     assert result["accuracy/low"] < result["accuracy"] < result["accuracy/high"]
@@ -129,8 +148,16 @@ def test_a_held_out_ranking_is_recovered(tmp_path: Path) -> None:
 
 
 def rank_of(folder: Path, runs: Path, **sections: Any) -> Rank:
-    sections |= {"train": {"dtype": "fp32"}, "checkpoint": {"export_hf": "end"}, "run": {"dir": str(runs)}}
-    return Rank.of(Config.model_validate({"model": {"path": str(folder)}, **sections}), Env.read(), pick_device(0))
+    sections |= {
+        "train": {"dtype": "fp32"},
+        "checkpoint": {"export_hf": "end"},
+        "run": {"dir": str(runs)},
+    }
+    return Rank.of(
+        Config.model_validate({"model": {"path": str(folder)}, **sections}),
+        Env.read(),
+        pick_device(0),
+    )
 
 
 def exported(model: str, folder: Path, head: ValueHead, batch: TokenBatch) -> tuple[Path, Any]:
@@ -148,7 +175,9 @@ def padded(batch: TokenBatch, pad: int) -> torch.Tensor:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad)
 
 
-@pytest.mark.parametrize("model", ["llama", *(pytest.param(name, marks=LONG) for name in ("qwen3", "qwen3_moe"))])
+@pytest.mark.parametrize(
+    "model", ["llama", *(pytest.param(name, marks=LONG) for name in ("qwen3", "qwen3_moe"))]
+)
 def test_transformers_scores_the_exported_folder(tmp_path: Path, model: str) -> None:
     from transformers import AutoModelForSequenceClassification
 
@@ -158,7 +187,10 @@ def test_transformers_scores_the_exported_folder(tmp_path: Path, model: str) -> 
     theirs = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     values = json.loads((folder / "config.json").read_text())
     assert (theirs.config.num_labels, theirs.config.pad_token_id) == (1, values["pad_token_id"])
-    assert values["architectures"][0].endswith("ForSequenceClassification") and theirs.score.weight.any()
+    assert (
+        values["architectures"][0].endswith("ForSequenceClassification")
+        and theirs.score.weight.any()
+    )
     with torch.no_grad():
         expected = theirs(padded(batch, values["pad_token_id"])).logits[:, 0]
     scores = head.scores(outputs, batch)
@@ -167,11 +199,16 @@ def test_transformers_scores_the_exported_folder(tmp_path: Path, model: str) -> 
     rank = rank_of(folder, tmp_path / "again")
     assert load_head(folder) == head
     trainer = make_trainer(rank, head=load_head(folder))
-    assert torch.equal(head.scores(trainer.forward(batch), batch), scores), "and a run goes on from it"
+    assert torch.equal(head.scores(trainer.forward(batch), batch), scores), (
+        "and a run goes on from it"
+    )
     trainer.close()
     critic = make_trainer(rank, head=ValueHead())
     parameters = critic.parameters_by_name()
-    assert torch.equal(parameters["value_head.weight"], theirs.score.weight) and not parameters["value_head.bias"].any()
+    assert (
+        torch.equal(parameters["value_head.weight"], theirs.score.weight)
+        and not parameters["value_head.bias"].any()
+    )
     critic.close()
 
 
@@ -183,21 +220,28 @@ def test_a_critic_begins_as_the_reward_model_that_it_is_given(tmp_path: Path, mo
     rewarding = with_random_head(make_trainer(rank, head=head))
     for parameter in rewarding.parameters_by_name().values():
         parameter.data.mul_(1.125)
-    expected = {name: parameter.detach().clone() for name, parameter in rewarding.parameters_by_name().items()}
+    expected = {
+        name: parameter.detach().clone()
+        for name, parameter in rewarding.parameters_by_name().items()
+    }
     scores = head.scores(rewarding.forward(batch), batch)
     export(rank, rewarding)
     rewarding.close()
 
     critic = {"model": str(tmp_path / "runs" / "run" / "hf"), "bootstrap_truncated": True}
     rank = rank_of(policy, tmp_path / "ppo", algorithm={"advantage": "gae"}, critic=critic)
-    learner = make_learner(rank, make_trainer(rank), Objective(rank.config.algorithm, bootstrap_truncated=True))
+    learner = make_learner(
+        rank, make_trainer(rank), Objective(rank.config.algorithm, bootstrap_truncated=True)
+    )
     assert isinstance(learner, ActorCritic)
     found = dict(learner.critic.parameters_by_name())
     assert not found.pop("value_head.bias").any(), "which a sequence classifier lacks"
     assert found.keys() == expected.keys() and len(found) > 10
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     values_T = learner.score(batch).values
-    assert values_T is not None and torch.allclose(values_T[batch.cu_seqlens[1:] - 1], scores, rtol=1e-6)
+    assert values_T is not None and torch.allclose(
+        values_T[batch.cu_seqlens[1:] - 1], scores, rtol=1e-6
+    )
     own = learner.actor.trainer.parameters_by_name()
     shared = own.keys() & expected.keys()
     assert len(shared) > 10 and not any(torch.equal(own[name], expected[name]) for name in shared)
@@ -208,19 +252,25 @@ def test_a_critic_begins_as_the_reward_model_that_it_is_given(tmp_path: Path, mo
 WEIGHTED = RewardHead(kind="token", aggregate="weighted")
 
 
-@pytest.mark.parametrize("head", [RewardHead(kind="process"), pytest.param(WEIGHTED, marks=LONG)], ids=str)
+@pytest.mark.parametrize(
+    "head", [RewardHead(kind="process"), pytest.param(WEIGHTED, marks=LONG)], ids=str
+)
 def test_transformers_scores_every_token(tmp_path: Path, head: RewardHead) -> None:
     from transformers import AutoModelForTokenClassification
 
     batch = make_batch(num_rows=6)
-    folder, outputs = exported("qwen3_untied" if head.kind == "process" else "qwen3", tmp_path, head, batch)
+    folder, outputs = exported(
+        "qwen3_untied" if head.kind == "process" else "qwen3", tmp_path, head, batch
+    )
     theirs = AutoModelForTokenClassification.from_pretrained(folder, dtype=torch.float32).eval()
     is_read, lengths = head.positions(batch), batch.cu_seqlens.diff().tolist()
     with torch.no_grad():
         logits = torch.cat([theirs(row[None]).logits[0] for row in batch.tokens.split(lengths)])
     assert logits.shape[1] == head.outputs == len(head.fields(entropy=False))
     for name, expected in zip(head.fields(entropy=False), logits.T, strict=True):
-        torch.testing.assert_close(getattr(outputs, name), torch.where(is_read, expected, 0.0), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            getattr(outputs, name), torch.where(is_read, expected, 0.0), rtol=0, atol=1e-5
+        )
     assert load_head(folder) == head
     config = json.loads((folder / "config.json").read_text())
     del config["megarl_reward_head"]
@@ -232,10 +282,14 @@ def test_folders_without_a_fitting_head_are_refused(tmp_path: Path) -> None:
     policy = save_model("qwen3", tmp_path)
     with pytest.raises(ValueError, match="is a Qwen3ForCausalLM, not a reward model"):
         load_head(policy)
-    with pytest.raises(ValueError, match=r"/none has no config\.json; name the folder of a reward model"):
+    with pytest.raises(
+        ValueError, match=r"/none has no config\.json; name the folder of a reward model"
+    ):
         load_head(tmp_path / "none")
     folder, _ = exported("qwen3", tmp_path, WEIGHTED, make_batch(num_rows=2))
-    with pytest.raises(ValueError, match=r"score.weight has shape \(2, \d+\), but config.json requires \(1, \d+\)"):
+    with pytest.raises(
+        ValueError, match=r"score.weight has shape \(2, \d+\), but config.json requires \(1, \d+\)"
+    ):
         make_trainer(rank_of(folder, tmp_path / "again"), head=RewardHead())
 
 
@@ -257,7 +311,10 @@ def solutions(count: int, seed: int = 0) -> list[Prompt]:
     found = []
     for number in range(count):
         steps = torch.randint(4, 66, (3, 2), generator=draw).tolist()[: 1 + number % 3]
-        extra = {"completions": [f"{a} {b}" for a, b in steps], "labels": [b % 2 == 0 for _, b in steps]}
+        extra = {
+            "completions": [f"{a} {b}" for a, b in steps],
+            "labels": [b % 2 == 0 for _, b in steps],
+        }
         found.append(Prompt(number, (5, 6), "5 6", None, extra))
     return found
 
@@ -272,14 +329,24 @@ def test_steps_end_at_their_last_tokens() -> None:
 
 @LONG
 def test_right_steps_are_recognised(tmp_path: Path) -> None:
-    trainer = build(tmp_path, head=RewardHead(kind="process"), lr=5e-3, max_tokens_per_microbatch=40)
+    trainer = build(
+        tmp_path, head=RewardHead(kind="process"), lr=5e-3, max_tokens_per_microbatch=40
+    )
     model, losses = Steps(trainer), []
     held_out: StepBatch = step_batch(TOKENIZER, solutions(30, seed=1000), separator="")
     for seed in range(40):
-        losses.append(model.update(step_batch(TOKENIZER, solutions(30, seed=seed), separator="")).updates[0].loss)
+        losses.append(
+            model.update(step_batch(TOKENIZER, solutions(30, seed=seed), separator=""))
+            .updates[0]
+            .loss
+        )
     result = held_out_accuracy(model, held_out)
     print(losses[0], losses[-1], result)
-    assert losses[0] == pytest.approx(0.693147, abs=1e-5) and result["accuracy"] > 0.9 and result["size"] == 30
+    assert (
+        losses[0] == pytest.approx(0.693147, abs=1e-5)
+        and result["accuracy"] > 0.9
+        and result["size"] == 30
+    )
     trainer.close()
 
 

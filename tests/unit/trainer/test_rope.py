@@ -12,7 +12,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from megarl.models.registry import parse_model
 from megarl.trainer.rope import scaled_frequencies, yarn_factor
 
-YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 512}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 512,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,

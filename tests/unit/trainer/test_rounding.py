@@ -27,18 +27,32 @@ def measured(trainer: Trainer, engine_T: torch.Tensor, **changes: Any) -> float:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_rounding_is_below_the_bound_and_faults_are_above(family: str, dtype: str, tmp_path: Path) -> None:
-    trainer = build(tmp_path, {"family": family, "hidden": 64, "experts": 4 * (family == "qwen3_moe")}, dtype=dtype)
+def test_rounding_is_below_the_bound_and_faults_are_above(
+    family: str, dtype: str, tmp_path: Path
+) -> None:
+    trainer = build(
+        tmp_path,
+        {"family": family, "hidden": 64, "experts": 4 * (family == "qwen3_moe")},
+        dtype=dtype,
+    )
     batch = make_batch(num_rows=16)
     with rounding_errors(trainer, FORMAT_EPS[dtype], draw=99):
         healthy_T = trainer.forward(batch).logprobs_T
     exact_T = trainer.forward(batch).logprobs_T
     assert healthy_T is not None and exact_T is not None and not healthy_T.equal(exact_T)
     assert measured(trainer, healthy_T) < 0.5 * MAX_EXCESS
-    assert measured(trainer, exact_T) == 0, "hooks are removed, and a forward pass repeats to the last bit"
-    assert measured(trainer, exact_T + LOG_SOFTMAX_ERROR) < 0.5, "an engine whose exp is approximate, on a CPU"
+    assert measured(trainer, exact_T) == 0, (
+        "hooks are removed, and a forward pass repeats to the last bit"
+    )
+    assert measured(trainer, exact_T + LOG_SOFTMAX_ERROR) < 0.5, (
+        "an engine whose exp is approximate, on a CPU"
+    )
     assert measured(trainer, healthy_T, temperature=0.9) > 2 * MAX_EXCESS
-    norm = next(x for name, x in trainer.parameters_by_name().items() if name.endswith("final_layernorm.weight"))
+    norm = next(
+        x
+        for name, x in trainer.parameters_by_name().items()
+        if name.endswith("final_layernorm.weight")
+    )
     with torch.no_grad():
         norm.mul_(1.05)
     assert measured(trainer, healthy_T) > 2 * MAX_EXCESS
@@ -46,12 +60,18 @@ def test_rounding_is_below_the_bound_and_faults_are_above(family: str, dtype: st
 
 
 @pytest.mark.parametrize(("batches", "draws"), [(0.1, 1), (1.5, 2), (1e9, 4)])
-def test_a_large_batch_needs_fewer_draws(batches: float, draws: int, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_large_batch_needs_fewer_draws(
+    batches: float, draws: int, tmp_path: Path, monkeypatch: Any
+) -> None:
     trainer, batch, calls = build(tmp_path), make_batch(num_rows=4), []
     monkeypatch.setattr(parity, "ENOUGH", int(batch.mask.sum()) * batches)
     forward = trainer.forward
     with monkeypatch.context() as patched:
-        patched.setattr(trainer, "forward", lambda batch, **options: (calls.append(1), forward(batch, **options))[1])
+        patched.setattr(
+            trainer,
+            "forward",
+            lambda batch, **options: (calls.append(1), forward(batch, **options))[1],
+        )
         measure_logprobs(trainer, batch)
     assert len(calls) == 1 + draws
     trainer.close()

@@ -31,7 +31,9 @@ def routers(trainer: Trainer) -> list[BalancedRouter]:
 
 
 @pytest.mark.parametrize(("aux", "z"), [(2.0, 0.0), (0.0, 0.5)])
-def test_the_gradient_of_the_routers_is_that_of_the_weighed_sum(tmp_path: Path, aux: float, z: float) -> None:
+def test_the_gradient_of_the_routers_is_that_of_the_weighed_sum(
+    tmp_path: Path, aux: float, z: float
+) -> None:
     """By differences along the gradient itself; at lr 0 an update only measures."""
     trainer = build(tmp_path, EXPERTS, moe=Moe(aux_loss=aux, z_loss=z), lr=0.0, clip_grad=0.0)
     weights = [router.weight for router in routers(trainer)]
@@ -44,10 +46,14 @@ def test_the_gradient_of_the_routers_is_that_of_the_weighed_sum(tmp_path: Path, 
             weight.data.add_(gradient / norm, alpha=sign * STEP)
         moved = take(trainer)
         terms = aux * moved.metrics["moe/aux_loss"] + z * moved.metrics["moe/z_loss"]
-        values.append(moved.loss + len(weights) * terms)  # the terms reported are means over the layers
+        values.append(
+            moved.loss + len(weights) * terms
+        )  # the terms reported are means over the layers
         for weight, gradient in zip(weights, gradients, strict=True):
             weight.data.sub_(gradient / norm, alpha=sign * STEP)
-    assert (values[0] - values[1]) / (2 * STEP) == pytest.approx(float(norm), rel=0.03) and norm > 1e-2
+    assert (values[0] - values[1]) / (2 * STEP) == pytest.approx(
+        float(norm), rel=0.03
+    ) and norm > 1e-2
     assert 1 <= report.metrics["moe/aux_loss"] < 2, "a mean over rows, 1 where experts are balanced"
     assert 1 < report.metrics["moe/z_loss"] < 10, "about log(4)^2"
     trainer.close()
@@ -59,7 +65,9 @@ def test_the_bias_moves_towards_balance(tmp_path: Path) -> None:
     trainer = build(tmp_path, create, moe=Moe(bias_update_rate=0.01))
     counts: dict[BalancedRouter, torch.Tensor] = {}
 
-    def count(router: BalancedRouter, _inputs: object, outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def count(
+        router: BalancedRouter, _inputs: object, outputs: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
         counts[router] += outputs[1].sum(0)
 
     for router in routers(trainer):

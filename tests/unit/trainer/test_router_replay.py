@@ -43,11 +43,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(f"qwen3_moe@{LAYERS}", tmp_path_factory.mktemp("model"))
 
 
-def build(folder: Path, *, moe: Moe | None = None, beside: Trainer | None = None, head: Any = None, **train) -> Trainer:
+def build(
+    folder: Path,
+    *,
+    moe: Moe | None = None,
+    beside: Trainer | None = None,
+    head: Any = None,
+    **train,
+) -> Trainer:
     settings = Train.model_validate(SETTINGS | train)
     layout, device = Layout.of(Parallel(), 1, 0), torch.device("cpu")
     return Trainer.build(
-        read_model(folder), layout, train=settings, folder=folder, device=device, moe=moe, beside=beside, head=head
+        read_model(folder),
+        layout,
+        train=settings,
+        folder=folder,
+        device=device,
+        moe=moe,
+        beside=beside,
+        head=head,
     )
 
 
@@ -71,7 +85,9 @@ def oracle(folder: Path, batch: TrainBatch) -> Tensor:
     rows: dict[str, list[Tensor]] = {}
 
     def reroute(name: str, layer: int) -> Any:
-        def hook(module: Any, inputs: tuple[Tensor], output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        def hook(
+            module: Any, inputs: tuple[Tensor], output: tuple[Tensor, ...]
+        ) -> tuple[Tensor, ...]:
             logits, _, own = output
             row = len(rows.setdefault(name, []))
             rows[name].append(own)
@@ -106,14 +122,23 @@ def take(trainer: Trainer, batch: TrainBatch, seen: list[Tensor] | None = None) 
     def before_step(outputs: TokenOutputs) -> None:
         if seen is not None:
             assert outputs.logprobs_T is not None
-            seen.extend([outputs.logprobs_T, *(router.weight.main_grad.clone() for router in routers(trainer))])
+            seen.extend(
+                [
+                    outputs.logprobs_T,
+                    *(router.weight.main_grad.clone() for router in routers(trainer)),
+                ]
+            )
 
     plan = plan_microbatches(batch, trainer.layout, trainer.train)
-    return trainer.step(batch, plan, supervised_loss, loss_weights(batch, plan), before_step=before_step)
+    return trainer.step(
+        batch, plan, supervised_loss, loss_weights(batch, plan), before_step=before_step
+    )
 
 
 def nothing_is_left(trainer: Trainer) -> bool:
-    from megatron.core.transformer.moe.router_replay import RouterReplay  # nobody uses Megatron's own
+    from megatron.core.transformer.moe.router_replay import (
+        RouterReplay,
+    )  # nobody uses Megatron's own
 
     is_idle = all(router.router_replay is None for router in routers(trainer))
     return is_idle and not RouterReplay.global_router_replay_instances
@@ -150,8 +175,12 @@ def test_the_routers_gradient_is_that_of_their_probabilities(folder: Path) -> No
     trainer.close()
 
 
-@pytest.mark.parametrize("recompute", [{"recompute": "full"}, {"recompute": "selective", "recompute_modules": ["moe"]}])
-def test_recomputed_activations_take_the_same_routes(folder: Path, recompute: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "recompute", [{"recompute": "full"}, {"recompute": "selective", "recompute_modules": ["moe"]}]
+)
+def test_recomputed_activations_take_the_same_routes(
+    folder: Path, recompute: dict[str, Any]
+) -> None:
     """In each of several micro-batches, whose routes differ."""
     batch, found = planted(BATCH), []
     for settings in ({}, recompute):
@@ -170,13 +199,21 @@ def test_recorded_routes_replay_to_the_same_log_probs(folder: Path) -> None:
     assert own.equal(trainer.logprobs(BATCH)) and len(routes) == BATCH.num_rows
     with torch.no_grad():
         for router in routers(trainer):
-            router.weight.add_(torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(0)), alpha=0.2)
+            router.weight.add_(
+                torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(0)),
+                alpha=0.2,
+            )
     replayed, moved = trainer.logprobs(replace(BATCH, routes=routes)), trainer.logprobs(BATCH)
     assert recorded(trainer, BATCH)[1] != routes and not replayed.equal(moved)
     with torch.no_grad():
         for router in routers(trainer):
-            router.weight.sub_(torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(0)), alpha=0.2)
-    torch.testing.assert_close(trainer.logprobs(replace(BATCH, routes=routes)), own, rtol=0, atol=1e-5)
+            router.weight.sub_(
+                torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(0)),
+                alpha=0.2,
+            )
+    torch.testing.assert_close(
+        trainer.logprobs(replace(BATCH, routes=routes)), own, rtol=0, atol=1e-5
+    )
     assert trainer.router_replay.metrics() == {"routing/differs": 0.0, "routing/missing": 0.0}
     trainer.close()
 
@@ -188,13 +225,17 @@ def test_tokens_without_a_route_are_routed_by_the_trainer_and_counted(folder: Pa
     assert trainer.logprobs(unknown).equal(own)
     report = take(trainer, replace(BATCH, routes=(None, *whole.routes[1:])))
     row = int(BATCH.cu_seqlens[1]) - 1
-    assert report.metrics["routing/missing"] == pytest.approx(row / (BATCH.num_tokens - BATCH.num_rows))
+    assert report.metrics["routing/missing"] == pytest.approx(
+        row / (BATCH.num_tokens - BATCH.num_rows)
+    )
     some = whole.routes[0]
     assert some is not None and some.experts is not None
     experts = some.experts.clone()
     experts[:, :2] = 0  # as of tokens from a cache that had no routes
     report = take(trainer, replace(BATCH, routes=(routes_of(experts), *whole.routes[1:])))
-    assert report.metrics["routing/missing"] == pytest.approx(2 / (BATCH.num_tokens - BATCH.num_rows))
+    assert report.metrics["routing/missing"] == pytest.approx(
+        2 / (BATCH.num_tokens - BATCH.num_rows)
+    )
     trainer.close()
 
 
@@ -212,9 +253,13 @@ def test_one_changed_route_is_noticed_and_nothing_is_left(folder: Path) -> None:
     trainer.close()
 
 
-def test_a_router_whose_top_k_is_fused_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_router_whose_top_k_is_fused_is_noticed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = build(folder)
-    monkeypatch.setattr(LayerRoutes, "get_replay_topk", lambda self, scores, k, g, t, compute: compute(scores, k))
+    monkeypatch.setattr(
+        LayerRoutes, "get_replay_topk", lambda self, scores, k, g, t, compute: compute(scores, k)
+    )
     with pytest.raises(AssertionError, match="fused"):
         trainer.logprobs(planted(BATCH))
     trainer.close()
@@ -232,14 +277,21 @@ def test_the_bias_counts_replayed_tokens_and_the_balance_the_routers_own(tmp_pat
     before = [router.expert_bias.clone() for router in routers(trainer)]
     report = take(trainer, replace(BATCH, routes=tuple(map(routes_of, rows))))
     for router, bias in zip(routers(trainer), before, strict=True):
-        assert (router.expert_bias - bias)[:4].lt(0).all() and (router.expert_bias - bias)[4:].gt(0).all()
-    assert report.metrics["moe/aux_loss"] == pytest.approx(own, rel=0.3) and report.metrics["moe/aux_loss"] < 1.9
+        assert (router.expert_bias - bias)[:4].lt(0).all() and (router.expert_bias - bias)[4:].gt(
+            0
+        ).all()
+    assert (
+        report.metrics["moe/aux_loss"] == pytest.approx(own, rel=0.3)
+        and report.metrics["moe/aux_loss"] < 1.9
+    )
     trainer.close()
 
 
 def test_only_the_policy_replays(folder: Path) -> None:
     """Not its reference, nor the critic: their routes are their own."""
-    algorithm = Algorithm.model_validate({"advantage": "gae", "kl": {"coef": 0.1, "where": "reward"}})
+    algorithm = Algorithm.model_validate(
+        {"advantage": "gae", "kl": {"coef": 0.1, "where": "reward"}}
+    )
     trainer = build(folder, lr=1e-2)
     critic = build(folder, head=ValueHead(), beside=trainer, lr=1e-2)
     with torch.no_grad():
@@ -303,5 +355,8 @@ def test_256_experts_fit_a_byte() -> None:
     scores = torch.arange(512.0).view(2, 256)
     with torch.no_grad():
         values, chosen = layer.get_replay_topk(scores, 2, None, None, compute)
-    assert chosen.tolist() == [[255, 3], [0, 1]] and values.tolist() == [[255.0, 3.0], [256.0, 257.0]]
+    assert chosen.tolist() == [[255, 3], [0, 1]] and values.tolist() == [
+        [255.0, 3.0],
+        [256.0, 257.0],
+    ]
     assert layer.counts.tolist() == [2, 2]

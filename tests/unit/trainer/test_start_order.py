@@ -30,8 +30,14 @@ class Started(Exception):
 
 def test_start_up_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device of 80 GB of which 10 are in use, then on one of which 48 are."""
-    config = load_config(ROOT / "configs" / "tiny_dense.yaml", [f"run.dir={tmp_path}", "train.dtype=bf16", OFFLOAD])
-    rank, trace, trainers = Rank.of(materialize_model(config), Env(), pick_device(0)), list[tuple[str, Any]](), []
+    config = load_config(
+        ROOT / "configs" / "tiny_dense.yaml", [f"run.dir={tmp_path}", "train.dtype=bf16", OFFLOAD]
+    )
+    rank, trace, trainers = (
+        Rank.of(materialize_model(config), Env(), pick_device(0)),
+        list[tuple[str, Any]](),
+        [],
+    )
 
     def sizes() -> list[int]:
         """Bytes on the device: weights, gradients, fp32 weights."""
@@ -46,7 +52,12 @@ def test_start_up_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         return trainers[-1]
 
     def build_optimizer(chunks: Any, train: Any, made: Any = trainer_module.build_optimizer) -> Any:
-        trace.append(("optimizer", sum(b.grad_data.untyped_storage().nbytes() for c in chunks for b in c.buffers)))
+        trace.append(
+            (
+                "optimizer",
+                sum(b.grad_data.untyped_storage().nbytes() for c in chunks for b in c.buffers),
+            )
+        )
         return made(chunks, train)
 
     def start(_folder: Path, rollout: Any, *_: Any, **__: Any) -> Engine:
@@ -61,10 +72,14 @@ def test_start_up_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         run_rl.train_policy(rank, run_rl.make_engine)
     (_, gradients), (_, (weights, freed, mains)), (_, (left, share)) = trace
     assert [name for name, _ in trace] == ["optimizer", "built", "engine"]
-    assert gradients == freed == 0 and mains > weights > 0, "no gradients while the optimizer is built"
+    assert gradients == freed == 0 and mains > weights > 0, (
+        "no gradients while the optimizer is built"
+    )
     assert left == [0, 0, 0] and share == pytest.approx(0.6 - 10 / 80)
 
     monkeypatch.setattr(run_rl, "device_bytes", lambda _: (32 * GB, 80 * GB))
-    with pytest.raises(ValueError, match=r"of 80\.0 GB, less 48\.0 that .* has no room for vLLM's weights"):
+    with pytest.raises(
+        ValueError, match=r"of 80\.0 GB, less 48\.0 that .* has no room for vLLM's weights"
+    ):
         run_rl.make_engine(rank)
     trainers[0].close()

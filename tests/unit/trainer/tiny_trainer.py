@@ -17,7 +17,15 @@ from megarl.models.registry import read_model
 from megarl.trainer.heads import Head
 from megarl.trainer.trainer import Trainer
 
-SMALL = {"layers": 2, "hidden": 32, "heads": 2, "kv_heads": 2, "head_dim": 16, "vocab": 67, "tokenizer": "none"}
+SMALL = {
+    "layers": 2,
+    "hidden": 32,
+    "heads": 2,
+    "kv_heads": 2,
+    "head_dim": 16,
+    "vocab": 67,
+    "tokenizer": "none",
+}
 make_batch = random_batch
 
 
@@ -32,7 +40,9 @@ def build(
     **train,
 ) -> Trainer:
     model = create_model(Create(**(SMALL | (create or {}))), folder)
-    settings = Train.model_validate({"dtype": "fp32", "lr": 1e-2, "max_tokens_per_microbatch": 64, **train})
+    settings = Train.model_validate(
+        {"dtype": "fp32", "lr": 1e-2, "max_tokens_per_microbatch": 64, **train}
+    )
     layout, device = Layout.of(Parallel(), 1, 0), torch.device("cpu")
     return Trainer.build(
         read_model(model),

@@ -42,7 +42,12 @@ def test_one_bit_anywhere(size):
 def test_moved_slices():
     flat = noise(200_000, torch.float32)
     before = value(flat)
-    for length, one, other in ((1, 0, 7), (2, 10, 30_000), (1 << 14, 0, 1 << 14), (1 << 14, 0, 100_000)):
+    for length, one, other in (
+        (1, 0, 7),
+        (2, 10, 30_000),
+        (1 << 14, 0, 1 << 14),
+        (1 << 14, 0, 100_000),
+    ):
         swapped = flat.clone()
         swapped[one : one + length], swapped[other : other + length] = (
             flat[other : other + length],
@@ -72,12 +77,17 @@ def cut(shape: tuple[int, ...], at: tuple[int, ...]) -> list[tuple[slice, ...]]:
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize(
-    ("shape", "at"), [((7,), (3,)), ((9, 13), (4, 5)), ((9, 13), (0, 1)), ((3, 5, 66), (1, 2, 33))], ids=str
+    ("shape", "at"),
+    [((7,), (3,)), ((9, 13), (4, 5)), ((9, 13), (0, 1)), ((3, 5, 66), (1, 2, 33))],
+    ids=str,
 )
 def test_parts_add_up_however_they_are_cut(shape, at, dtype):
     """Odd columns of narrow types cut a 32-bit word in two."""
     whole = (100 * torch.randn(shape, generator=torch.Generator().manual_seed(0))).to(dtype)
-    sums = [positional_checksum(whole[corner], [axis.start for axis in corner]) for corner in cut(shape, at)]
+    sums = [
+        positional_checksum(whole[corner], [axis.start for axis in corner])
+        for corner in cut(shape, at)
+    ]
     assert int(sum(sums)) == int(positional_checksum(whole, (0,) * len(shape))) != 0
 
 
@@ -87,21 +97,35 @@ def test_the_right_slice_in_the_wrong_place_shows_although_plain_sums_agree():
         "rows": torch.cat([whole[32:], whole[:32]]),
         "columns": torch.cat([whole[:, 16:], whole[:, :16]], 1),
         "one row": whole[[1, 0, *range(2, 64)]],
-        "transposed blocks": torch.cat([whole[:, :16].reshape(32, 32), whole[:, 16:].reshape(32, 32)]),
+        "transposed blocks": torch.cat(
+            [whole[:, :16].reshape(32, 32), whole[:, 16:].reshape(32, 32)]
+        ),
     }
     words = whole.view(torch.int32)
     for name, swapped in swaps.items():
-        assert int(swapped.view(torch.int32).sum(dtype=torch.int64)) == int(words.sum(dtype=torch.int64)), name
-        assert int(torch.hash_tensor(swapped)) == int(torch.hash_tensor(whole)), "xor does not see it either"
-        assert int(positional_checksum(swapped.contiguous(), (0, 0))) != int(positional_checksum(whole, (0, 0))), name
-    halves = whole.split(32)  # what two ranks hold, each sure of its own place: the sum over ranks sees the swap
+        assert int(swapped.view(torch.int32).sum(dtype=torch.int64)) == int(
+            words.sum(dtype=torch.int64)
+        ), name
+        assert int(torch.hash_tensor(swapped)) == int(torch.hash_tensor(whole)), (
+            "xor does not see it either"
+        )
+        assert int(positional_checksum(swapped.contiguous(), (0, 0))) != int(
+            positional_checksum(whole, (0, 0))
+        ), name
+    halves = whole.split(
+        32
+    )  # what two ranks hold, each sure of its own place: the sum over ranks sees the swap
     right = int(positional_checksum(halves[0], (0, 0)) + positional_checksum(halves[1], (32, 0)))
     assert right == int(positional_checksum(whole, (0, 0)))
-    assert right != int(positional_checksum(halves[1], (0, 0)) + positional_checksum(halves[0], (32, 0)))
+    assert right != int(
+        positional_checksum(halves[1], (0, 0)) + positional_checksum(halves[0], (32, 0))
+    )
 
 
 def test_scalars_and_nothing():
-    assert int(positional_checksum(torch.tensor(3.0), ())) != int(positional_checksum(torch.tensor(4.0), ()))
+    assert int(positional_checksum(torch.tensor(3.0), ())) != int(
+        positional_checksum(torch.tensor(4.0), ())
+    )
     assert int(positional_checksum(torch.zeros(0, 4), (0, 0))) == 0
 
 
@@ -111,19 +135,25 @@ def test_what_is_written_is_read_back(shape, dtype):
     part = torch.randn(shape).to(dtype)
     if part.numel():
         part.view(-1)[0] = float("nan")
-    memory = torch.zeros(*shape[:-1], 2 * shape[-1]).to(dtype) if shape else torch.zeros(()).to(dtype)
+    memory = (
+        torch.zeros(*shape[:-1], 2 * shape[-1]).to(dtype) if shape else torch.zeros(()).to(dtype)
+    )
     into = memory[..., : shape[-1]] if shape else memory
     assert int(copy_and_verify(part, into)) == 0
     assert torch.equal(into.float().nan_to_num(), part.float().nan_to_num())
 
 
 def test_memory_that_is_written_twice_is_seen():
-    into = torch.zeros(5).as_strided((4, 2), (1, 1))  # elements that share a place: the last to come stays
+    into = torch.zeros(5).as_strided(
+        (4, 2), (1, 1)
+    )  # elements that share a place: the last to come stays
     assert int(copy_and_verify(torch.arange(8.0).view(4, 2), into)) == 1
     wide, narrow = torch.empty(4, 2), torch.randn(4, 2).bfloat16()
     assert int(copy_and_verify(narrow, wide)) == 0 and wide.equal(narrow.float())
     twice = torch.zeros(1 << 17).as_strided((2, 1 << 17), (0, 1))  # strips of their own
-    assert int(copy_and_verify(torch.randn(2, 1 << 17), twice)) == 0, "each is read back as soon as it is written"
+    assert int(copy_and_verify(torch.randn(2, 1 << 17), twice)) == 0, (
+        "each is read back as soon as it is written"
+    )
 
 
 def test_the_memory_of_what_was_summed_can_be_offloaded() -> None:

@@ -15,7 +15,13 @@ from megarl.layout import Layout, Parallel
 from megarl.models.engine import engine_table
 from megarl.models.formats import FORMATS
 from megarl.models.fp8 import SCALE, fp8_format, quantization_config, scale_shapes, with_scales
-from megarl.models.registry import fp32_tensors, hf_shapes, megatron_table, padded_vocab, parse_model
+from megarl.models.registry import (
+    fp32_tensors,
+    hf_shapes,
+    megatron_table,
+    padded_vocab,
+    parse_model,
+)
 from megarl.models.shards import slices_of
 from megarl.types import CheckFailed
 from megarl.weights.execute import PlanExecutor, split_message
@@ -26,7 +32,15 @@ from megarl.weights.publish import Publisher, WeightFormat
 from megarl.weights.quantize import dequantize, quantize
 from megarl.weights.transports import InProcess
 
-DENSE = {"family": "qwen3", "layers": 2, "hidden": 192, "heads": 4, "kv_heads": 2, "head_dim": 32, "vocab": 67}
+DENSE = {
+    "family": "qwen3",
+    "layers": 2,
+    "hidden": 192,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 32,
+    "vocab": 67,
+}
 EXPERTS = {
     "family": "qwen3_moe", "layers": 2, "hidden": 128, "heads": 4, "kv_heads": 4, "vocab": 67, "experts": 4,
     "moe_intermediate": 128, "tied": False,
@@ -44,8 +58,12 @@ def full_weights(weights):
     full = {}
     for name, size in weights.shapes.items():
         if not name.endswith(SCALE):
-            magnitude = 10 ** torch.empty(size[0], *(1 for _ in size[1:])).uniform_(-6, 2, generator=generator)
-            full[name] = (magnitude * torch.randn(size, generator=generator)).to(weights.dtype_of(name))
+            magnitude = 10 ** torch.empty(size[0], *(1 for _ in size[1:])).uniform_(
+                -6, 2, generator=generator
+            )
+            full[name] = (magnitude * torch.randn(size, generator=generator)).to(
+                weights.dtype_of(name)
+            )
     next(full[name] for name in weights.fp8)[:128, :128] = 0
     return full
 
@@ -57,7 +75,12 @@ class World:
         self.shape = shape_of(sizes)
         self.fmt = fp8_format(self.shape, tensor)
         self.fleet = Fleet(
-            parallel, world, tensor=tensor, replicas=world // tensor, ranks_per_node=world, is_split=False
+            parallel,
+            world,
+            tensor=tensor,
+            replicas=world // tensor,
+            ranks_per_node=world,
+            is_split=False,
         )
         self.padded = padded_vocab(self.shape.vocab, parallel.tensor)
         plain = WeightFormat(hf_shapes(self.shape), torch.bfloat16, fp32_tensors(self.shape))
@@ -85,7 +108,11 @@ class World:
             axes = ("pp", "ep", "edp") if is_expert else ("pp", "dp", "cp")
             self.given[rank] = values.clone()
             self.meeting.wait()
-            peers = [r for r, x in enumerate(self.layouts) if all(getattr(x, a) == getattr(layout, a) for a in axes)]
+            peers = [
+                r
+                for r, x in enumerate(self.layouts)
+                if all(getattr(x, a) == getattr(layout, a) for a in axes)
+            ]
             values.copy_(torch.stack([self.given[peer] for peer in peers]).amax(0))
             self.meeting.wait()
 
@@ -106,12 +133,22 @@ LAYOUTS = [
 @pytest.mark.parametrize(("sizes", "parallel", "world", "tensor"), LAYOUTS)
 def test_every_engine_has_the_quantised_checkpoint(sizes, parallel, world, tensor):
     job = World(sizes, parallel, world, tensor)
-    options = {"padded_vocab": job.padded, "itemsize": 2, "round_bytes": 1 << 16, "spec": "local", "fp8": job.fmt}
+    options = {
+        "padded_vocab": job.padded,
+        "itemsize": 2,
+        "round_bytes": 1 << 16,
+        "spec": "local",
+        "fp8": job.fmt,
+    }
     plan = plan_transfers(job.shape, job.fleet, **options)
-    moved = {name: tensor.contiguous().view(torch.uint8) for name, tensor in (job.full | job.quantised).items()}
+    moved = {
+        name: tensor.contiguous().view(torch.uint8)
+        for name, tensor in (job.full | job.quantised).items()
+    }
     table = with_scales(engine_table(job.shape), job.fmt)
     kept = [
-        job.weights.moved_slices(slices_of(table, job.shape, job.fleet.engine_layout(rank))) for rank in range(world)
+        job.weights.moved_slices(slices_of(table, job.shape, job.fleet.engine_layout(rank)))
+        for rank in range(world)
     ]
     memories = [room_for(slices, torch.uint8) for slices in kept]
 
@@ -125,12 +162,18 @@ def test_every_engine_has_the_quantised_checkpoint(sizes, parallel, world, tenso
             if message.sender == rank:
                 for transfer, part in split_message(message, executor.pack(message, held)):
                     to = transfer.destination
-                    memories[message.receiver][to.param].as_strided(to.shape, to.strides, to.offset).copy_(part)
+                    memories[message.receiver][to.param].as_strided(
+                        to.shape, to.strides, to.offset
+                    ).copy_(part)
 
     with ThreadPoolExecutor(world) as pool:
         list(pool.map(send, range(world)))
     for slices, memory in zip(kept, memories, strict=True):
-        wrong = [part.name for part in slices if not torch.equal(view(memory, part), slice_of(moved, part))]
+        wrong = [
+            part.name
+            for part in slices
+            if not torch.equal(view(memory, part), slice_of(moved, part))
+        ]
         assert not wrong, wrong
     assert plan.bytes_kept == sum(part.numel for slices in kept for part in slices)
 
@@ -146,16 +189,26 @@ def test_a_trainer_seen_through_the_quantiser_has_the_engines_weights_and_gets_i
                 whole = job.full[part.name]
                 if part.name in job.weights.fp8:
                     whole = dequantize(parts, job.fmt, whole.shape, torch.bfloat16)
-                assert torch.equal(view(parameters, part), slice_of({part.name: whole}, part)), part.name
+                assert torch.equal(view(parameters, part), slice_of({part.name: whole}, part)), (
+                    part.name
+                )
     assert all(torch.equal(parameters[name], tensor) for name, tensor in before.items())
 
 
 def test_a_sync_in_fp8_is_verified_and_a_wrong_scale_is_noticed():
     job = World(DENSE, Parallel(), 1, 1)
     quantizer, parameters = job.quantizer(0)
-    table = slices_of(with_scales(engine_table(job.shape), job.fmt), job.shape, job.fleet.engine_layout(0))
+    table = slices_of(
+        with_scales(engine_table(job.shape), job.fmt), job.shape, job.fleet.engine_layout(0)
+    )
     engine = Memory(job.weights.moved_slices(table), torch.uint8)
-    options = {"padded_vocab": job.padded, "itemsize": 2, "round_bytes": 1 << 16, "spec": "local", "fp8": job.fmt}
+    options = {
+        "padded_vocab": job.padded,
+        "itemsize": 2,
+        "round_bytes": 1 << 16,
+        "spec": "local",
+        "fp8": job.fmt,
+    }
     publisher = Publisher(
         plan_transfers(job.shape, job.fleet, **options),
         quantizer.sender(lambda: parameters),
@@ -169,7 +222,10 @@ def test_a_sync_in_fp8_is_verified_and_a_wrong_scale_is_noticed():
     half = sum(torch.Size(size).numel() for size in hf_shapes(job.shape).values())
     assert report.verified and report.num_tensors == len(job.weights.shapes)
     assert half < report.bytes_kept < 1.2 * half  # most of it a byte an element
-    publisher._is_proven, engine.seal = False, _spoil(engine, next(name for name in engine.memory if SCALE in name))
+    publisher._is_proven, engine.seal = (
+        False,
+        _spoil(engine, next(name for name in engine.memory if SCALE in name)),
+    )
     with pytest.raises(CheckFailed, match=r"wrong place.*weight_scale_inv"):
         publisher.publish(version=2)
 
@@ -191,8 +247,16 @@ def test_modules_that_stay_as_they_are_are_listed():
 @pytest.mark.parametrize(
     ("sizes", "tensor", "message"),
     [
-        (DENSE, 2, "has 64 columns of model.layers.*.self_attn.o_proj.weight.*choose rollout.tensor from 1$"),
-        (EXPERTS | {"kv_heads": 2}, 1, "has 64 rows of .*k_proj.weight.*set rollout.quantization=none"),
+        (
+            DENSE,
+            2,
+            "has 64 columns of model.layers.*.self_attn.o_proj.weight.*choose rollout.tensor from 1$",
+        ),
+        (
+            EXPERTS | {"kv_heads": 2},
+            1,
+            "has 64 rows of .*k_proj.weight.*set rollout.quantization=none",
+        ),
         (LATENT, 4, "columns of .*choose rollout.tensor from 1, 2$"),
         (DENSE | {"intermediate": 80}, 1, "80 rows of model.layers.*.mlp.gate_proj"),
         (EXPERTS | {"family": "gpt_oss", "head_dim": 64}, 1, "does not support gpt_oss"),

@@ -13,7 +13,16 @@ from torch import Tensor
 
 from megarl.layout import Axis
 from megarl.models.headers import header_shapes
-from megarl.models.shards import Qkv, Replicated, Rule, ShardDim0, ShardDim1, ShardSlice, Stack, Transposed
+from megarl.models.shards import (
+    Qkv,
+    Replicated,
+    Rule,
+    ShardDim0,
+    ShardDim1,
+    ShardSlice,
+    Stack,
+    Transposed,
+)
 from megarl.weights.index_tensors import IndexTensors, moved_slices
 
 SIZES = {
@@ -78,17 +87,34 @@ def test_rows_that_alternate_are_as_many_slices() -> None:
     [
         (lambda tensors: tensors["norm"] + 1, "param is computed from norm"),
         (lambda tensors: tensors["norm"] * 2, "param is computed from norm"),
-        (lambda tensors: (tensors["norm"] + tensors["norm"].roll(2)) / 2, "param is computed from norm"),
-        (lambda x: torch.cat([x["q"][:4], x["k"] + x["v"]]), "param is computed from q and k and v"),
+        (
+            lambda tensors: (tensors["norm"] + tensors["norm"].roll(2)) / 2,
+            "param is computed from norm",
+        ),
+        (
+            lambda x: torch.cat([x["q"][:4], x["k"] + x["v"]]),
+            "param is computed from q and k and v",
+        ),
         (lambda tensors: tensors["gate"].bfloat16().double(), "param is computed from gate"),
         (lambda tensors: tensors["gate"].float(), "two runs of its conversion"),
         (lambda tensors: tensors["gate"][: 9 + tensors.is_second], "two runs of its conversion"),
-        (lambda tensors: tensors["gate"].roll(int(tensors.is_second), 0), "param is computed from gate"),
-        (lambda tensors: torch.cat([tensors["k"], tensors["k"][:1]]), "param holds an element of k twice"),
-        (lambda tensors: torch.cat([tensors["k"], torch.zeros(1, 6)]), "6 elements of param have no source in k"),
+        (
+            lambda tensors: tensors["gate"].roll(int(tensors.is_second), 0),
+            "param is computed from gate",
+        ),
+        (
+            lambda tensors: torch.cat([tensors["k"], tensors["k"][:1]]),
+            "param holds an element of k twice",
+        ),
+        (
+            lambda tensors: torch.cat([tensors["k"], torch.zeros(1, 6)]),
+            "6 elements of param have no source in k",
+        ),
     ],
 )
-def test_more_than_a_placement_is_refused(convert: Callable[[IndexTensors], Tensor], message: str) -> None:
+def test_more_than_a_placement_is_refused(
+    convert: Callable[[IndexTensors], Tensor], message: str
+) -> None:
     with pytest.raises(ValueError) as caught:
         landed(convert)
     assert message in str(caught.value)
@@ -101,12 +127,16 @@ def test_a_swapped_row_and_a_missing_one_are_seen() -> None:
         ((1, 0), (2, 6), 0),
         ((3, 0), (7, 6), 18),
     }
-    assert sum(part.numel for part in landed(lambda tensors: tensors["gate"][1:])) == 54  # the plan finds the gap
+    assert (
+        sum(part.numel for part in landed(lambda tensors: tensors["gate"][1:])) == 54
+    )  # the plan finds the gap
 
 
 def test_names_and_shapes_are_read_from_headers(tmp_path: Path) -> None:
     def write(file: str, header: str) -> None:
-        (tmp_path / file).write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(48))
+        (tmp_path / file).write_bytes(
+            len(header).to_bytes(8, "little") + header.encode() + bytes(48)
+        )
 
     with pytest.raises(ValueError, match=r"has no \*\.safetensors"):
         header_shapes(tmp_path)
@@ -118,7 +148,9 @@ def test_names_and_shapes_are_read_from_headers(tmp_path: Path) -> None:
     write("b.safetensors", json.dumps(other))
     assert header_shapes(tmp_path) == {"q": (8, 6), "norm": (6,)}
     header_shapes.cache_clear()
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"norm": "b.safetensors"}}))
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"norm": "b.safetensors"}})
+    )
     assert header_shapes(tmp_path) == {"norm": (6,)}
     header_shapes.cache_clear()
     write("b.safetensors", "{")

@@ -28,11 +28,17 @@ ENGINE = [
 
 def compare(trainer=TRAINER, engine=ENGINE, change=lambda parameters, memory: None) -> None:
     whole = {"a": torch.randn(6, 4), "b": torch.randn(5)}
-    parameters = {"left": whole["a"][:, :2].clone(), "right": whole["a"][:, 2:].clone(), "b": whole["b"].clone()}
+    parameters = {
+        "left": whole["a"][:, :2].clone(),
+        "right": whole["a"][:, 2:].clone(),
+        "b": whole["b"].clone(),
+    }
     memory = {"weight": whole["a"].clone(), "bias": whole["b"].clone()}
     change(parameters, memory)
     sent, received = (
-        sums_by_tensor(SHAPES, slices, MemoryReceiver(slices, where, torch.float32).positional_checksums())
+        sums_by_tensor(
+            SHAPES, slices, MemoryReceiver(slices, where, torch.float32).positional_checksums()
+        )
         for slices, where in ((trainer, parameters), (engine, memory))
     )
     PlacementCheck(SHAPES, [0], 1).compare(InProcess(), sent, received)
@@ -50,7 +56,10 @@ def test_copies_of_a_tensor_pass_when_they_are_equal():
 @pytest.mark.parametrize(
     ("fault", "tensor"),
     [
-        ({"change": lambda p, m: m["weight"].copy_(m["weight"][[1, 0, 2, 3, 4, 5]])}, "a"),  # rows swapped
+        (
+            {"change": lambda p, m: m["weight"].copy_(m["weight"][[1, 0, 2, 3, 4, 5]])},
+            "a",
+        ),  # rows swapped
         ({"change": lambda p, m: m["weight"].copy_(m["weight"].roll(3, 0))}, "a"),  # parts swapped
         ({"change": lambda p, m: m["bias"].neg_()}, "b"),
         ({"change": lambda p, m: p["left"][0].add_(1)}, "a"),
@@ -63,7 +72,8 @@ def test_copies_of_a_tensor_pass_when_they_are_equal():
 )
 def test_a_slice_in_the_wrong_place_is_refused(fault, tensor):
     with pytest.raises(
-        CheckFailed, match=f"wrong place, although every message arrived intact: {tensor} in the engine on"
+        CheckFailed,
+        match=f"wrong place, although every message arrived intact: {tensor} in the engine on",
     ):
         compare(**fault)
 
@@ -75,6 +85,11 @@ def test_a_replica_of_the_trainer_that_differs_is_refused():
         parameters |= {f"other {name}": value.clone() for name, value in parameters.items()}
         parameters["other b"][2] += 1e-3
 
-    compare(trainer=[*TRAINER, *other], change=lambda p, m: p.update({f"other {n}": v for n, v in p.items()}))
-    with pytest.raises(CheckFailed, match=r"b in the engine on rank 0; .*trainer replicas have different weights"):
+    compare(
+        trainer=[*TRAINER, *other],
+        change=lambda p, m: p.update({f"other {n}": v for n, v in p.items()}),
+    )
+    with pytest.raises(
+        CheckFailed, match=r"b in the engine on rank 0; .*trainer replicas have different weights"
+    ):
         compare(trainer=[*TRAINER, *other], change=diverge)

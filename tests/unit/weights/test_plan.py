@@ -15,11 +15,35 @@ from megarl.layout import Layout, Parallel
 from megarl.models.engine import engine_table
 from megarl.models.registry import fp32_tensors, hf_shapes, megatron_table
 from megarl.models.shape import LatentSizes, ModelShape, Router
-from megarl.models.shards import ElementSizes, ShardDim0, ShardSlice, Table, in_units, shapes_in_units, slices_of
+from megarl.models.shards import (
+    ElementSizes,
+    ShardDim0,
+    ShardSlice,
+    Table,
+    in_units,
+    shapes_in_units,
+    slices_of,
+)
 from megarl.weights.fleet import Fleet
-from megarl.weights.plan import Message, Plan, find_gaps, plan_recorded, plan_transfers, relay_buffer
+from megarl.weights.plan import (
+    Message,
+    Plan,
+    find_gaps,
+    plan_recorded,
+    plan_transfers,
+    relay_buffer,
+)
 
-SIZES = dict(hidden=4, heads=4, kv_heads=2, head_dim=2, intermediate=4, vocab=11, rms_eps=1e-6, rope_theta=1e4)  # noqa: C408
+SIZES = dict(
+    hidden=4,
+    heads=4,
+    kv_heads=2,
+    head_dim=2,
+    intermediate=4,
+    vocab=11,
+    rms_eps=1e-6,
+    rope_theta=1e4,
+)  # noqa: C408
 QWEN = ModelShape(
     family="qwen3_moe", layers=3, tied=False, qkv_bias=False, qk_norm=True, max_position=64, experts=4,
     experts_per_token=2, moe_intermediate=4, **SIZES,
@@ -30,30 +54,62 @@ DEEPSEEK = replace(
 )  # fmt: skip
 DENSE = replace(QWEN, family="qwen2", tied=True, qkv_bias=True, qk_norm=False, experts=0)
 GPT_OSS = replace(
-    QWEN, family="gpt_oss", qkv_bias=True, qk_norm=False, out_bias=True, sinks=True, router=Router(linear_bias=True)
+    QWEN,
+    family="gpt_oss",
+    qkv_bias=True,
+    qk_norm=False,
+    out_bias=True,
+    sinks=True,
+    router=Router(linear_bias=True),
 )
 
 
-def colocated(parallel: Parallel, tensor: int, world: int, ranks_per_node: int, expert: int = 1) -> Fleet:
+def colocated(
+    parallel: Parallel, tensor: int, world: int, ranks_per_node: int, expert: int = 1
+) -> Fleet:
     replicas = world // max(tensor, expert)
-    return Fleet(parallel, world, tensor, replicas, expert=expert, ranks_per_node=ranks_per_node, is_split=False)
+    return Fleet(
+        parallel,
+        world,
+        tensor,
+        replicas,
+        expert=expert,
+        ranks_per_node=ranks_per_node,
+        is_split=False,
+    )
 
 
-def split(parallel: Parallel, trainers: int, tensor: int, replicas: int, ranks_per_node: int, expert: int = 1) -> Fleet:
+def split(
+    parallel: Parallel,
+    trainers: int,
+    tensor: int,
+    replicas: int,
+    ranks_per_node: int,
+    expert: int = 1,
+) -> Fleet:
     return Fleet(parallel, trainers, tensor, replicas, expert=expert, ranks_per_node=ranks_per_node)
 
 
 FLEETS = {
     "two replicas on a node": (QWEN, split(Parallel(pipeline=2, expert=2), 4, 2, 2, 4)),
-    "ranks 0-3 send, 4-7 receive, on one node": (QWEN, split(Parallel(tensor=2, expert=2), 4, 2, 2, 8)),
+    "ranks 0-3 send, 4-7 receive, on one node": (
+        QWEN,
+        split(Parallel(tensor=2, expert=2), 4, 2, 2, 8),
+    ),
     "a node of both": (QWEN, split(Parallel(tensor=2), 2, 2, 2, 4)),
     "key-values repeated": (QWEN, split(Parallel(tensor=2, expert=2), 4, 4, 1, 2)),
     "engine's experts": (QWEN, split(Parallel(expert=2), 4, 1, 1, 2, expert=4)),
-    "engine's experts, colocated": (QWEN, colocated(Parallel(pipeline=2, expert=2), 2, 4, 2, expert=4)),
+    "engine's experts, colocated": (
+        QWEN,
+        colocated(Parallel(pipeline=2, expert=2), 2, 4, 2, expert=4),
+    ),
     "colocated": (QWEN, colocated(Parallel(tensor=2, pipeline=2), 2, 4, 2)),
     "colocated, replicas share nodes": (QWEN, colocated(Parallel(pipeline=2, expert=2), 1, 8, 4)),
     "experts over tensor": (QWEN, colocated(Parallel(tensor=2, expert_tensor=2), 2, 4, 1)),
-    "virtual stages": (replace(QWEN, layers=5), split(Parallel(pipeline=2, virtual_pipeline=2), 2, 1, 2, 1)),
+    "virtual stages": (
+        replace(QWEN, layers=5),
+        split(Parallel(pipeline=2, virtual_pipeline=2), 2, 1, 2, 1),
+    ),
     "latent, uneven": (DEEPSEEK, split(Parallel(tensor=2, pipeline=2, expert=4), 8, 2, 3, 2)),
     "latent, whole query": (
         replace(DEEPSEEK, latent=replace(DEEPSEEK.latent, q_lora_rank=0)),
@@ -77,21 +133,31 @@ def plan_of(shape: ModelShape, fleet: Fleet, round_bytes: int = 200, spec: str =
     )
 
 
-def slices_of_fleet(shape: ModelShape, fleet: Fleet) -> tuple[list[list[ShardSlice]], list[list[ShardSlice]]]:
+def slices_of_fleet(
+    shape: ModelShape, fleet: Fleet
+) -> tuple[list[list[ShardSlice]], list[list[ShardSlice]]]:
     """What each rank of the world holds, and keeps."""
     held: list[list[ShardSlice]] = [[] for _ in range(fleet.world)]
     kept: list[list[ShardSlice]] = [[] for _ in range(fleet.world)]
     for rank in range(fleet.trainers):
-        held[rank] = slices_of(megatron_table(shape, spec="te", padded_vocab=16), shape, fleet.trainer_layout(rank))
+        held[rank] = slices_of(
+            megatron_table(shape, spec="te", padded_vocab=16), shape, fleet.trainer_layout(rank)
+        )
     for rank in range(fleet.first_receiver, fleet.first_receiver + fleet.receivers):
         kept[rank] = slices_of(engine_table(shape), shape, fleet.engine_layout(rank))
-    return [[in_units(slices, ElementSizes(ITEMSIZE, fp32_tensors(shape))) for slices in side] for side in (held, kept)]  # type: ignore[return-value]
+    return [
+        [in_units(slices, ElementSizes(ITEMSIZE, fp32_tensors(shape))) for slices in side]
+        for side in (held, kept)
+    ]  # type: ignore[return-value]
 
 
 def indices(shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> np.ndarray:
     """[shape] where the elements of a view lie."""
     axes = np.ogrid[tuple(slice(0, size) for size in shape)] if shape else []
-    return offset + sum((axis * stride for axis, stride in zip(axes, strides, strict=True)), np.zeros(shape, dtype=int))
+    return offset + sum(
+        (axis * stride for axis, stride in zip(axes, strides, strict=True)),
+        np.zeros(shape, dtype=int),
+    )
 
 
 class Memory(dict[str, np.ndarray]):
@@ -116,7 +182,9 @@ def fill(numbers: dict[str, np.ndarray], slices: list[ShardSlice]) -> Memory:
         whole = numbers[part.name]
         if len(part.shape) > whole.ndim:
             whole = whole.reshape(*whole.shape[:-1], -1, 2)
-        region = tuple(slice(start, start + size) for start, size in zip(part.start, part.shape, strict=True))
+        region = tuple(
+            slice(start, start + size) for start, size in zip(part.start, part.shape, strict=True)
+        )
         memory[part.param][indices(part.shape, part.strides, part.offset)] = whole[region]
     return memory
 
@@ -128,15 +196,22 @@ def execute(plan: Plan, trainers: list[Memory]) -> list[Memory]:
     for number in range(plan.num_rounds):
         sent: dict[tuple[int, int], np.ndarray] = {}
         for rank, rounds in enumerate(plans):
-            memory = {**trainers[rank], **{relay_buffer(sender): flat for sender, flat in arrived[rank].items()}}
+            memory = {
+                **trainers[rank],
+                **{relay_buffer(sender): flat for sender, flat in arrived[rank].items()},
+            }
             for message in rounds[number]:
                 if message.sender == rank:
                     parts = [
-                        memory[t.source.param][indices(t.source.shape, t.source.strides, t.source.offset)]
+                        memory[t.source.param][
+                            indices(t.source.shape, t.source.strides, t.source.offset)
+                        ]
                         for t in message.transfers
                     ]
                     sent[rank, message.receiver] = np.concatenate([part.ravel() for part in parts])
-                    assert (sent[rank, message.receiver] >= 0).all(), f"{message} reads what is not there"
+                    assert (sent[rank, message.receiver] >= 0).all(), (
+                        f"{message} reads what is not there"
+                    )
         arrived = [{} for _ in trainers]
         for rank, rounds in enumerate(plans):
             for message in rounds[number]:
@@ -157,8 +232,12 @@ def unpack(message: Message, flat: np.ndarray, memory: Memory) -> None:
     assert offset == len(flat) == message.numel
 
 
-def check_execution(plan: Plan, shape: ModelShape, held: list[list[ShardSlice]], kept: list[list[ShardSlice]]) -> None:
-    numbers = number_elements(shapes_in_units(hf_shapes(shape), ElementSizes(ITEMSIZE, fp32_tensors(shape))))
+def check_execution(
+    plan: Plan, shape: ModelShape, held: list[list[ShardSlice]], kept: list[list[ShardSlice]]
+) -> None:
+    numbers = number_elements(
+        shapes_in_units(hf_shapes(shape), ElementSizes(ITEMSIZE, fp32_tensors(shape)))
+    )
     landed = execute(plan, [fill(numbers, slices) for slices in held])
     for rank, expected in enumerate(fill(numbers, slices) for slices in kept):
         assert landed[rank].keys() == expected.keys()
@@ -178,13 +257,24 @@ def test_tables_and_recorded_slices_give_the_same_bytes(name: str) -> None:
     shape, fleet = FLEETS[name]
     held, kept = slices_of_fleet(shape, fleet)
     table = plan_of(shape, fleet)
-    paired = {part.name for slices in held for part in slices if len(part.shape) > len(hf_shapes(shape)[part.name])}
+    paired = {
+        part.name
+        for slices in held
+        for part in slices
+        if len(part.shape) > len(hf_shapes(shape)[part.name])
+    }
     assert bool(paired) == (shape.family == "gpt_oss")
-    recorded = plan_recorded(held, kept, itemsize=ITEMSIZE, round_bytes=200, ranks_per_node=fleet.ranks_per_node)
+    recorded = plan_recorded(
+        held, kept, itemsize=ITEMSIZE, round_bytes=200, ranks_per_node=fleet.ranks_per_node
+    )
     check_execution(recorded, shape, held, kept)
     for figure in ("bytes_kept", "bytes_received", "bytes_relayed"):
         assert getattr(table, figure) == getattr(recorded, figure), figure
-    assert network_bytes(table, fleet) == network_bytes(recorded, fleet) == lacking_bytes(fleet, held, kept)
+    assert (
+        network_bytes(table, fleet)
+        == network_bytes(recorded, fleet)
+        == lacking_bytes(fleet, held, kept)
+    )
 
 
 def network_bytes(plan: Plan, fleet: Fleet) -> list[int]:
@@ -192,10 +282,16 @@ def network_bytes(plan: Plan, fleet: Fleet) -> list[int]:
     node = fleet.ranks_per_node
     far = plan.message_sender // node != plan.message_receiver // node
     nodes = -(-fleet.world // node)
-    return np.bincount(plan.message_receiver[far] // node, plan.message_bytes[far], nodes).astype(int).tolist()
+    return (
+        np.bincount(plan.message_receiver[far] // node, plan.message_bytes[far], nodes)
+        .astype(int)
+        .tolist()
+    )
 
 
-def lacking_bytes(fleet: Fleet, held: list[list[ShardSlice]], kept: list[list[ShardSlice]]) -> list[int]:
+def lacking_bytes(
+    fleet: Fleet, held: list[list[ShardSlice]], kept: list[list[ShardSlice]]
+) -> list[int]:
     """What some rank of a node keeps and none of its ranks holds, element by element."""
 
     def elements(sides: list[list[ShardSlice]], node: int) -> set[tuple[str, int]]:
@@ -217,7 +313,9 @@ def test_rounds_keep_to_the_limit(name: str) -> None:
     limit = 64
     plan = plan_of(shape, fleet, limit)
     assert plan.num_rounds > 5
-    pairs = list(zip(plan.message_round.tolist(), plan.message_sender, plan.message_receiver, strict=True))
+    pairs = list(
+        zip(plan.message_round.tolist(), plan.message_sender, plan.message_receiver, strict=True)
+    )
     assert pairs == sorted(set(pairs)), "one message for each round, sender and receiver, in order"
     for rank in range(fleet.world):
         for messages in plan.lower(rank):
@@ -226,7 +324,9 @@ def test_rounds_keep_to_the_limit(name: str) -> None:
                 transfers = [t.source for m in moved for t in m.transfers]
                 rows = {(t.name, t.start) for t in transfers if t.shape[0] == 1 or len(t.shape) < 2}
                 fits = ITEMSIZE * sum(t.numel for t in transfers) <= limit
-                assert fits or len(rows) == 1, f"rank {rank}: more than a row, or a row's copies, above the limit"
+                assert fits or len(rows) == 1, (
+                    f"rank {rank}: more than a row, or a row's copies, above the limit"
+                )
 
 
 @pytest.mark.parametrize("name", FLEETS)
@@ -236,7 +336,9 @@ def test_messages_agree_on_both_sides(name: str) -> None:
     by_index: dict[int, Message] = {}
     for rank in range(fleet.world):
         for number, messages in enumerate(plan.lower(rank)):
-            assert [message.index for message in messages] == sorted(message.index for message in messages)
+            assert [message.index for message in messages] == sorted(
+                message.index for message in messages
+            )
             for message in messages:
                 assert rank in (message.sender, message.receiver) and message.round == number
                 assert by_index.setdefault(message.index, message) == message
@@ -249,7 +351,9 @@ def test_messages_agree_on_both_sides(name: str) -> None:
 
 def test_nothing_moves_between_equal_layouts() -> None:
     plan = plan_of(DENSE, colocated(Parallel(), 1, 4, 2))
-    assert plan.bytes_received == 0 and plan.bytes_kept == 4 * 2 * sum(map(prod, hf_shapes(DENSE).values()))
+    assert plan.bytes_received == 0 and plan.bytes_kept == 4 * 2 * sum(
+        map(prod, hf_shapes(DENSE).values())
+    )
 
 
 LAYOUTS = [
@@ -268,14 +372,21 @@ LAYOUTS = [
     st.sampled_from([None, 1, 2, 4]),
 )
 def test_recorded_slices_of_any_two_layouts(
-    source: Parallel, destination: Parallel, round_bytes: int, tied: bool, vocab: int, ranks_per_node: int | None
+    source: Parallel,
+    destination: Parallel,
+    round_bytes: int,
+    tied: bool,
+    vocab: int,
+    ranks_per_node: int | None,
 ) -> None:
     shape = replace(QWEN, tied=tied, vocab=vocab, layers=2)
     held, kept = (
         [
             slices_of(
                 megatron_table(
-                    shape, spec="local", padded_vocab=-(-vocab // (2 * parallel.tensor)) * 2 * parallel.tensor
+                    shape,
+                    spec="local",
+                    padded_vocab=-(-vocab // (2 * parallel.tensor)) * 2 * parallel.tensor,
                 ),
                 shape,
                 Layout.of(parallel, 4, rank),
@@ -285,7 +396,9 @@ def test_recorded_slices_of_any_two_layouts(
         for parallel in (source, destination)
     )
     assert find_gaps(hf_shapes(shape), held) == []
-    plan = plan_recorded(held, kept, itemsize=ITEMSIZE, round_bytes=round_bytes, ranks_per_node=ranks_per_node)
+    plan = plan_recorded(
+        held, kept, itemsize=ITEMSIZE, round_bytes=round_bytes, ranks_per_node=ranks_per_node
+    )
     check_execution(plan, shape, held, kept)
     if source == destination:
         assert plan.bytes_received == 0, "what a rank holds it does not receive"
@@ -307,14 +420,29 @@ def test_what_a_node_shares_crosses_the_network_once() -> None:
     """Two ranks of one node hold all; four of another keep it: a quarter each, the rest from neighbours."""
     tensors = [whole(f"t{index}", 6) for index in range(4)]
     plan = plan_recorded(
-        [tensors] * 2 + [[]] * 6, [[]] * 4 + [tensors] * 4, itemsize=4, round_bytes=4 * 24, ranks_per_node=4
+        [tensors] * 2 + [[]] * 6,
+        [[]] * 4 + [tensors] * 4,
+        itemsize=4,
+        round_bytes=4 * 24,
+        ranks_per_node=4,
     )
     far = plan.message_sender < 4
     assert np.bincount(plan.message_sender[far], plan.message_bytes[far]).tolist() == [4 * 48] * 2
-    assert np.bincount(plan.message_receiver[far], plan.message_bytes[far])[4:].tolist() == [4 * 24] * 4
+    assert (
+        np.bincount(plan.message_receiver[far], plan.message_bytes[far])[4:].tolist()
+        == [4 * 24] * 4
+    )
     assert np.bincount(plan.message_receiver, plan.message_bytes)[4:].tolist() == [4 * 96] * 4
-    assert np.bincount(plan.message_sender, plan.message_bytes)[4:].tolist() == [4 * 72] * 4, "neighbours share it"
-    relays = {m.index for rank in range(8) for messages in plan.lower(rank) for m in messages if m.is_relay}
+    assert np.bincount(plan.message_sender, plan.message_bytes)[4:].tolist() == [4 * 72] * 4, (
+        "neighbours share it"
+    )
+    relays = {
+        m.index
+        for rank in range(8)
+        for messages in plan.lower(rank)
+        for m in messages
+        if m.is_relay
+    }
     assert relays == set(np.flatnonzero(plan.message_sender >= 4).tolist())
     assert plan.bytes_relayed == 4 * 4 * 72
 
@@ -328,7 +456,9 @@ def test_order_follows_the_receiver() -> None:
 
 def test_gaps_and_overlaps_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     half = ShardSlice("w", (0, 0), (2, 4), "p", 0, (4, 1))
-    with pytest.raises(ValueError, match=r"w: the engine keeps 16 elements .* the trainer holds 8 of them"):
+    with pytest.raises(
+        ValueError, match=r"w: the engine keeps 16 elements .* the trainer holds 8 of them"
+    ):
         plan_recorded([[half]], [[whole("w")]], itemsize=4, round_bytes=64)
     with pytest.raises(ValueError, match="w: two source rectangles overlap"):
         plan_recorded([[half], [whole("w")]], [[whole("w")], []], itemsize=4, round_bytes=64)
@@ -340,17 +470,24 @@ def test_gaps_and_overlaps_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         return replace(engine_table(shape), head=(*engine_table(shape).head, extra))
 
     monkeypatch.setattr("megarl.weights.plan.engine_table", table)
-    with pytest.raises(ValueError, match=r"model.more.weight: the engine keeps 8 elements .* the trainer holds 0"):
+    with pytest.raises(
+        ValueError, match=r"model.more.weight: the engine keeps 8 elements .* the trainer holds 0"
+    ):
         plan_of(*FLEETS["colocated"])
 
 
 def test_fingerprint_sees_every_number() -> None:
     def fingerprint(offset: int = 0, round_bytes: int = 1 << 20, itemsize: int = 4) -> str:
         source = [replace(whole("w"), offset=offset)]
-        return plan_recorded([source], [[whole("w")]], itemsize=itemsize, round_bytes=round_bytes).fingerprint
+        return plan_recorded(
+            [source], [[whole("w")]], itemsize=itemsize, round_bytes=round_bytes
+        ).fingerprint
 
     assert fingerprint() == fingerprint()
-    assert len({fingerprint(), fingerprint(1), fingerprint(round_bytes=16), fingerprint(itemsize=2)}) == 4
+    assert (
+        len({fingerprint(), fingerprint(1), fingerprint(round_bytes=16), fingerprint(itemsize=2)})
+        == 4
+    )
     tables: list[Callable[[], Plan]] = [
         lambda: plan_of(*FLEETS["colocated"]),
         lambda: plan_of(*FLEETS["colocated"], spec="local"),

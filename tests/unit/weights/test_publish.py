@@ -13,7 +13,13 @@ from megarl.config.random_model import hf_config
 from megarl.config.schema import Create
 from megarl.layout import Parallel
 from megarl.models.engine import engine_table
-from megarl.models.registry import fp32_tensors, hf_shapes, megatron_table, padded_vocab, parse_model
+from megarl.models.registry import (
+    fp32_tensors,
+    hf_shapes,
+    megatron_table,
+    padded_vocab,
+    parse_model,
+)
 from megarl.models.shape import ModelShape
 from megarl.models.shards import ShardSlice, slices_of
 from megarl.types import CheckFailed
@@ -26,7 +32,10 @@ SIZES = {"family": "qwen3", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2
 SHAPE = parse_model(hf_config(Create.model_validate(SIZES)), "model.create")
 SHAPES, FLEET = hf_shapes(SHAPE), Fleet(Parallel(), 1, tensor=1, replicas=1, is_split=False)
 PADDED = padded_vocab(SHAPE.vocab, 1)
-KEEPS, REFUSES = "The engine keeps its previous version", "The engine refuses prompts until a sync succeeds"
+KEEPS, REFUSES = (
+    "The engine keeps its previous version",
+    "The engine refuses prompts until a sync succeeds",
+)
 
 
 class Engine(Memory):
@@ -50,14 +59,18 @@ class Engine(Memory):
 
 class Job:
     def __init__(self, *, table=None, probe=None, is_atomic: bool = True) -> None:
-        slices = slices_of(megatron_table(SHAPE, spec="local", padded_vocab=PADDED), SHAPE, FLEET.trainer_layout(0))
+        slices = slices_of(
+            megatron_table(SHAPE, spec="local", padded_vocab=PADDED), SHAPE, FLEET.trainer_layout(0)
+        )
         self.full = {name: torch.randn(size) for name, size in SHAPES.items()}
         self.parameters = room_for(slices)
         for part in slices:
             view(self.parameters, part).copy_(slice_of(self.full, part))
         self.engine = Engine(slices_of(engine_table(SHAPE), SHAPE, FLEET.engine_layout(0)))
         self.publisher = Publisher(
-            plan_transfers(SHAPE, FLEET, padded_vocab=PADDED, itemsize=4, round_bytes=4096, spec="local"),
+            plan_transfers(
+                SHAPE, FLEET, padded_vocab=PADDED, itemsize=4, round_bytes=4096, spec="local"
+            ),
             WeightSender(slices, lambda: self.parameters),
             self.engine,
             InProcess(),
@@ -79,8 +92,13 @@ def test_the_engine_holds_the_trainers_weights(is_atomic):
     job = Job(is_atomic=is_atomic)
     report = job.publisher.publish(version=3)
     assert report.verified and report.version == job.engine.version == 3
-    assert report.bytes_received == 0 and report.bytes_kept == sum(4 * part.numel for part in job.engine.slices)
-    assert all(torch.equal(view(job.engine.memory, part), slice_of(job.full, part)) for part in job.engine.slices)
+    assert report.bytes_received == 0 and report.bytes_kept == sum(
+        4 * part.numel for part in job.engine.slices
+    )
+    assert all(
+        torch.equal(view(job.engine.memory, part), slice_of(job.full, part))
+        for part in job.engine.slices
+    )
     job.publisher.publish(version=4)
     assert job.engine.begun == [True, False], "placement is checked in the first sync"
 
@@ -101,18 +119,27 @@ def _unpaired(part: ShardSlice, shape: ModelShape) -> ShardSlice:
     *start, first, _ = part.start
     *size, half, _ = part.shape
     return replace(
-        part, start=(*start, 2 * first), shape=(*size, 2 * half), strides=(*part.strides[:-2], part.strides[-1])
+        part,
+        start=(*start, 2 * first),
+        shape=(*size, 2 * half),
+        strides=(*part.strides[:-2], part.strides[-1]),
     )
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "glm4_moe", "deepseek_v3"])
 def test_pairs_and_tensors_that_stay_fp32_arrive_bit_for_bit(family):
     """gpt-oss lets gate and up alternate; corrections of routers are fp32 among bf16 weights."""
-    create = Create.model_validate(SIZES | {"family": family, "experts": 4, "tied": False, "moe_intermediate": 32})
+    create = Create.model_validate(
+        SIZES | {"family": family, "experts": 4, "tied": False, "moe_intermediate": 32}
+    )
     shape = parse_model(hf_config(create), "model.create")
     weights = WeightFormat(hf_shapes(shape), torch.bfloat16, fp32_tensors(shape))
-    full = {name: torch.randn(size).to(weights.dtype_of(name)) for name, size in weights.shapes.items()}
-    slices = slices_of(megatron_table(shape, spec="local", padded_vocab=PADDED), shape, FLEET.trainer_layout(0))
+    full = {
+        name: torch.randn(size).to(weights.dtype_of(name)) for name, size in weights.shapes.items()
+    }
+    slices = slices_of(
+        megatron_table(shape, spec="local", padded_vocab=PADDED), shape, FLEET.trainer_layout(0)
+    )
     parameters = room_for(slices, torch.bfloat16)
     parameters |= room_for([part for part in slices if part.name in weights.fp32])
     for part in slices:
@@ -120,10 +147,16 @@ def test_pairs_and_tensors_that_stay_fp32_arrive_bit_for_bit(family):
         whole = full[part.name].unflatten(-1, (-1, 2)) if paired else full[part.name]
         view(parameters, part).copy_(slice_of({part.name: whole}, part))
     table = slices_of(engine_table(shape), shape, FLEET.engine_layout(0))
-    engine = Memory(weights.moved_slices([_unpaired(part, shape) for part in table]), torch.bfloat16)
-    plan = plan_transfers(shape, FLEET, padded_vocab=PADDED, itemsize=2, round_bytes=4096, spec="local")
+    engine = Memory(
+        weights.moved_slices([_unpaired(part, shape) for part in table]), torch.bfloat16
+    )
+    plan = plan_transfers(
+        shape, FLEET, padded_vocab=PADDED, itemsize=2, round_bytes=4096, spec="local"
+    )
     sender = WeightSender(slices, lambda: parameters)
-    publisher = Publisher(plan, sender, engine, InProcess(), weights, ranks_per_replica=1, table=table)
+    publisher = Publisher(
+        plan, sender, engine, InProcess(), weights, ranks_per_replica=1, table=table
+    )
     publisher.publish(version=1)
     moved = {name: tensor.view(torch.bfloat16).view(torch.int16) for name, tensor in full.items()}
     memory = {name: tensor.view(torch.int16) for name, tensor in engine.memory.items()}
@@ -136,11 +169,15 @@ def _rename(job: Job) -> None:
 
 
 def _widen(job: Job) -> None:
-    job.parameters["decoder.final_layernorm.weight"] = job.parameters["decoder.final_layernorm.weight"].double()
+    job.parameters["decoder.final_layernorm.weight"] = job.parameters[
+        "decoder.final_layernorm.weight"
+    ].double()
 
 
 def _shorten(job: Job) -> None:
-    job.parameters["decoder.final_layernorm.weight"] = job.parameters["decoder.final_layernorm.weight"][:-1]
+    job.parameters["decoder.final_layernorm.weight"] = job.parameters[
+        "decoder.final_layernorm.weight"
+    ][:-1]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +206,10 @@ def test_before_the_first_write_the_engine_keeps_its_version(fault, message):
         ({"raises": True}, "(round 1), rank 0 -> rank 0: model."),
         ({"raises": True}, "RuntimeError: out of memory"),
         ({"wrong": 1}, "messages differ when read back after writing: message 1 of"),
-        ({"forgets": "model.norm.weight"}, "loaded tensors differ from the expected ones: model.norm.weight"),
+        (
+            {"forgets": "model.norm.weight"},
+            "loaded tensors differ from the expected ones: model.norm.weight",
+        ),
     ],
 )
 def test_after_the_first_write_it_has_none_until_a_sync_succeeds(fault, message):
@@ -188,8 +228,13 @@ def test_after_the_first_write_it_has_none_until_a_sync_succeeds(fault, message)
 
 def test_a_spoilt_memory_is_seen_by_the_placement_check():
     job = Job()
-    job.engine.spoil = lambda memory: memory["model.norm.weight"].copy_(memory["model.norm.weight"].flip(0))
-    assert "slices of weights are in the wrong place" in (refusal := job.refused(1)) and "model.norm.weight" in refusal
+    job.engine.spoil = lambda memory: memory["model.norm.weight"].copy_(
+        memory["model.norm.weight"].flip(0)
+    )
+    assert (
+        "slices of weights are in the wrong place" in (refusal := job.refused(1))
+        and "model.norm.weight" in refusal
+    )
     assert job.engine.version is None
 
 
@@ -216,8 +261,11 @@ def test_a_probe_that_is_off_is_refused_and_asked_again(always):
 
 def test_an_engine_that_is_laid_out_differently_from_its_table_is_refused_by_tensor():
     table = slices_of(engine_table(SHAPE), SHAPE, FLEET.engine_layout(0))
-    moved = [replace(part, offset=part.offset + (part.name == "model.norm.weight")) for part in table]
+    moved = [
+        replace(part, offset=part.offset + (part.name == "model.norm.weight")) for part in table
+    ]
     with pytest.raises(
-        CheckFailed, match=r"rank 0: the engine's .* model\.norm\.weight .*lays out weights differently"
+        CheckFailed,
+        match=r"rank 0: the engine's .* model\.norm\.weight .*lays out weights differently",
     ):
         Job(table=moved)

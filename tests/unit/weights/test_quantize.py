@@ -16,7 +16,15 @@ from compressed_tensors.quantization.utils import calculate_qparams, generate_gp
 from torch import Tensor
 
 from megarl.models.formats import FORMATS
-from megarl.weights.quantize import E2M1, block_amax, dequantize, fp8_scales, from_fp8, quantize, to_fp8
+from megarl.weights.quantize import (
+    E2M1,
+    block_amax,
+    dequantize,
+    fp8_scales,
+    from_fp8,
+    quantize,
+    to_fp8,
+)
 
 BF16, FP32 = torch.bfloat16, torch.float32
 ARGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -41,7 +49,9 @@ def uncompiled() -> Iterator[None]:
 def weights(rows: int = 192, columns: int = 320) -> Tensor:
     """Random values of very different sizes; blocks of zeros, of one value, of subnormals, and with a single value."""
     generator = torch.Generator().manual_seed(rows)
-    w = torch.randn(rows, columns, generator=generator) * 2.0 ** torch.randint(-9, 9, (rows, 1), generator=generator)
+    w = torch.randn(rows, columns, generator=generator) * 2.0 ** torch.randint(
+        -9, 9, (rows, 1), generator=generator
+    )
     w[:, 64:96] = 0
     w[3, 96:128] = -0.3
     w[4, 128:160] = 2.0**-130
@@ -52,20 +62,28 @@ def weights(rows: int = 192, columns: int = 320) -> Tensor:
 
 def compressor(name: str) -> tuple[Any, QuantizationScheme]:
     kind, args = ARGS[name]
-    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**args), format=CompressionFormat(kind))
+    scheme = QuantizationScheme(
+        targets=["Linear"], weights=QuantizationArgs(**args), format=CompressionFormat(kind)
+    )
     return BaseCompressor.get_value_from_registry(kind), scheme
 
 
 @pytest.mark.parametrize("name", ARGS)
 def test_equal_to_compressed_tensors(name: str) -> None:
-    fmt, w, (theirs, scheme) = FORMATS[name], weights(256 if name == "fp8_block" else 192, 384), compressor(name)
+    fmt, w, (theirs, scheme) = (
+        FORMATS[name],
+        weights(256 if name == "fp8_block" else 192, 384),
+        compressor(name),
+    )
     parts = quantize(w, fmt)
     amax = block_amax(w, fmt.block)
     state: dict[str, Tensor] = {"weight": w}
     if fmt.global_scale:
         state["weight_global_scale"] = generate_gparam(w.min(), w.max()).view(1)
         assert torch.equal(state["weight_global_scale"], parts["_global_scale"])
-    scales, _ = calculate_qparams(-amax, amax, QuantizationArgs(**ARGS[name][1]), state.get("weight_global_scale"))
+    scales, _ = calculate_qparams(
+        -amax, amax, QuantizationArgs(**ARGS[name][1]), state.get("weight_global_scale")
+    )
     if name == "int4_group":  # theirs is / 7.5, which would shrink the largest value each time
         scales = parts["_scale"].float()
     state["weight_scale"] = scales.view(1) if fmt.block == (0, 0) else scales
@@ -92,12 +110,16 @@ def test_fp8_blocks_equal_to_transformers() -> None:
     config = SimpleNamespace(weight_block_size=[128, 128], scale_fmt=None)
     theirs: Any = Fp8Quantize(SimpleNamespace(quantization_config=config)).convert({"x.weight": w})  # type: ignore[arg-type]
     parts = quantize(w, fmt)
-    torch.testing.assert_close(parts["_scale_inv"], theirs["x.weight_scale_inv"], rtol=2**-22, atol=0)
+    torch.testing.assert_close(
+        parts["_scale_inv"], theirs["x.weight_scale_inv"], rtol=2**-22, atol=0
+    )
     stored = {"": theirs["x.weight"], "_scale_inv": theirs["x.weight_scale_inv"]}
     for dtype in (BF16, FP32):
         opened = Fp8Dequantize(None)._dequantize_one(*stored.values(), output_dtype=dtype)
         assert torch.equal(opened, dequantize(stored, fmt, w.shape, dtype))
-    torch.testing.assert_close(dequantize(parts, fmt, w.shape, BF16), dequantize(stored, fmt, w.shape, BF16))
+    torch.testing.assert_close(
+        dequantize(parts, fmt, w.shape, BF16), dequantize(stored, fmt, w.shape, BF16)
+    )
 
 
 @pytest.mark.parametrize("shape", [(576, 160), (1, 1), (129, 128), (5, 3, 200)])
@@ -119,7 +141,9 @@ def test_partial_fp8_blocks(shape: tuple[int, ...]) -> None:
                 assert scale == matrix[block].abs().max() / 448
                 exact = values[block].double() * scale.double()
                 assert torch.equal(opened[block], exact.float())
-                assert (exact - matrix[block]).abs().max() <= 448 * scale / 28  # half of the largest spacing, 32
+                assert (
+                    exact - matrix[block]
+                ).abs().max() <= 448 * scale / 28  # half of the largest spacing, 32
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -131,8 +155,15 @@ def test_slice_equals_slice_of_whole(name: str) -> None:
     whole = dequantize(parts, fmt, w.shape, FP32)
     high, wide = fmt.block
     step = fmt.column_step
-    for first, last, left, right in ((0, 200, 0, 320), (100, 130, 160, 288), (199, 200, 0, 32), (127, 129, 128, 320)):
-        items = parts[fmt.values].reshape(200, -1)[first:last, left // fmt.per_item : right // fmt.per_item]
+    for first, last, left, right in (
+        (0, 200, 0, 320),
+        (100, 130, 160, 288),
+        (199, 200, 0, 32),
+        (127, 129, 128, 320),
+    ):
+        items = parts[fmt.values].reshape(200, -1)[
+            first:last, left // fmt.per_item : right // fmt.per_item
+        ]
         scales = parts[fmt.scale].view(fmt.grid(200, 320))
         scales = scales[first // high : -(-last // high)] if high else scales
         scales = scales[:, left // wide : -(-right // wide)] if wide else scales
@@ -157,7 +188,9 @@ def test_second_rounding_changes_nothing(name: str, dtype: torch.dtype) -> None:
     second = quantize(copy.T.contiguous() if fmt.is_transposed else copy, fmt)
     if dtype == FP32:
         assert torch.equal(copy, dequantize(second, fmt, shape, dtype))
-    torch.testing.assert_close(copy.float(), dequantize(second, fmt, shape, FP32), rtol=2**-6, atol=0)
+    torch.testing.assert_close(
+        copy.float(), dequantize(second, fmt, shape, FP32), rtol=2**-6, atol=0
+    )
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -170,7 +203,9 @@ def test_edges(name: str) -> None:
     parts = quantize(w, fmt)
     back = dequantize(parts, fmt, w.shape, FP32)
     assert back.isfinite().all() and (back >= 0).all()
-    minus = dequantize(quantize(-w, fmt), fmt, w.shape, FP32)  # the sign of a zero, too, except in integers
+    minus = dequantize(
+        quantize(-w, fmt), fmt, w.shape, FP32
+    )  # the sign of a zero, too, except in integers
     assert fmt.element == "int4" or torch.equal(minus.view(torch.int32), (-back).view(torch.int32))
     assert back[:128, :128].count_nonzero() == 0 or fmt.is_transposed
     w[200, 200] = torch.inf
@@ -196,7 +231,11 @@ def test_every_code_survives() -> None:
             parts[fmt.scale] = scales.to(parts[fmt.scale].dtype)
         if fmt.global_scale:
             parts[fmt.global_scale] = torch.ones(1)
-        elements = torch.arange(16.0) - 8 if fmt.element == "int4" else torch.tensor([*E2M1, *(-x for x in E2M1)])
+        elements = (
+            torch.arange(16.0) - 8
+            if fmt.element == "int4"
+            else torch.tensor([*E2M1, *(-x for x in E2M1)])
+        )
         opened = dequantize(parts, fmt, codes.shape, FP32)
         assert torch.equal(opened, elements[codes.int()] * scales)
 
@@ -220,11 +259,14 @@ def test_blocks_across_ranks_and_powers_of_two() -> None:
     piece = to_fp8(w[100:150], scales[:2], block, (100, 0))
     assert torch.equal(piece.float(), whole[100:150].float())
     assert torch.equal(
-        from_fp8(piece, scales[:2], block, FP32, (100, 0)), from_fp8(whole, scales, block, FP32)[100:150]
+        from_fp8(piece, scales[:2], block, FP32, (100, 0)),
+        from_fp8(whole, scales, block, FP32)[100:150],
     )
     powers = fp8_scales(block_amax(w, block), power_of_2=True)
     assert torch.equal(powers.log2(), scales.log2().ceil())
-    assert torch.equal(quantize(w, replace(FORMATS["fp8_block"], power_of_2=True))["_scale_inv"], powers)
+    assert torch.equal(
+        quantize(w, replace(FORMATS["fp8_block"], power_of_2=True))["_scale_inv"], powers
+    )
     exact = torch.tensor([448.0, 449.0, 0.0, 448 * 2.0**-140])
     assert fp8_scales(exact, power_of_2=True).tolist() == [1.0, 2.0, 1.0, 2.0**-140]
 

@@ -43,7 +43,9 @@ def test_values_arrive_as_they_were() -> None:
 
 def test_tensors_arrive_as_they_were() -> None:
     routes = Routes((0, 1), (7, 2**63 + 1), torch.arange(24, dtype=torch.uint8).view(2, 4, 3))
-    ((got, state),) = gather_values([routes, {"layer": torch.full((2,), torch.nan, dtype=torch.bfloat16)}])
+    ((got, state),) = gather_values(
+        [routes, {"layer": torch.full((2,), torch.nan, dtype=torch.bfloat16)}]
+    )
     assert (got.owners, got.checksums) == (routes.owners, routes.checksums)
     assert got.experts.dtype == torch.uint8
     assert got.experts.equal(routes.experts)
@@ -52,7 +54,9 @@ def test_tensors_arrive_as_they_were() -> None:
 
 
 def test_what_is_no_value_is_refused_without_running_it(tmp_path: Path) -> None:
-    with pytest.raises(CheckFailed, match="rank 0 sent what is not a value of megarl, and it was not run"):
+    with pytest.raises(
+        CheckFailed, match="rank 0 sent what is not a value of megarl, and it was not run"
+    ):
         gather_values({"errors": [Crafted(tmp_path / "ran")]})
     assert not (tmp_path / "ran").exists()
     dist.all_gather_object([None], Crafted(tmp_path / "ran"))  # as torch.distributed's own would

@@ -55,8 +55,13 @@ def run(rank) -> None:
     print(f"hello from rank {rank} of {env.world_size}")
     print(f"noise from rank {rank}", file=sys.stderr)
     os.write(1, b"c++ chatter\n")
-    seen = [os.environ[name] for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_DEVICE_MAX_CONNECTIONS")]
-    (folder / f"up_{rank}").write_text(" ".join(map(str, (os.getpid(), env.job_id, env.launcher_pid, *seen))))
+    seen = [
+        os.environ[name]
+        for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_DEVICE_MAX_CONNECTIONS")
+    ]
+    (folder / f"up_{rank}").write_text(
+        " ".join(map(str, (os.getpid(), env.job_id, env.launcher_pid, *seen)))
+    )
     for peer in range(env.world_size):
         wait_for(folder / f"up_{peer}")
     if name == "user" and rank == 1:
@@ -105,7 +110,10 @@ def open_rank(config, env, phase):
     yield types.SimpleNamespace(config=config, env=env, phase=phase)
 
 
-for name, functions in {"run_rl": {"run_rl": run, "run_eval": run}, "build": {"open_rank": open_rank}}.items():
+for name, functions in {
+    "run_rl": {"run_rl": run, "run_eval": run},
+    "build": {"open_rank": open_rank},
+}.items():
     module = types.ModuleType(f"megarl.launch.{name}")
     vars(module).update(functions)
     sys.modules[module.__name__] = module
