@@ -131,7 +131,7 @@ def measure(model: str, dtype: str, data: int, package: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder:
         environment = os.environ | {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"}
         code = "import sys; from pathlib import Path; from megarl.config.schema import Create; "
-        code += "from megarl.launch.random_model import create_model; "
+        code += "from megarl.commands.random_model import create_model; "
         code += f"create_model(Create(tokenizer='none', **{MODELS[model]}), Path('{folder}/model'))"
         subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment, check=True)
         found: dict[str, Any] = {}

@@ -32,7 +32,7 @@ from megarl.config.schema import Create
 from megarl.models.headers import INDEX
 from megarl.models.registry import hf_shapes, parse_model
 from megarl.models.shards import ShardSlice
-from megarl.weights.checksum import positional_checksum
+from megarl.weights.sync.checksum import positional_checksum
 
 __all__ = ["CASES", "convert", "copy"]
 

@@ -32,13 +32,13 @@ import yaml
 from benchmarks.frame import Case, Contender, Outcome
 from benchmarks.peers import trl_module
 from megarl.algorithms.objective import Objective
+from megarl.commands.random_model import create_model
 from megarl.config.load import load_config
 from megarl.config.schema import Algorithm, Config, Create, Train
 from megarl.data.collate import collate
 from megarl.data.prompts import PromptStream
 from megarl.data.tasks import load_sources
 from megarl.data.tokenizer import load_tokenizer, prompt_encoder
-from megarl.launch.random_model import create_model
 from megarl.layout import Layout, Parallel
 from megarl.models.registry import read_model
 from megarl.platform.env import child_env, get_env
@@ -164,7 +164,7 @@ def megarl_update(model: str, prompts: int, samples: int, response: int) -> Call
                 read_model(folder), layout, train=train, folder=folder, device=device
             )
             objective = Objective(Algorithm(**GRPO), response)
-            learner = PolicyLearner.of(trainer, objective)
+            learner = PolicyLearner(trainer, objective)
             batch = _batch(recorded, samples)
             scored, _ = objective.advantages(batch, learner.score(batch), objective.initial_state())
             start = time.perf_counter()
@@ -423,11 +423,10 @@ def _rank(
 
 
 def _run_megarl(config: Config) -> None:
-    from megarl.launch import run_rl
-    from megarl.launch.worker import run_external
     from megarl.platform.env import Env
-
-    make_engine = run_rl.make_engine
+    from megarl.run.engine import make_engine
+    from megarl.run.rank_process import run_external
+    from megarl.stages import rl
 
     def without_stops(rank: Any) -> Any:
         engine = make_engine(rank)
@@ -441,7 +440,7 @@ def _run_megarl(config: Config) -> None:
         engine._steps = fixed_length
         return engine
 
-    run_rl.make_engine = without_stops
+    rl.make_engine = without_stops
     if code := run_external(config, Env.read(), "train"):
         sys.exit(code)
 

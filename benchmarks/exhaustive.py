@@ -1,8 +1,8 @@
 """Runs the checks that are too long for every change, and writes what they found to benchmarks/results/NAME.txt.
 
-    python -m benchmarks.exhaustive [NAME ...]      without a name: all of them, about an hour on two cores
+    python -m benchmarks.exhaustive [NAME ...]      without a name: all of them, hours on two cores
 
-Each check is a test marked `exhaustive`; its smallest case is a `long` test beside it, which runs on every change. The
+Each check is a test marked `exhaustive`; a smaller case, or a test of each part, runs on every change. The
 file of `stops` is run whole: each of its tests stops a run in another way.
 """
 
@@ -24,20 +24,33 @@ STALE = "test_tokens_are_at_most_so_stale_and_each_span_is_of_the_weights_it_nam
 NODE = "test_when_a_node_is_gone_the_run_goes_on_in_a_fallback_layout"
 STOPPED = "test_what_is_stopped_is_named_killed_and_replaced"
 CHECKS = {  # name -> the tests, and the seeds that they use
+    "trainer": ("tests/dist/test_trainer.py", "model and batch 0"),
     "families": ("tests/dist/test_families.py", "model and batch 0, each family's own"),
     "layouts": (
         "tests/dist/test_context.py",
         "model and batch 0, plans dealt by the number of ranks",
     ),
+    "parity": ("tests/dist/test_parity_faults.py", "run.seed of the configs"),
+    "adapter_layouts": ("tests/dist/test_lora.py", "model and batch 0"),
+    "overlap": ("tests/dist/test_overlap.py", "model and batch 0"),
+    "large": ("tests/dist/test_large.py", "no weights: shapes only"),
+    "messages": ("tests/dist/test_messages.py", "no weights: sizes only"),
+    "nodes": ("tests/dist/test_nodes.py", "run.seed of configs/tiny_dense.yaml"),
     "engines": ("tests/dist/test_sync.py", "weights of the n-th sync n, prompts 100 to 109"),
     "routes": (
         "tests/dist/test_routes.py",
         "model and prompts 0, the engine's plants by a hash of its logits",
     ),
+    "bridge": ("tests/dist/test_bridge.py", "model and batch 0"),
+    "stages": ("tests/e2e/test_stages.py", "run.seed of the configs"),
     "adapters": (
         "tests/e2e/test_lora.py",
         "run.seed of the configs, adapters by run.seed and name",
     ),
+    "judges": ("tests/unit/data/test_task_judge.py", "each dataset's own"),
+    "code_cheats": ("tests/unit/rewards/test_code_cheats.py", "none is drawn"),
+    "comparison": ("tests/unit/benchmarks/test_algorithms.py", "run.seed 1 of the configs"),
+    "teachers": ("tests/unit/trainer/test_teachers.py", "model and batch 0"),
     "learning": ("tests/e2e/test_algorithms.py", "run.seed of configs/tiny_dense.yaml"),
     "cheat": ("tests/e2e/test_trained_cheat.py", "run.seed of its config"),
     "loop": ("tests/e2e/test_loop.py", "run.seed of the configs"),
@@ -89,7 +102,7 @@ def run(name: str) -> bool:
         f"versions  Python {sys.version.split()[0]}, {versions()}\n"
         f"seeds     {seeds}\n"
         f"time      {time.monotonic() - began:.0f} s, {cpu_s:.0f} s of CPU\n\n"
-        f"{done.stdout[-60_000:]}"
+        + done.stdout[-60_000:].replace(f"{ROOT}/", "")
     )
     print(
         f"{name}: {'passed' if done.returncode == 0 else 'FAILED'}, {RESULTS / name}.txt",

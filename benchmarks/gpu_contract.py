@@ -39,7 +39,7 @@ from benchmarks import gpu_stubs
 from megarl.config.random_model import hf_config
 from megarl.config.schema import Create
 from megarl.layout import Layout, Parallel
-from megarl.models.engine import engine_layout, engine_table
+from megarl.models.engine import engine_table
 from megarl.models.registry import fp32_tensors, hf_shapes, megatron_table, padded_vocab, read_model
 from megarl.models.shape import ModelShape
 from megarl.models.shards import ShardSlice, first_mismatch, slices_of
@@ -205,10 +205,11 @@ def _engine_model(model: Path, rank: int, device: str) -> torch.nn.Module:
 
 
 def _engine_difference(shape: ModelShape, built: torch.nn.Module, rank: int) -> Difference:
-    from megarl.rollout.loader_trace import trace_loader
+    from megarl.rollout.vllm.loader_trace import trace_loader
 
     trace = trace_loader(built, hf_shapes(shape), DTYPE)
-    table = slices_of(engine_table(shape), shape, engine_layout(tensor=TENSOR, rank=rank))
+    layout = Layout.of(Parallel(tensor=TENSOR, expert_tensor=TENSOR), TENSOR, rank)
+    table = slices_of(engine_table(shape), shape, layout)
     parameters = {
         name: x
         for name, x in built.named_parameters()

@@ -54,10 +54,10 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
 
 
 def make(kind: str, folder: Path) -> None:
+    from megarl.commands.random_model import create_model
     from megarl.config.schema import Create
-    from megarl.launch.random_model import create_model
     from megarl.models.formats import read_quantization
-    from megarl.weights.quantize import PLAIN, Storage
+    from megarl.weights.encode.quantize import PLAIN, Storage
 
     create, quantization = KINDS[kind]
     shutil.copytree(

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -141,7 +142,7 @@ class EngineMemory:
 
     def __init__(self, table: Any, share: int, level: int) -> None:
         from benchmarks.sync import room_for
-        from megarl.weights.execute import MemoryReceiver
+        from megarl.weights.sync.execute import MemoryReceiver
 
         self._level, self._room = level, lambda: room_for(table, torch.bfloat16)
         self._memory = self._room()
@@ -214,21 +215,21 @@ class _Sampler:
 def measure(model: str, offload: str, folder: Path) -> dict[str, int]:
     """The peaks of this rank, with the megarl that is first on the path."""
     from megarl.checkpoint.state import Checkpoints
+    from megarl.commands.random_model import create_model
     from megarl.config.schema import Create, Train
-    from megarl.launch.phases import TimedPhases
-    from megarl.launch.random_model import create_model
     from megarl.layout import Axis, Layout, Parallel
     from megarl.models.engine import engine_table
     from megarl.models.registry import hf_shapes, padded_vocab, read_model
     from megarl.models.shards import slices_of
     from megarl.rollout.exchange import Exchange
+    from megarl.run.phases import TimedPhases
     from megarl.stages.sft import train_supervised
     from megarl.trainer.trainer import Trainer
     from megarl.types import ObjectiveState, Prompt, Request, TokenBatch
-    from megarl.weights.fleet import Fleet
-    from megarl.weights.plan import plan_transfers
-    from megarl.weights.publish import Publisher, WeightFormat, WeightSender
-    from megarl.weights.transports.collective import Collective
+    from megarl.weights.plan.fleet import Fleet
+    from megarl.weights.plan.plan import plan_transfers
+    from megarl.weights.sync.publish import Publisher, WeightFormat, WeightSender
+    from megarl.weights.sync.transports.collective import Collective
 
     create, sizes, copies = MODELS[model]
     kinds, level = OFFLOAD[offload]
@@ -273,7 +274,10 @@ def measure(model: str, offload: str, folder: Path) -> dict[str, int]:
         memory: Any = (
             [trainer] if "trainers" in TimedPhases.__dataclass_fields__ else trainer.memory
         )
-        phases = TimedPhases(measured, lambda values: None, DEVICE, memory, side)
+        timer: Any = [measured, lambda values: None]
+        if "telemetry" in TimedPhases.__dataclass_fields__:
+            timer = [SimpleNamespace(span=measured, add=lambda values: None)]
+        phases = TimedPhases(*timer, DEVICE, memory, side)
         on_device = (
             "device" in Exchange.__dataclass_fields__
         )  # before, the exchange went over the device

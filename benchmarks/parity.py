@@ -31,17 +31,21 @@ from torch import Tensor
 
 from benchmarks.exhaustive import versions
 from megarl.algorithms.objective import loss_weights, supervised_loss
-from megarl.algorithms.parity import Excess, Quantiles
+from megarl.commands.random_model import materialize_model
+from megarl.commands.rank_checks import parity_batch
 from megarl.config.load import load_config
 from megarl.data.packing import plan_microbatches
-from megarl.debug.layout_check import prompt_rows
-from megarl.launch.build import Rank, make_prompts, make_trainer, open_rank
-from megarl.launch.exit_codes import CurrentPhase
-from megarl.launch.parity import ParityChecks, measure_logprobs, sampled_rows
-from megarl.launch.random_model import materialize_model
-from megarl.launch.run_rl import make_engine, parity_batch, parity_checks, publisher
+from megarl.parity.gate import ParityChecks, measure_logprobs, sampled_rows
+from megarl.parity.layouts import prompt_rows
+from megarl.parity.statistics import Excess, Quantiles
 from megarl.platform.env import Env, child_env
-from megarl.rollout.engine import Engine
+from megarl.processes.exit_codes import CurrentPhase
+from megarl.rollout.vllm.engine import Engine
+from megarl.run.context import Rank, open_rank
+from megarl.run.data import make_prompts
+from megarl.run.engine import make_engine
+from megarl.run.models import make_trainer
+from megarl.run.sync import parity_checks, rank_publisher
 from megarl.telemetry.metrics import read_metrics
 from megarl.trainer.heads import HeadOptions, VocabularyHead
 from megarl.trainer.trainer import Trainer
@@ -269,7 +273,7 @@ def plant_faults(config_file: str, overrides: list[str]) -> list[Found]:
         with open_rank(config, Env.read(), CurrentPhase()) as rank:
             engine, trainer = make_engine(rank), make_trainer(rank)
             checks = parity_checks(rank, trainer, engine)
-            publisher(rank, trainer, engine, checks).publish(version=0)
+            rank_publisher(rank, trainer, engine, checks).publish(version=0)
             return list(Faults(rank, trainer, engine, checks, updated_weights(rank, trainer)).all())
 
 

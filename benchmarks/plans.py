@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from megarl.config.load import load_config
-from megarl.planner.cost import LINKS, MESSAGE_S
-from megarl.planner.weight_sync import fleet_of, plan_weights, write_messages
+from megarl.weights.plan.cost import LINKS, MESSAGE_S
+from megarl.weights.plan.from_config import fleet_of, plan_weights, write_messages
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 CASES = [(name, None) for name in ("qwen3_235b_a22b", "deepseek_v3", "kimi_k2")] + [

@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 from benchmarks.checkpoint_memory import Live
 from megarl.algorithms.objective import Objective
+from megarl.commands.random_model import create_model
 from megarl.config.load import load_config, parse_config
 from megarl.config.schema import Config, Create
-from megarl.launch.random_model import create_model
 from megarl.layout import Layout, Parallel
 from megarl.models.registry import hf_shapes, megatron_table, padded_vocab, read_model
 from megarl.models.shape import ModelShape
@@ -89,7 +89,7 @@ def measure(algorithm: dict, folder: Path) -> dict[str, int]:
         Objective(config.algorithm),
     )
     actor = Trainer.build(shape, layout, train=config.train, folder=path, device=device)
-    learner = PolicyLearner.of(actor, objective)
+    learner = PolicyLearner(actor, objective)
     trainers = [actor]
     if config.algorithm.needs_critic:
         values = Trainer.build(

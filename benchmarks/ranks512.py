@@ -32,11 +32,11 @@ from benchmarks.plans import CONFIGS
 from benchmarks.table import machine
 from megarl.config.load import load_config
 from megarl.layout import Axis
-from megarl.planner.weight_sync import plan_weights
 from megarl.rollout.exchange import Exchange, deal, pack, unpack
 from megarl.rollout.schedule import digest_samples
 from megarl.telemetry.metrics import rollout_metrics
 from megarl.types import Group, Prompt, Request, Rollout, Sample
+from megarl.weights.plan.from_config import plan_weights
 
 WORLD, MEMBERS = 512, 8  # 64 replicas of tensor 8, each on a node
 RATE = 5e9  # bytes/s of one stream of gloo over a 400G network; an assumption

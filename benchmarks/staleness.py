@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 
-from megarl.rollout.arguments import sample_versions
-from megarl.rollout.overlap import BetweenRequests, Overlap
+from megarl.config.run_dir import LEDGER
+from megarl.data.ledger import Ledger
+from megarl.rollout.overlap import AsyncRollouts, BetweenRequests
 from megarl.rollout.schedule import Rollouts, has_spread
 from megarl.stages.rl import RlRun, train
-from megarl.telemetry.ledger import LEDGER, Ledger
 from megarl.types import Prompt, PublishReport, Request, Rollout, Sample, StepReport, UpdateReport
 
 PROMPT = (1, 2)
@@ -91,9 +91,9 @@ class Running:
         tokens = math.ceil(self.seconds)
         ends = [math.floor(progress) for _, progress in self.spans[1:]] + [tokens]
         starts = [0, *ends[:-1]]
-        spans = [
-            (version, a, b) for (version, _), a, b in zip(self.spans, starts, ends, strict=True)
-        ]
+        versions = [-1] * len(PROMPT)
+        for (version, _), start, end in zip(self.spans, starts, ends, strict=True):
+            versions += [version] * (end - start)
         length = len(PROMPT) + tokens
         request, drawn = self.request, random.Random(self.request.seed)
         return Sample(
@@ -102,7 +102,7 @@ class Running:
             tokens=torch.tensor([*PROMPT, *(drawn.randrange(67) for _ in range(tokens))]),
             trainable=torch.arange(length) >= len(PROMPT),
             rollout_logprobs=torch.zeros(length),
-            versions=sample_versions(len(PROMPT), spans),
+            versions=torch.tensor(versions, dtype=torch.int32),
             finish="stop",
         )
 
@@ -255,12 +255,7 @@ class Scoring:
         scored = []
         for sample in samples:
             reward = 0.5 if sample.prompt_id % 4 == 0 else float(sample.tokens[-1] % 2)
-            scored.append(
-                Sample(
-                    **{name: getattr(sample, name) for name in Sample.__slots__}
-                    | {"reward": reward}
-                )
-            )
+            scored.append(Sample(**vars(sample) | {"reward": reward}))
         return scored
 
 
@@ -321,7 +316,7 @@ def play(
     in_flight: bool = True,
     scale: float | None = None,  # None: simulated
     schedule: Callable[..., Rollouts] = Rollouts,
-    overlap: Callable[..., Overlap] = Overlap,
+    overlap: Callable[..., AsyncRollouts] = AsyncRollouts,
 ) -> Result:
     """Runs `job` with this bound."""
     clock = Clock() if scale is None else RealClock(scale)
@@ -348,7 +343,7 @@ def play(
         ledger=ledger,
     )
     run = RlRun(
-        ledger, rollouts, collate=list, learner=idle, objective=idle, evaluation=idle, checks=idle, phases=idle,
+        ledger, rollouts, collate=list, learner=idle, objective=idle, evaluation=idle, gate=idle.parity, phases=idle,
         weights=engines if in_flight else BetweenRequests(engines, over.drain), checkpoint=idle, telemetry=idle,
         state=idle, steps=job.steps, prompts_per_step=job.prompts_per_step,
     )  # fmt: skip

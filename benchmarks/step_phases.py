@@ -42,13 +42,13 @@ PARTS = {  # part -> the functions, as "module:name" in the module that calls th
             "vllm.v1.engine.output_processor:OutputProcessor.process_outputs",
         ],
         "rest of vLLM": ["vllm.v1.engine.llm_engine:LLMEngine.step"],
-        "megarl": ["megarl.rollout.engine:Engine.sample"],
+        "megarl": ["megarl.rollout.vllm.engine:Engine.sample"],
     },
     "rollout": {
         "reward": ["megarl.rewards.scorer:Scoring.add", "megarl.rewards.scorer:Scoring.results"],
         "exchange": ["megarl.rollout.exchange:Exchange.__call__"],
         "groups, digest": ["megarl.rollout.schedule:Rollouts.collect"],
-        "collate": ["megarl.launch.run_rl:collate"],
+        "collate": ["megarl.stages.rl:collate"],
     },
     "score": {"score, advantages": [
         "megarl.trainer.learner:PolicyLearner.score", "megarl.algorithms.objective:Objective.advantages",
@@ -61,14 +61,14 @@ PARTS = {  # part -> the functions, as "module:name" in the module that calls th
         "backward": ["megatron.core.pipeline_parallel.schedules:backward_step"],
         "gradients over ranks": ["megarl.trainer.optimizer:finalize_model_grads"],
         "norm, optimizer": [f"{TRAINER}take_step"],
-        "parity gate": ["megarl.launch.parity:ParityChecks.parity"],
+        "parity gate": ["megarl.parity.gate:ParityChecks.parity"],
         "rest": ["megarl.trainer.learner:PolicyLearner.update"],
     },
     "publish": {
         "engine's layers": [
-            f"megarl.rollout.weight_loader:LayerReceiver.{name}" for name in ("begin", "write", "seal", "finish")
+            f"megarl.rollout.vllm.weight_loader:LayerReceiver.{name}" for name in ("begin", "write", "seal", "finish")
         ],
-        "pack, send, verify": ["megarl.weights.publish:Publisher.publish"],
+        "pack, send, verify": ["megarl.weights.sync.publish:Publisher.publish"],
     },
 }  # fmt: skip
 

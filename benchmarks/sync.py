@@ -29,10 +29,10 @@ from megarl.layout import Layout, Parallel
 from megarl.models.registry import hf_shapes, megatron_table, parse_model
 from megarl.models.shape import ModelShape
 from megarl.models.shards import ShardSlice, slices_of
-from megarl.weights import execute
-from megarl.weights.publish import Publisher, WeightFormat, WeightSender, plan_slices
-from megarl.weights.transports import InProcess
-from megarl.weights.transports.collective import Collective
+from megarl.weights.sync import execute
+from megarl.weights.sync.publish import Publisher, WeightFormat, WeightSender, plan_slices
+from megarl.weights.sync.transports import Transport
+from megarl.weights.sync.transports.collective import Collective
 
 __all__ = ["CASES", "Memory", "gathered", "room_for", "sharded", "slice_of", "view"]
 
@@ -185,7 +185,7 @@ def _rank(
         weights, sources, destinations, ranks_per_replica=replica, round_bytes=ROUND_BYTES
     )
     sender = WeightSender(sources[rank], lambda: parameters)
-    transport = Collective() if world > 1 else InProcess()
+    transport = Collective() if world > 1 else Transport()
     publisher = Publisher(plan, sender, receiver, transport, weights, ranks_per_replica=replica)
     publisher.publish(version=0)  # the first checks placement, which later ones do not
     moved, messages = publisher.plan.bytes_received, len(publisher.plan.message_bytes)

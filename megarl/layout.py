@@ -1,16 +1,18 @@
 """A rank's coordinates along each axis of parallelism. Pure arithmetic, no torch.
 
-Ranks are numbered in Megatron-Core's default order ``tp-cp-ep-dp-pp``: tensor fastest, pipeline slowest. Dense
-parameters are distributed over the grid [pp, dp, cp, tp], expert parameters over [pp, edp, ep, etp] of the same ranks.
+Ranks are numbered in Megatron-Core's default order ``tp-cp-ep-dp-pp``: tensor fastest, pipeline
+slowest. Dense parameters are distributed over the grid [pp, dp, cp, tp], expert parameters over
+[pp, edp, ep, etp] of the same ranks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from math import lcm, prod
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Parallel:
     """Sizes of the parallel axes as configured; data parallelism follows from the world size."""
 
@@ -38,7 +40,7 @@ class Parallel:
         }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Axis:
     size: int
     rank: int = 0
@@ -55,7 +57,7 @@ class Axis:
         return self.rank == self.size - 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """Coordinates of one rank. ``edp`` is the data-parallel axis of expert parameters."""
 
@@ -72,11 +74,15 @@ class Layout:
 
     @classmethod
     def of(cls, parallel: Parallel, world: int, rank: int) -> Layout:
-        """Returns the coordinates of `rank`. Raises ValueError if the sizes do not divide `world`."""
+        """Returns the coordinates of `rank`.
+
+        Raises ValueError if the sizes do not divide `world`.
+        """
         for names, product in parallel.divisors.items():
             if world % product:
                 raise ValueError(
-                    f"world size {world} is not divisible by {names} = {product}; use a multiple of {product} processes"
+                    f"world size {world} is not divisible by {names} = {product}; use a multiple "
+                    f"of {product} processes"
                 )
         if not 0 <= rank < world:
             raise ValueError(f"rank {rank} is outside a world of {world}")
@@ -113,14 +119,19 @@ def smallest_world(parallel: Parallel, rollout_tensor: int) -> int:
     return lcm(parallel.dense, parallel.sparse, rollout_tensor)
 
 
+@cache
 def stage_layers(num_layers: int, layout: Layout) -> tuple[range, ...]:
-    """Returns the global indices of the layers on this pipeline rank, one range per virtual chunk: chunk v of rank p is
-    number v * pipeline + p. If the layers do not divide evenly, earlier chunks have one more."""
-    size, virtual = layout.pp.size, layout.vpp.size
+    """Returns the global indices of the layers on this pipeline rank, one range per virtual chunk:
+    chunk v of rank p is number v * pipeline + p. If the layers do not divide evenly, earlier chunks
+    have one more.
+    """
+    size = layout.pp.size
+    virtual = layout.vpp.size
     count = size * virtual
     if num_layers < count:
         raise ValueError(
-            f"layers={num_layers} cannot fill pipeline x virtual_pipeline = {size} x {virtual} chunks; lower one"
+            f"layers={num_layers} cannot fill pipeline x virtual_pipeline = {size} x {virtual} "
+            "chunks; lower one"
         )
     per_chunk, rest = divmod(num_layers, count)
     starts = [chunk * per_chunk + min(chunk, rest) for chunk in range(count + 1)]

@@ -1,6 +1,9 @@
-"""The roles that the loop uses. A backend is any implementation; the loop never depends on a particular one.
+"""The roles that the loop uses.
 
-In colocated mode every rank runs the loop, calls every method in the same order, and gets the same result (SPMD):
+A backend is any implementation; the loop never depends on a particular one.
+
+In colocated mode every rank runs the loop, calls every method in the same order, and gets the same
+result (SPMD):
 
     rank 0    collect ----------> score, update ------> publish ----> next step
                  |  all-gather       |  collectives        |  P2P
@@ -10,10 +13,9 @@ In colocated mode every rank runs the loop, calls every method in the same order
     update    waits for the slowest data rank: gradients and the decision to skip are all-reduced
     publish   waits until every rank has verified what it received
 
-Decisions to stop or skip depend only on all-reduced values. An exception is broadcast, so that no peer waits for it.
+Decisions to stop or skip depend only on all-reduced values. An exception is broadcast, so that no
+peer waits for it.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -31,6 +33,8 @@ from megarl.types import (
     TokenScores,
     TrainBatch,
 )
+
+SpanContext = Callable[[str], AbstractContextManager[Any]]  # times what is done in it, by a name
 
 
 class Stateful(Protocol):
@@ -71,17 +75,24 @@ class Sampler(Protocol):
 
 
 class AsyncSampler(Protocol):
-    """Samples from the policy on its own, while the caller does other things: the replicas of the split topology.
+    """Samples from the policy on its own, while the caller does other things: the replicas of the
+    split topology.
 
-    A request is known by its prompt's id and its index; no two of one pair are alive. Each comes back once.
+    A request is known by its prompt's id and its index; no two of one pair are alive. Each comes
+    back once.
     """
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Returns at once. A prompt's requests go to one replica, of those with verified weights."""
+        """Returns at once.
+
+        A prompt's requests go to one replica, of those with verified weights.
+        """
 
     def poll(self, timeout_s: float | None = None) -> list[Sample]:
-        """Returns the samples finished since the last call; waits for one, at most `timeout_s`. Raises CheckFailed if
-        no replica is left, Terminated after SIGTERM."""
+        """Returns the samples finished since the last call; waits for one, at most `timeout_s`.
+
+        Raises CheckFailed if no replica is left, Terminated after SIGTERM.
+        """
         ...
 
     def running(self) -> int:
@@ -90,7 +101,9 @@ class AsyncSampler(Protocol):
 
 
 class Scoring(Protocol):
-    """Scores the samples of a rollout: slow rewards start with `add`, and `results` waits for them."""
+    """Scores the samples of a rollout: slow rewards start with `add`, and `results`
+    waits for them.
+    """
 
     def add(self, samples: Sequence[Sample]) -> None: ...
     def results(self, samples: Sequence[Sample]) -> list[Sample]:
@@ -99,20 +112,28 @@ class Scoring(Protocol):
 
 
 class Rewards(Protocol):
-    """Scores samples. A sample that cannot be scored has reward None; CheckFailed: none can, as a server is gone."""
+    """Scores samples.
+
+    A sample that cannot be scored has reward None; CheckFailed: none can, as a server is gone.
+    """
 
     def start(self, prompts: Sequence[Prompt]) -> Scoring: ...
 
 
 class Rollouts(Protocol):
-    """Generates, scores, filters and refills groups of samples; returns the same groups on every rank."""
+    """Generates, scores, filters and refills groups of samples; returns the same groups on every
+    rank.
+    """
 
     def collect(self, prompts: Prompts, count: int, *, version: int) -> Rollout: ...
     def trained(self, step: int, update: StepReport | None = None, *, by: str = "policy") -> None:
-        """The groups that were collected for this step are used up: no later step or resumed run samples them."""
+        """The groups that were collected for this step are used up: no later step or resumed run
+        samples them.
+        """
 
 
-# Called once a batch, before the first optimizer step: returns metrics, or raises CheckFailed to refuse the update.
+# Called once a batch, before the first optimizer step: returns metrics, or raises CheckFailed to
+# refuse the update, as trainer and engine disagree.
 Gate = Callable[[ScoredBatch], Mapping[str, float]]
 
 
@@ -134,14 +155,11 @@ class Weights(Protocol):
     def publish(self, *, version: int) -> PublishReport: ...
 
 
-class Checks(Protocol):
-    """Refuses to continue (CheckFailed) when trainer and engine disagree; `parity` is a Gate."""
-
-    def parity(self, batch: ScoredBatch) -> Mapping[str, float]: ...
-
-
 class Phases(Protocol):
-    """Contexts that decide which part of the job owns the device. On CPU and in split mode they are only timed."""
+    """Contexts that decide which part of the job owns the device.
+
+    On CPU and in split mode they are only timed.
+    """
 
     def rollout(self) -> AbstractContextManager[None]: ...
     def train(self) -> AbstractContextManager[None]: ...
@@ -150,10 +168,12 @@ class Phases(Protocol):
 
 
 class Checkpoint(Protocol):
-    """`maybe_save` saves after `step` rollout batches, when a save is due; `last` marks the last step.
+    """`maybe_save` saves after `step` rollout batches, when a save is due; `last` marks the last
+    step.
 
-    `save` saves the last boundary now, `finish` waits until it is written. `hold` is called before a stage changes what
-    is saved otherwise than by a step: the last boundary could not be saved later.
+    `save` saves the last boundary now, `finish` waits until it is written. `hold` is called before
+    a stage changes what is saved otherwise than by a step: the last boundary could not be saved
+    later.
     """
 
     def maybe_save(self, step: int, state: ObjectiveState, *, last: bool = False) -> None: ...
@@ -181,7 +201,9 @@ class Record(Protocol):
 
 
 class Telemetry(Protocol):
-    """Writes one line of metrics per step, shows a progress bar, and passes metrics on to trackers."""
+    """Writes one line of metrics per step, shows a progress bar, and passes metrics
+    on to trackers.
+    """
 
     def step(self, step: int) -> AbstractContextManager[Record]: ...
     def span(self, name: str) -> AbstractContextManager[None]: ...

@@ -1,7 +1,9 @@
-"""The types of the training loop: Prompt -> Sample -> Group -> TrainBatch -> ScoredBatch -> StepReport.
+"""The types of the training loop: Prompt -> Sample -> Group -> TrainBatch -> ScoredBatch ->
+StepReport.
 
-N = rows (samples) of a batch, T = tokens of all rows end to end, L = tokens of one sample (prompt and response), M =
-tokens of the rows of one micro-batch. Tensors live on the CPU; a rank moves only its own micro-batches to its device.
+N = rows (samples) of a batch, T = tokens of all rows end to end, L = tokens of one sample (prompt
+and response), M = tokens of the rows of one micro-batch. Tensors live on the CPU; a rank moves only
+its own micro-batches to its device.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ class Terminated(CheckFailed):
     """SIGTERM has arrived (exit code 143). Raised on every rank of the run."""
 
 
-@dataclass(frozen=True, slots=True)
+SampleKey = tuple[int, int]  # prompt id, sample index
+
+
+@dataclass(frozen=True)
 class Prompt:
     """One question. `prompt_id` is its position in the task's endless stream, so it is unique."""
 
@@ -40,7 +45,7 @@ class Prompt:
     learned: tuple[bool, ...] = ()  # of `tokens`, where these are a whole example of stage sft
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Request:
     """A sample to draw: number `index` of the prompt's samples, with its own random seed."""
 
@@ -50,11 +55,13 @@ class Request:
     temperature: float  # 0: greedy
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Routes:
-    """The experts chosen for the tokens of one row, in each layer that has experts; only a layer's owner has them.
+    """The experts chosen for the tokens of one row, in each layer that has experts; only a layer's
+    owner has them.
 
-    A token with one expert K times has no known route: the last of a sample, which the engine never computed.
+    A token with one expert K times has no known route: the last of a sample, which the engine never
+    computed.
     """
 
     owners: tuple[int, ...]  # rank, by layer
@@ -69,7 +76,7 @@ def route_dtype(num_experts: int) -> torch.dtype:
     return torch.uint8 if num_experts <= 256 else torch.int16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Sample:
     """One response with its prompt in front; element l of every tensor describes ``tokens[l]``."""
 
@@ -106,17 +113,16 @@ SAMPLE_TENSORS = {  # [L] of a Sample
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Group:
-    """The scored samples of one prompt; `dropped` counts those that could not be scored, by cause."""
+    """The scored samples of one prompt."""
 
     prompt: Prompt
     samples: tuple[Sample, ...]
     baseline: float | None = None  # reward of the greedy sample (ReMax)
-    dropped: Mapping[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rollout:
     """The samples of one step, the same on every rank."""
 
@@ -126,9 +132,12 @@ class Rollout:
     digest: str  # sha256 over prompt id, sample index and tokens of `groups`
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TokenBatch:
-    """Everything a forward pass needs. Rows lie end to end and are shifted once: ``labels[t] = tokens[t + 1]``."""
+    """Everything a forward pass needs.
+
+    Rows lie end to end and are shifted once: ``labels[t] = tokens[t + 1]``.
+    """
 
     tokens: Tensor  # [T] int64
     labels: Tensor  # [T] int64; 0 and never used at the last position of a row
@@ -148,14 +157,17 @@ class TokenBatch:
     def num_tokens(self) -> int:
         return self.tokens.numel()
 
-    def token_fields(self) -> dict[str, Any]:
-        """Returns the fields of a TokenBatch, for a batch of another type."""
-        return {field.name: getattr(self, field.name) for field in fields(TokenBatch)}
+    def fields_of(self, kind: type[TokenBatch]) -> dict[str, Any]:
+        """Returns the fields that a batch of `kind` has too, for one of another type."""
+        return {field.name: getattr(self, field.name) for field in fields(kind)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PreferenceBatch(TokenBatch):
-    """Responses, some preferred to others. Rows of one prompt are consecutive, and share a micro-batch."""
+    """Responses, some preferred to others.
+
+    Rows of one prompt are consecutive, and share a micro-batch.
+    """
 
     group: Tensor  # [N] int64, dense ids of prompts
     pairs: (
@@ -164,14 +176,17 @@ class PreferenceBatch(TokenBatch):
     margins: Tensor  # [P] fp32: 0 where the data give none
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StepBatch(TokenBatch):
-    """Solutions in steps. Here `mask` is True at the last token of each step itself, where its score is."""
+    """Solutions in steps.
+
+    Here `mask` is True at the last token of each step itself, where its score is.
+    """
 
     is_right: Tensor  # [T] bool: the step that ends here is right
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainBatch(TokenBatch):
     """A rollout batch with its rewards; `mask` is True where the policy sampled the label."""
 
@@ -189,7 +204,7 @@ class TrainBatch(TokenBatch):
     versions: Tensor  # [T] int32, of the weights that sampled labels[t]; -1 where the mask is False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ScoredBatch(TrainBatch):
     """A batch with its advantages."""
 
@@ -209,9 +224,11 @@ class ScoredBatch(TrainBatch):
     returns: Tensor | None = None  # [T] fp32, the critic's targets; None: no critic
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TokenScores:
-    """What the trainer computes of ``labels`` before an update: fp32 on every rank, 0 where the mask is False."""
+    """What the trainer computes of ``labels`` before an update: fp32 on every rank, 0 where the
+    mask is False.
+    """
 
     old_logprobs: Tensor | None  # [T]; None: those of the update's own forward
     ref_logprobs: (
@@ -222,14 +239,15 @@ class TokenScores:
         None  # [T, K] int32: its likeliest tokens; None: the objective reads none
     )
     teacher_top_logprobs: Tensor | None = None  # [T, K]; -inf: padding
-    # [T]: V of the state before each label, with critic.bootstrap_truncated also after a row's last; None: no critic
+    # [T]: V of the state before each label, with critic.bootstrap_truncated also after a row's
+    # last; None: no critic
     values: Tensor | None = None
     routes: tuple[
         Routes | None, ...
     ] = ()  # by row: those of the pass that computed old_logprobs; empty: not recorded
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TokenOutputs:
     """Outputs of a head for each position, fp32; None: the head does not compute it."""
 
@@ -243,9 +261,11 @@ class TokenOutputs:
     extra_logprobs_TK: Tensor | None = None  # of these, or of the batch's `extra_labels`
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MicrobatchRows:
-    """The rows of one micro-batch as a loss sees them: whole rows end to end, M positions; it may have no rows."""
+    """The rows of one micro-batch as a loss sees them: whole rows end to end, M positions; it may
+    have no rows.
+    """
 
     rows: tuple[int, ...]  # R row indices of the batch
     index: Tensor  # [M] int64, on the CPU: where each position lies in the batch's [T]
@@ -257,7 +277,7 @@ class MicrobatchRows:
         return to_device(x_T[self.index], self.mask.device)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TokenLosses:
     """The losses of one micro-batch, and sums to report."""
 
@@ -271,10 +291,13 @@ class TokenLosses:
 Loss = Callable[[TokenOutputs, MicrobatchRows], TokenLosses]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MicrobatchPlan:
-    """Assigns rows to micro-batches: ``rows[update][dp_rank][microbatch]`` has row indices. Each row is in one update,
-    in which every dp rank has the same number of micro-batches; some may be empty."""
+    """Assigns rows to micro-batches: ``rows[update][dp_rank][microbatch]`` has row indices.
+
+    Each row is in one update, in which every dp rank has the same number of micro-batches; some may
+    be empty.
+    """
 
     rows: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
     num_tokens: tuple[int, ...]  # trainable tokens of each update, over all ranks
@@ -288,7 +311,7 @@ class MicrobatchPlan:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ObjectiveState:
     """The state of the objective between steps; saved with checkpoints."""
 
@@ -304,7 +327,7 @@ class ObjectiveState:
     )  # stage sft: the lowest held-out loss, and evaluations since
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class UpdateReport:
     """One optimizer step, the same on every rank."""
 
@@ -315,7 +338,7 @@ class UpdateReport:
     metrics: Mapping[str, float] = field(default_factory=dict)  # clip_frac, entropy, kl/ref ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepReport:
     """The updates made on one batch."""
 
@@ -325,7 +348,7 @@ class StepReport:
     )  # of the whole step: logprob_diff/mean ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PublishReport:
     """One weight sync."""
 

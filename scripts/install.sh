@@ -21,8 +21,8 @@ fi
 say() { echo "[install $((SECONDS))s] $*"; }
 fail() { echo "[install] $1" >&2; echo "[install] what to do: $2" >&2; exit 1; }
 
-# On a GPU, the Megatron-Core of Python 3.12 (0.19), whose Transformer Engine is the pinned one
-if [ "$extra" = gpu ]; then versions="python3.12 python3.11 python3.13"; else versions="python3.11 python3.12 python3.13"; fi
+# Python 3.12 first: Megatron-Core 0.19, and on a GPU the pinned Transformer Engine, need it; 3.11 has 0.16
+versions="python3.12 python3.11 python3.13"
 find_python() { # the first interpreter that runs; a command may exist but fail to start
   local name
   for name in ${MEGARL_PYTHON:-} $versions python3; do

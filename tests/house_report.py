@@ -1,6 +1,9 @@
-"""Sizes of the package, and how many files name a value: python tests/house_report.py [ROOT] [--against OLD]
+"""Figures of the package that the gates bound: python tests/house_report.py [ROOT] [--against OLD] [--files PACKAGE]
 
-    lines and tokens   physical lines and `tokenize` tokens (without comments and layout) of each package
+    size               files, lines, code lines (without docstrings, comments and blanks), `tokenize` tokens
+    density            tokens a code line; walruses and conditional expressions per 1,000 code lines; assignments of
+                       a tuple literal to several names; comprehensions inside comprehensions; lines over 100 columns
+    docstrings         docstrings that begin with a preposition or "Whether"
     files per value    files of megarl/ whose code (names, attributes, arguments, keywords, whole strings) has one of
                        the value's identifiers; a value that many files name is expensive to change
 
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import io
 import re
 import sys
 import tokenize
@@ -20,9 +24,35 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LAYOUT = {
-    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
     tokenize.ENDMARKER,
-}  # fmt: skip
+}
+FSTRING_START = getattr(tokenize, "FSTRING_START", None)  # Python 3.12 and newer cut f-strings up
+FSTRING_END = getattr(tokenize, "FSTRING_END", None)
+MAX_LINE = 100
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+FIRST_WORD = re.compile(
+    r"\s*(Of|In|With|For|By|To|On|Without|Beside|From|As|At|Between|Within|After|Before|Under"
+    r"|Whether|Beyond|Among|Until|Instead)\b"
+)
+COLUMNS = (
+    "files",
+    "lines",
+    "code",
+    "tokens",
+    "walrus",
+    "ternary",
+    "tuple=",
+    "nested",
+    ">100",
+    "docs",
+)
 
 
 @dataclass(frozen=True)
@@ -37,18 +67,101 @@ class Value:
 VALUES = (
     Value(
         "a sampled log-prob, from engine to loss",
-        r"(rollout|old)_logprobs(_[A-Z]+)?|LogProbs",  # what the engine returned, and what the trainer compares it with
-        r"bench/.*|(stages/)?sft\.py",
-        8,
+        # what the engine returned, and what the trainer compares it with
+        r"(rollout|old)_logprobs(_[A-Z]+)?|LogProbs",
+        r"bench/.*|parity/.*|(stages/)?sft\.py",
+        9,
     ),
     Value(
         "a weight shard, from trainer to engine",
-        r"ShardSlice|Transfer|Message|Box|Piece",  # where it lies in a rank's memory, what moves, what travels together
-        r"bench/.*|checkpoint/(?!hf\.py).*|launch/convert\.py",  # conversion on disk is another way
-        10,
+        # where it lies in a rank's memory, what moves, what travels together
+        r"ShardSlice|Transfer|Message|Box|Piece",
+        # conversion on disk is another way; a Message of a conversation is a text
+        r"bench/.*|checkpoint/(?!hf\.py).*|(launch/convert|commands/conversion)\.py"
+        r"|data/conversations\.py",
+        12,
     ),
-    Value("algorithm.clip_high", r"clip_high", r"", 5),
+    Value("algorithm.clip_high", r"clip_high", r"", 2),
 )
+
+
+def tokens_of(text: str) -> list[tokenize.TokenInfo]:
+    """Tokens without layout and comments; an f-string is one token on every Python."""
+    tokens: list[tokenize.TokenInfo] = []
+    opened: list[tokenize.TokenInfo] = []
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == FSTRING_START:
+            opened.append(token)
+        elif token.type == FSTRING_END:
+            start = opened.pop()
+            if not opened:
+                whole = tokenize.TokenInfo(
+                    tokenize.STRING, "f-string", start.start, token.end, start.line
+                )
+                tokens.append(whole)
+        elif not opened and token.type not in LAYOUT:
+            tokens.append(token)
+    return tokens
+
+
+def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
+    """String constants that are a module's, class's or function's docstring, or follow an attribute."""
+    for node in ast.walk(tree):
+        body = node.body if isinstance(node, DOCUMENTED) else []
+        for index, statement in enumerate(body):
+            is_string = isinstance(statement, ast.Expr) and isinstance(
+                statement.value, ast.Constant
+            )
+            if not is_string or not isinstance(statement.value.value, str):
+                continue
+            if index == 0 or isinstance(body[index - 1], ast.Assign | ast.AnnAssign):
+                yield statement.value
+
+
+def code_lines(text: str, tree: ast.Module) -> int:
+    """Lines with code; those of docstrings, comments and blanks do not count."""
+    starts = {(node.lineno, node.col_offset) for node in docstrings(tree)}
+    lines: set[int] = set()
+    for token in tokens_of(text):
+        if token.start not in starts:
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    return len(lines)
+
+
+def tuple_assignments(tree: ast.Module) -> list[ast.Assign]:
+    """`a, b = x, y`, except swaps; a name for a tuple of constants is none."""
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
+            continue
+        values = {ast.unparse(value) for value in node.value.elts}
+        for target in node.targets:
+            if (
+                isinstance(target, ast.Tuple)
+                and {ast.unparse(name) for name in target.elts} != values
+            ):
+                found.append(node)
+    return found
+
+
+def nested_comprehensions(tree: ast.Module) -> list[ast.expr]:
+    """Comprehensions inside comprehensions, and those with more than one `for`."""
+    found: list[ast.expr] = []
+
+    def visit(node: ast.AST, is_inside: bool) -> None:
+        is_comprehension = isinstance(node, COMPREHENSIONS)
+        if is_comprehension and (is_inside or len(node.generators) > 1):
+            found.append(node)
+        for child in ast.iter_child_nodes(node):
+            visit(child, is_inside or is_comprehension)
+
+    visit(tree, False)
+    return found
+
+
+def prepositions(tree: ast.Module) -> list[ast.Constant]:
+    """Docstrings, those of attributes too, that begin with a preposition or "Whether"."""
+    return [node for node in docstrings(tree) if FIRST_WORD.match(str(node.value))]
 
 
 def sources(root: Path) -> Iterator[tuple[str, Path]]:
@@ -57,15 +170,35 @@ def sources(root: Path) -> Iterator[tuple[str, Path]]:
         yield file.relative_to(root / "megarl").as_posix(), file
 
 
-def sizes(root: Path) -> dict[str, Counter[str]]:
-    """{package: lines, tokens, files}; modules of the root are one package, `.`"""
+def figures(text: str) -> Counter[str]:
+    """COLUMNS of one module, by name."""
+    tree = ast.parse(text)
+    nodes = list(ast.walk(tree))
+    lines = text.splitlines()
+    return Counter(
+        {
+            "files": 1,
+            "lines": len(lines),
+            "code": code_lines(text, tree),
+            "tokens": len(tokens_of(text)),
+            "walrus": sum(isinstance(node, ast.NamedExpr) for node in nodes),
+            "ternary": sum(isinstance(node, ast.IfExp) for node in nodes),
+            "tuple=": len(tuple_assignments(tree)),
+            "nested": len(nested_comprehensions(tree)),
+            ">100": sum(len(line) > MAX_LINE for line in lines),
+            "docs": len(prepositions(tree)),
+        }
+    )
+
+
+def sizes(root: Path, inside: str | None = None) -> dict[str, Counter[str]]:
+    """{package: figures}; modules of the root are one package, `.`. `inside` a package: {file: figures}."""
     totals: dict[str, Counter[str]] = {}
     for path, file in sources(root):
         package = path.partition("/")[0] if "/" in path else "."
-        with file.open("rb") as source:
-            tokens = sum(token.type not in LAYOUT for token in tokenize.tokenize(source.readline))
-        lines = len(file.read_text(encoding="utf-8").splitlines())
-        totals.setdefault(package, Counter()).update(lines=lines, tokens=tokens, files=1)
+        key = package if inside is None else path
+        if inside in (None, package):
+            totals.setdefault(key, Counter()).update(figures(file.read_text(encoding="utf-8")))
     return totals
 
 
@@ -82,38 +215,45 @@ def identifiers(tree: ast.Module) -> Iterator[str]:
 
 
 def files_that_name(value: Value, root: Path) -> list[str]:
-    pattern, elsewhere = re.compile(value.identifiers), re.compile(value.elsewhere)
+    pattern = re.compile(value.identifiers)
+    elsewhere = re.compile(value.elsewhere)
     return [
         path
         for path, file in sources(root)
         if not elsewhere.fullmatch(path)
-        and any(
-            pattern.fullmatch(name)
-            for name in identifiers(ast.parse(file.read_text(encoding="utf-8")))
-        )
+        and any(map(pattern.fullmatch, identifiers(ast.parse(file.read_text(encoding="utf-8")))))
     ]
+
+
+def row(name: str, now: Counter[str]) -> str:
+    """One line of the table: sums, and the ratios that the gates bound."""
+    code = max(now["code"], 1)
+    cells = "".join(f"{now[column]:>9,}" for column in COLUMNS)
+    ratios = f"{now['tokens'] / code:9.2f}"
+    ratios += f"{1000 * now['walrus'] / code:9.1f}{1000 * now['ternary'] / code:9.1f}"
+    return f"{name:<36}{cells}{ratios}"
+
+
+def print_sizes(root: Path, inside: str | None) -> None:
+    table = sizes(root, inside)
+    table["total"] = sum(table.values(), Counter())
+    ratios = ("tok/line", "walrus/k", "ternary/k")
+    print(f"{'':<36}" + "".join(f"{name:>9}" for name in (*COLUMNS, *ratios)))
+    for name in sorted(table, key=lambda name: (name == "total", name)):
+        print(row(name, table[name]))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
     parser.add_argument("root", type=Path, nargs="?", default=Path(__file__).resolve().parents[1])
-    parser.add_argument(
-        "--against",
-        type=Path,
-        metavar="OLD",
-        help="another checkout, whose figures stand in brackets",
-    )
+    parser.add_argument("--against", type=Path, metavar="OLD", help="another checkout, shown first")
+    parser.add_argument("--files", metavar="PACKAGE", help="the files of one package")
     args = parser.parse_args()
-    new, old = sizes(args.root), sizes(args.against) if args.against else {}
-    new["total"], old["total"] = sum(new.values(), Counter()), sum(old.values(), Counter())
-    for package in sorted(new.keys() | old.keys(), key=lambda name: (name == "total", name)):
-        now, before = new.get(package, Counter()), old.get(package, Counter())
-        columns = (
-            f"{now[kind]:>8,} ({before[kind]:,}) {kind}" for kind in ("lines", "tokens", "files")
-        )
-        print(f"{package:<12}" + "".join(f"{column:<26}" for column in columns))
+    if args.against:
+        print_sizes(args.against, args.files)
+    print_sizes(args.root, args.files)
     is_over = False
-    for value in VALUES:
+    for value in VALUES if args.files is None else ():
         files = files_that_name(value, args.root)
         before = (
             f", {len(files_that_name(value, args.against))} in the other" if args.against else ""

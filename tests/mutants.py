@@ -13,6 +13,7 @@ entry is out of date, 2 if the tests fail without a mistake.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import signal
@@ -107,13 +108,21 @@ class Run:
     def poll(self) -> int | None:
         """The exit code, None while it runs, -1 after its time limit."""
         pid, status = os.waitpid(self.pid, os.WNOHANG)
-        if pid:
-            return os.waitstatus_to_exitcode(status)
-        if time.monotonic() < self.deadline:
+        if not pid and time.monotonic() < self.deadline:
             return None
-        os.killpg(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
-        return -1
+        if not pid:
+            os.killpg(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        self._kill_ranks()
+        return os.waitstatus_to_exitcode(status) if pid else -1
+
+    def _kill_ranks(self) -> None:
+        """Kills the ranks that a test with a mistake started; they have sessions of their own."""
+        mark = f"PYTHONPATH={self.log.with_suffix('')}\0".encode()
+        for file in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                if mark in file.read_bytes():
+                    os.kill(int(file.parent.name), signal.SIGKILL)
 
     def wait(self) -> int:
         while (code := self.poll()) is None:

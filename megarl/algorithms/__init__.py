@@ -8,6 +8,16 @@ from megarl.algorithms.losses import LOSSES, SELECT, VALUE_LOSSES
 from megarl.algorithms.whitening import Stats, whiten, whiten_stats
 
 __all__ = [
-    "ADVANTAGES", "AGGREGATIONS", "CORRECTIONS", "KL", "LOSSES", "SELECT", "VALUE_LOSSES", "WEIGHTS",
-    "Stats", "returns", "whiten", "whiten_stats",
-]  # fmt: skip
+    "ADVANTAGES",
+    "AGGREGATIONS",
+    "CORRECTIONS",
+    "KL",
+    "LOSSES",
+    "SELECT",
+    "VALUE_LOSSES",
+    "WEIGHTS",
+    "Stats",
+    "returns",
+    "whiten",
+    "whiten_stats",
+]

@@ -1,20 +1,24 @@
-"""Advantage estimators: one function each, from the rewards of a whole rollout batch to the advantage of every token.
+"""Advantage estimators: one function each, from the rewards of a whole rollout batch to the
+advantage of every token.
 
-    ADVANTAGES[name](rewards_T, mask_T, cu_seqlens, group_N, *, values_T, step_ends_T, baseline_N, whiten, **options)
+    ADVANTAGES[name](
+        rewards_T, mask_T, cu_seqlens, group_N, *, values_T, step_ends_T, baseline_N, whiten,
+        **options
+    )
 
-T = positions, N = rows (samples), V = the values that group statistics are computed over: scores or step rewards.
-An outcome reward lies on the row's last True position; a KL penalty in the reward is already subtracted. The result
-[T] is 0 on False positions, in the dtype of `rewards_T` (at least fp32). R_i = the score of row i, the sum of its
-rewards; mean and std are over the rows of its group (samples of one prompt).
+T = positions, N = rows (samples), V = the values that group statistics are computed over: scores or
+step rewards. An outcome reward lies on the row's last True position; a KL penalty in the reward is
+already subtracted. The result [T] is 0 on False positions, in the dtype of `rewards_T` (at least
+fp32). R_i = the score of row i, the sum of its rewards; mean and std are over the rows of its group
+(samples of one prompt).
 
-Options of all estimators: `whiten` normalises the result over all tokens of the batch, with `std` ("unbiased" or
-"biased") and `eps`; `singleton` is the advantage of a row alone in its group: "zero", "raw" (its score), or "error".
+Options of all estimators: `whiten` normalises the result over all tokens of the batch, with `std`
+("unbiased" or "biased") and `eps`; `singleton` is the advantage of a row alone in its group:
+"zero", "raw" (its score), or "error".
 
-Rows without a True position, or with a reward, value or baseline that is not finite or is close to the dtype's
-limits, are left out of all statistics; their advantage is 0.
+Rows without a True position, or with a reward, value or baseline that is not finite or is close to
+the dtype's limits, are left out of all statistics; their advantage is 0.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +33,7 @@ from megarl.algorithms.rows import Groups, Rows, at_least_fp32, clean
 from megarl.algorithms.whitening import whiten as whiten_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Batch:
     """Rows that are left out have no True position."""
 
@@ -53,15 +57,19 @@ def grpo(
 ) -> Tensor:
     """GRPO: A_i = (R_i - mean) / (std + eps). DeepSeekMath, arXiv 2402.03300, section 4.1.2.
 
-    `scale`: the std is that of the "group", the "batch" or "none". `leave_one_out`: mean and std of the other rows.
+    `scale`: the std is that of the "group", the "batch" or "none". `leave_one_out`: mean and std of
+    the other rows.
     """
     _check_choice("scale", scale, ("group", "batch", "none"))
-    score_N, groups, biased = batch.scores_N, batch.groups, std == "biased"
+    score_N = batch.scores_N
+    groups = batch.groups
+    biased = std == "biased"
     centred_N = groups.centre(score_N)
     advantage_N = groups.leave_one_out(centred_N) if leave_one_out else centred_N
     if scale == "group":
         std_N = groups.std(centred_N, biased=biased, leave_one_out=leave_one_out)
-        advantage_N, score_N = _divide(advantage_N, std_N, eps), score_N / (1 + eps)
+        advantage_N = _divide(advantage_N, std_N, eps)
+        score_N = score_N / (1 + eps)
     elif scale == "batch":
         everyone = Groups.of(torch.zeros_like(groups.group_V), groups.size_V > 0)
         advantage_N = _divide(
@@ -71,7 +79,11 @@ def grpo(
 
 
 def dr_grpo(batch: _Batch, *, singleton: str = "zero") -> Tensor:
-    """Dr. GRPO: A_i = R_i - mean. arXiv 2503.20783; its other half is the aggregation by a constant length."""
+    """Dr.
+
+    GRPO: A_i = R_i - mean. arXiv 2503.20783; its other half is the aggregation by a constant
+    length.
+    """
     return grpo(batch, scale="none", singleton=singleton)
 
 
@@ -81,13 +93,17 @@ def rloo(batch: _Batch, *, singleton: str = "zero") -> Tensor:
 
 
 def reinforce_pp_baseline(batch: _Batch, *, singleton: str = "raw") -> Tensor:
-    """REINFORCE++-baseline: A_i = R_i - mean, whitened over all tokens of the batch. arXiv 2501.03262."""
+    """REINFORCE++-baseline: A_i = R_i - mean, whitened over all tokens of the batch. arXiv
+    2501.03262.
+    """
     return dr_grpo(batch, singleton=singleton)
 
 
 def opo(batch: _Batch, *, singleton: str = "zero") -> Tensor:
     """OPO: A_i = R_i - sum_j(n_j R_j) / sum_j(n_j), n = tokens of a row. arXiv 2505.23585."""
-    score_N, length_N, groups = batch.scores_N, batch.rows.num_tokens_N, batch.groups
+    score_N = batch.scores_N
+    length_N = batch.rows.num_tokens_N
+    groups = batch.groups
     centred_N = groups.centre(score_N)  # so that equal scores give exactly 0
     baseline_N = groups.sum(length_N * centred_N) / groups.sum(length_N).clamp(min=1)
     return _with_singletons(centred_N - baseline_N, score_N, groups, singleton)
@@ -109,9 +125,9 @@ def _with_singletons(advantage_V: Tensor, raw_V: Tensor, groups: Groups, singlet
     _check_choice("singleton", singleton, ("zero", "raw", "error"))
     is_single_V = groups.size_V == 1
     if singleton == "error" and is_single_V.any():
-        num_groups = int(is_single_V.sum())
         raise ValueError(
-            f"singleton=error, but {num_groups} groups have one sample; sample more, or use zero or raw"
+            f"singleton=error, but {int(is_single_V.sum())} groups have one sample; sample more, "
+            "or use zero or raw"
         )
     return torch.where(is_single_V, raw_V if singleton == "raw" else 0, advantage_V)
 
@@ -120,9 +136,12 @@ def _with_singletons(advantage_V: Tensor, raw_V: Tensor, groups: Groups, singlet
 
 
 def reinforce(batch: _Batch, *, gamma: float = 1.0, total: bool = False) -> Tensor:
-    """REINFORCE: A_t = sum over tokens t' from t on of gamma^(t' - t) r_t', in trained tokens. Williams 1992.
+    """REINFORCE: A_t = sum over tokens t' from t on of gamma^(t' - t) r_t', in trained tokens.
 
-    `total`: every token has the sum from the first one: Psi_t of GAE (arXiv 1506.02438), equation 1, number 1.
+    Williams 1992.
+
+    `total`: every token has the sum from the first one: Psi_t of GAE (arXiv 1506.02438), equation
+    1, number 1.
     """
     return_T = batch.rows.sum_to_end(batch.rewards_T, decay=gamma)
     return batch.rows.spread(batch.rows.first(return_T)) if total else return_T
@@ -134,13 +153,16 @@ def reinforce_pp(batch: _Batch, *, gamma: float = 1.0) -> Tensor:
 
 
 def remax(batch: _Batch, baseline_N: Tensor, *, gamma: float = 1.0) -> Tensor:
-    """ReMax: the reward-to-go minus the reward of the prompt's greedy response. arXiv 2310.10505."""
+    """ReMax: the reward-to-go minus the reward of the prompt's greedy response. arXiv
+    2310.10505.
+    """
     return reinforce(batch, gamma=gamma) - batch.rows.spread(baseline_N.double())
 
 
 def gae(batch: _Batch, values_T: Tensor, *, gamma: float = 1.0, lam: float = 1.0) -> Tensor:
-    """GAE: A_t = delta_t + gamma lam A_(t+1), delta_t = r_t + gamma V_(t+1) - V_t; V is 0 after the last token.
-    Schulman et al. 2015, arXiv 1506.02438."""
+    """GAE: A_t = delta_t + gamma lam A_(t+1), delta_t = r_t + gamma V_(t+1) - V_t; V is 0 after the
+    last token. Schulman et al. 2015, arXiv 1506.02438.
+    """
     delta_T = batch.rewards_T + gamma * batch.rows.next(values_T) - values_T
     return batch.rows.sum_to_end(delta_T, decay=gamma * lam)
 
@@ -153,8 +175,10 @@ def grpo_process(
     eps: float = 1e-6,
     singleton: str = "zero",
 ) -> Tensor:
-    """GRPO with process supervision: step rewards are standardised over all steps of the group, and a token's
-    advantage is the sum over the steps that end at it or later. DeepSeekMath, arXiv 2402.03300, section 4.1.3."""
+    """GRPO with process supervision: step rewards are standardised over all steps of the group, and
+    a token's advantage is the sum over the steps that end at it or later. DeepSeekMath, arXiv
+    2402.03300, section 4.1.3.
+    """
     reward_V = batch.rewards_T[step_ends_T].double()
     groups = Groups.of(
         batch.rows.spread(batch.groups.group_V)[step_ends_T], step_ends_T[step_ends_T]
@@ -167,17 +191,30 @@ def grpo_process(
 
 
 def returns(advantages_T: Tensor, values_T: Tensor) -> Tensor:
-    """The critic's targets: advantages before whitening, plus the values they were computed from."""
+    """The critic's targets: advantages before whitening, plus the values they were
+    computed from.
+    """
     return advantages_T + values_T
 
 
-_PER_ROW = (grpo, dr_grpo, rloo, reinforce_pp_baseline, opo, gpg)
-_PER_TOKEN = (reinforce, reinforce_pp, remax, gae, grpo_process)
-_NEUTRAL = {
-    "gamma": 1.0,
-    "lam": 1.0,
-    "singleton": "zero",
-}  # every estimator accepts these, where they change nothing
+# The config reads these tables (megarl/config/estimators.py).
+PER_ROW: dict[str, Callable[..., Tensor]] = {
+    "rloo": rloo,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "opo": opo,
+    "gpg": gpg,
+}
+PER_TOKEN: dict[str, Callable[..., Tensor]] = {
+    "reinforce": reinforce,
+    "reinforce_pp": reinforce_pp,
+    "grpo_process": grpo_process,
+    "remax": remax,
+    "gae": gae,
+}
+# every estimator accepts these, where they change nothing
+_NEUTRAL = {"gamma": 1.0, "lam": 1.0, "singleton": "zero"}
 WHITENED = ("reinforce_pp", "reinforce_pp_baseline", "gae")  # unless `whiten` is False
 
 
@@ -189,31 +226,35 @@ def _advantages(
     group_N: Tensor,
     *,
     whiten: bool = False,
+    std: str = "unbiased",
+    eps: float | None = None,
     values_T: Tensor | None = None,
     step_ends_T: Tensor | None = None,
     baseline_N: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
     spec = getfullargspec(estimator)
-    needed = spec.args[1:]  # without the batch
-    _check_choice("std", options.get("std", "unbiased"), ("unbiased", "biased"))
-    scaling = {
-        key: options.pop(key)
-        for key in ("std", "eps")
-        if key in options and key not in spec.kwonlyargs
-    }
+    _check_choice("std", std, ("unbiased", "biased"))
     options = {
         key: x for key, x in options.items() if key in spec.kwonlyargs or _NEUTRAL.get(key) != x
     }
+    if "std" in spec.kwonlyargs:  # the estimator's own scaling, or else that of `whiten`
+        options["std"] = std
+        if eps is not None:
+            options["eps"] = eps
+        std = "unbiased"
+        eps = None
 
     given = {"values_T": values_T, "step_ends_T": step_ends_T, "baseline_N": baseline_N}
-    inputs = {key: x for key in needed if (x := given[key]) is not None}
-    if missing := [key for key in needed if key not in inputs]:
-        raise ValueError(
-            f"advantage={estimator.__name__} needs {missing[0]} [{missing[0][-1]}]; pass it"
-        )
+    inputs = {}
+    for key in spec.args[1:]:  # without the batch
+        x = given[key]
+        if x is None:
+            raise ValueError(f"advantage={estimator.__name__} needs {key} [{key[-1]}]; pass it")
+        inputs[key] = x
 
-    dtype, per_row = at_least_fp32(rewards_T.dtype), estimator in _PER_ROW
+    dtype = at_least_fp32(rewards_T.dtype)
+    per_row = estimator in PER_ROW.values()
     limit = torch.finfo(dtype).max / 8
     if not per_row:  # estimators of tokens read sums of parts of a row
         inputs["rewards_T"] = rewards_T
@@ -221,18 +262,21 @@ def _advantages(
     batch, inputs = _clean_batch(rewards_T, rows, group_N, inputs, limit)
     advantages = estimator(batch, **inputs, **options).clamp(-limit, limit)
     if whiten:
-        biased, eps = scaling.get("std") == "biased", scaling.get("eps", 1e-8)
-        count = (
-            batch.rows.num_tokens_N if per_row else batch.rows.mask_T
-        )  # a row's counts once for each of its tokens
-        advantages = whiten_tokens(advantages, count, biased=biased, eps=eps)
-    return batch.rows.spread(advantages.to(dtype)) if per_row else advantages.to(dtype)
+        # a row's counts once for each of its tokens
+        count = batch.rows.num_tokens_N if per_row else batch.rows.mask_T
+        eps = 1e-8 if eps is None else eps
+        advantages = whiten_tokens(advantages, count, biased=std == "biased", eps=eps)
+    advantages = advantages.to(dtype)
+    return batch.rows.spread(advantages) if per_row else advantages
 
 
 def _clean_batch(
     rewards_T: Tensor, rows: Rows, group_N: Tensor, inputs: dict[str, Tensor], limit: float
 ) -> tuple[_Batch, dict[str, Tensor]]:
-    """The batch and its inputs, cleaned. Rows that hold a NaN, or whose sums could exceed `limit`, are left out."""
+    """The batch and its inputs, cleaned.
+
+    Rows that hold a NaN, or whose sums could exceed `limit`, are left out.
+    """
     scores_N = rows.sum(rewards_T.detach(), dtype=torch.float64)
     takes_part_N = (rows.num_tokens_N > 0) & (scores_N.abs() <= limit)
     inputs = {key: x.detach().to(rewards_T.device) for key, x in inputs.items()}
@@ -242,10 +286,8 @@ def _clean_batch(
         if x.is_floating_point():
             takes_part_N &= (rows.sum(x.abs()) if key.endswith("_T") else x.abs()) <= limit
     if not takes_part_N.all():
-        rows, scores_N = (
-            Rows.of(rows.spread(takes_part_N), rows.cu_seqlens),
-            clean(scores_N, takes_part_N),
-        )
+        rows = Rows.of(rows.spread(takes_part_N), rows.cu_seqlens)
+        scores_N = clean(scores_N, takes_part_N)
         inputs = {
             key: clean(x, rows.mask_T if key.endswith("_T") else takes_part_N)
             for key, x in inputs.items()
@@ -259,7 +301,7 @@ def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{option}={value!r} is not one of {', '.join(choices)}")
 
 
-ADVANTAGES: dict[str, Callable[..., Tensor]] = {
-    rule.__name__: partial(_advantages, rule, whiten=rule.__name__ in WHITENED)
-    for rule in (*_PER_ROW, *_PER_TOKEN)
+ADVANTAGES = {
+    name: partial(_advantages, rule, whiten=name in WHITENED)
+    for name, rule in (PER_ROW | PER_TOKEN).items()
 }

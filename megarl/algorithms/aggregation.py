@@ -1,11 +1,11 @@
-"""Reduces per-token losses to one number by a weight for each token, computed once from the whole batch.
+"""Reduces per-token losses to one number by a weight for each token, computed once from the whole
+batch.
 
-A micro-batch's loss is `(loss_T * weights_T).sum()` with its part of the weights, so nothing is divided twice and
-the sum does not depend on how the rows are split. Rows without a True position have no effect.
-T = positions, N = rows. Each rule returns the inverse of the weight of a token of each row: [N], or one for all.
+A micro-batch's loss is `(loss_T * weights_T).sum()` with its part of the weights, so nothing is
+divided twice and the sum does not depend on how the rows are split. Rows without a True position
+have no effect. T = positions, N = rows. Each rule returns the inverse of the weight of a token of
+each row: [N], or one for all.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
@@ -24,8 +24,8 @@ def _num_rows(rows: Rows) -> Tensor:
 def _dr_grpo(rows: Rows, group_N: Tensor | None, constant: float | None) -> Tensor:
     if not constant or constant <= 0:
         raise ValueError(
-            f"seq-mean-token-sum-norm needs a positive constant, not {constant}; pass the maximum response "
-            "length, the same for every micro-batch (Dr. GRPO, arXiv 2503.20783)"
+            f"seq-mean-token-sum-norm needs a positive constant, not {constant}; pass the maximum "
+            "response length, the same for every micro-batch (Dr. GRPO, arXiv 2503.20783)"
         )
     return _num_rows(rows) * constant
 
@@ -39,7 +39,7 @@ def _prompt_mean(rows: Rows, group_N: Tensor | None, constant: float | None) -> 
 
 
 _Rule = Callable[[Rows, Tensor | None, float | None], Tensor | int]
-_RULES: dict[str, _Rule] = {
+RULES: dict[str, _Rule] = {
     "token-mean": lambda rows, *_: rows.num_tokens_N.sum().clamp(min=1),  # DAPO, arXiv 2503.14476
     "token-sum": lambda *_: 1,
     "seq-mean-token-mean": lambda rows, *_: (
@@ -61,9 +61,8 @@ def _weights(
 ) -> Tensor:
     """[T] fp64: the weight of each token's loss in the batch's loss; 0 on False positions."""
     rows = Rows.of(mask_T, cu_seqlens)
-    return rows.spread(
-        torch.ones_like(rows.num_tokens_N, dtype=torch.float64) / rule(rows, group_N, constant)
-    )
+    ones_N = torch.ones_like(rows.num_tokens_N, dtype=torch.float64)
+    return rows.spread(ones_N / rule(rows, group_N, constant))
 
 
 def _aggregate(
@@ -74,9 +73,5 @@ def _aggregate(
     return (loss_T * _weights(rule, mask_T, *rows, **options).to(loss_T.dtype)).sum()
 
 
-WEIGHTS: dict[str, Callable[..., Tensor]] = {
-    name: partial(_weights, rule) for name, rule in _RULES.items()
-}
-AGGREGATIONS: dict[str, Callable[..., Tensor]] = {
-    name: partial(_aggregate, rule) for name, rule in _RULES.items()
-}
+WEIGHTS = {name: partial(_weights, rule) for name, rule in RULES.items()}
+AGGREGATIONS = {name: partial(_aggregate, rule) for name, rule in RULES.items()}

@@ -1,14 +1,16 @@
-"""Weights that correct for the mismatch between the log-probs of the engine, which sampled, and the trainer's.
+"""Weights that correct for the mismatch between the log-probs of the engine, which sampled, and the
+trainer's.
 
-    CORRECTIONS[name](old_logprobs_T, rollout_logprobs_T, mask_T, cu_seqlens, *, logprobs_T, advantages_T, **options)
+    CORRECTIONS[name](
+        old_logprobs_T, rollout_logprobs_T, mask_T, cu_seqlens, *, logprobs_T, advantages_T,
+        **options
+    )
 
-The result [T] is detached and multiplies the per-token policy loss: 1 leaves a token unchanged, 0 drops it.
-Denominators stay those of the whole mask. A rollout log-prob that is not finite counts as equal to the trainer's.
-T = positions, N = rows. l = log-prob under the policy being trained, o = under the trainer's policy before the update,
-b = under the engine's policy; w = e^(o - b).
+The result [T] is detached and multiplies the per-token policy loss: 1 leaves a token unchanged, 0
+drops it. Denominators stay those of the whole mask. A rollout log-prob that is not finite counts as
+equal to the trainer's. T = positions, N = rows. l = log-prob under the policy being trained, o =
+under the trainer's policy before the update, b = under the engine's policy; w = e^(o - b).
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,9 +23,9 @@ from megarl.algorithms.kl import likelihood_ratio
 from megarl.algorithms.rows import Rows, clean
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Gap:
-    """Clean inputs of every correction."""
+    """Inputs of every correction; those before `logprobs_T` are clean."""
 
     mask_T: Tensor
     cu_seqlens: Tensor
@@ -37,6 +39,7 @@ class _Gap:
         return Rows.of(self.mask_T, self.cu_seqlens)
 
 
+@torch.no_grad()
 def _weights(
     rule: Callable[..., Tensor],
     old_logprobs_T: Tensor,
@@ -49,14 +52,9 @@ def _weights(
     **options: object,
 ) -> Tensor:
     mask_T = mask_T.bool()
-    old_T = clean(old_logprobs_T.detach(), mask_T)
-    rollout_T = torch.where(
-        mask_T & rollout_logprobs_T.isfinite(), rollout_logprobs_T.detach(), old_T
-    )
-    of_policy = (
-        x_T if x_T is None else clean(x_T.detach(), mask_T) for x_T in (logprobs_T, advantages_T)
-    )
-    gap = _Gap(mask_T, cu_seqlens, old_T - rollout_T, old_T, *of_policy)
+    old_T = clean(old_logprobs_T, mask_T)
+    rollout_T = torch.where(mask_T & rollout_logprobs_T.isfinite(), rollout_logprobs_T, old_T)
+    gap = _Gap(mask_T, cu_seqlens, old_T - rollout_T, old_T, logprobs_T, advantages_T)
     return clean(rule(gap, **options), mask_T)
 
 
@@ -66,8 +64,10 @@ def none(gap: _Gap) -> Tensor:
 
 
 def tis(gap: _Gap, *, cap: float = 2.0, floor: float = 0.0) -> Tensor:
-    """Truncated importance sampling: min(w, cap), and at least `floor`. Yao et al. 2025, "Your efficient RL framework
-    secretly brings you off-policy RL training"."""
+    """Truncated importance sampling: min(w, cap), and at least `floor`.
+
+    Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
+    """
     return likelihood_ratio(gap.log_ratio_T).clamp(floor, cap)
 
 
@@ -89,8 +89,9 @@ def seq_mask(gap: _Gap, *, low: float = 0.999, high: float = 1.001) -> Tensor:
 
 
 def opsm(gap: _Gap, *, delta: float = 1e-4) -> Tensor:
-    """Off-policy sequence masking: 0 for tokens of negative advantage in rows whose mean of o - l exceeds `delta`,
-    else 1. DeepSeek-V3.2, arXiv 2512.02556."""
+    """Off-policy sequence masking: 0 for tokens of negative advantage in rows whose mean of o - l
+    exceeds `delta`, else 1. DeepSeek-V3.2, arXiv 2512.02556.
+    """
     if gap.logprobs_T is None or gap.advantages_T is None:
         raise ValueError("correction=opsm needs logprobs_T and advantages_T")
     is_off_policy_N = gap.rows.mean(gap.old_logprobs_T - gap.logprobs_T) > delta
@@ -98,7 +99,13 @@ def opsm(gap: _Gap, *, delta: float = 1e-4) -> Tensor:
     return (~dropped_T).to(gap.log_ratio_T.dtype)
 
 
-_RULES = (none, tis, seq_tis, icepop, seq_mask, opsm)
-CORRECTIONS: dict[str, Callable[..., Tensor]] = {
-    rule.__name__: partial(_weights, rule) for rule in _RULES
+# the config reads this table (megarl/config/estimators.py)
+RULES: dict[str, Callable[..., Tensor]] = {
+    "none": none,
+    "tis": tis,
+    "seq_tis": seq_tis,
+    "icepop": icepop,
+    "seq_mask": seq_mask,
+    "opsm": opsm,
 }
+CORRECTIONS = {name: partial(_weights, rule) for name, rule in RULES.items()}

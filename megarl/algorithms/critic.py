@@ -1,27 +1,28 @@
-"""A critic's loss, targets at a cut, and metrics; GAE itself is in advantages.py, the clipped loss in losses.py.
+"""A critic's loss, targets at a cut, and metrics; GAE itself is in advantages.py, the clipped loss
+in losses.py.
 
-T = tokens of the batch, M = tokens of one micro-batch, N = rows. A value V_t is of the state before the label of t.
+T = tokens of the batch, M = tokens of one micro-batch, N = rows. A value V_t is of the state before
+the label of t.
 """
-
-from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from megarl.algorithms.losses import VALUE_LOSSES
+from megarl.algorithms.losses import clipped_value_loss
 from megarl.algorithms.rows import clean
 from megarl.algorithms.whitening import whiten_stats
 from megarl.types import FINISH, MicrobatchRows, ScoredBatch, TokenLosses, TokenOutputs, TrainBatch
 
 
 def value_after_cut(batch: TrainBatch, values_T: Tensor) -> Tensor:
-    """[T]: at the last trained position of each row cut by length the value at the row's last position, that is, of the
-    state after the cut; 0 elsewhere. Added to the reward, times gamma, it is GAE's V after the last token."""
+    """[T]: at the last trained position of each row cut by length the value at the row's last
+    position, that is, of the state after the cut; 0 elsewhere. Added to the reward, times gamma, it
+    is GAE's V after the last token.
+    """
     after_T = torch.zeros_like(values_T)
     is_cut_N = (batch.finish == FINISH.index("length")) & (batch.cu_seqlens.diff() > 1)
-    end_N = (
-        batch.cu_seqlens[1:][is_cut_N] - 1
-    )  # not trained; the position before it is, with the token of the cut
+    # not trained; the position before it is, with the token of the cut
+    end_N = batch.cu_seqlens[1:][is_cut_N] - 1
     after_T[end_N - 1] = values_T[end_N]
     return clean(after_T, batch.mask)
 
@@ -29,20 +30,26 @@ def value_after_cut(batch: TrainBatch, values_T: Tensor) -> Tensor:
 def value_losses(
     batch: ScoredBatch, clip: float | None, outputs: TokenOutputs, rows: MicrobatchRows
 ) -> TokenLosses:
-    """A types.Loss, once its first two arguments are bound: the clipped squared error to the returns, token-mean."""
+    """A types.Loss, once its first two arguments are bound: the clipped squared error to the
+    returns, token-mean.
+    """
     assert (
         outputs.values_T is not None and batch.old_values is not None and batch.returns is not None
     )
-    old_M, returns_M = rows.select(batch.old_values), rows.select(batch.returns)
-    loss_M = VALUE_LOSSES["clipped"](outputs.values_T, old_M, returns_M, rows.mask, clip=clip)
+    old_M = rows.select(batch.old_values)
+    loss_M = clipped_value_loss(
+        outputs.values_T, old_M, rows.select(batch.returns), rows.mask, clip=clip
+    )
     moved_M = clean((outputs.values_T.detach() - old_M).abs(), rows.mask)
     clipped = (moved_M > clip).sum() if clip is not None else rows.mask.sum() * 0
     return TokenLosses(loss_M, {"value/clip_frac": clipped}, rows.mask.sum())
 
 
 def value_metrics(batch: ScoredBatch) -> dict[str, float]:
-    """Means over the trained tokens of the values before the update and of their targets, and the explained variance
-    1 - Var(R - V) / Var(R): 1 where the critic is exact, 0 for a constant. None where all targets are equal."""
+    """Means over the trained tokens of the values before the update and of their targets, and the
+    explained variance 1 - Var(R - V) / Var(R): 1 where the critic is exact, 0 for a constant. None
+    where all targets are equal.
+    """
     assert batch.old_values is not None and batch.returns is not None
     values, targets = (whiten_stats(x_T, batch.mask) for x_T in (batch.old_values, batch.returns))
     metrics = {"value/mean": values.mean, "returns/mean": targets.mean}

@@ -1,4 +1,6 @@
-"""KL divergences. Estimators of KL(policy || reference) from sampled tokens, with delta = log pi - log ref:
+"""KL divergences.
+
+Estimators of KL(policy || reference) from sampled tokens, with delta = log pi - log ref:
 
 | name | value              | gradient to log pi | expected gradient            |
 | k1   | delta              | 1                  | 0: useless as a loss         |
@@ -6,11 +8,10 @@
 | k3   | e^-delta - 1 + delta | 1 - e^-delta     | that of KL(ref || policy)    |
 | k3+  | that of k3         | delta              | that of KL(policy || ref)    |
 
-Schulman, "Approximating KL Divergence", 2020. T = positions. There is no mask: the caller cleans both inputs. Without
-sampling: `teacher_divergence`, over K tokens of each position and one outcome R for all others.
+Schulman, "Approximating KL Divergence", 2020. T = positions. There is no mask: the caller cleans
+both inputs. Without sampling: `teacher_divergence`, over K tokens of each position and one outcome
+R for all others.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Callable
@@ -38,7 +39,9 @@ def _estimate(
     *,
     value_clamp: float | None = None,
 ) -> Tensor:
-    """`value` of delta, clamped to +-`value_clamp`: the gradient is 0 just where the policy is furthest from ref."""
+    """`value` of delta, clamped to +-`value_clamp`: the gradient is 0 just where the policy is
+    furthest from ref.
+    """
     dtype = at_least_fp32(logprobs_T.dtype)
     value_T = value(logprobs_T.to(dtype) - ref_logprobs_T.to(dtype))
     return value_T if value_clamp is None else value_T.clamp(-value_clamp, value_clamp)
@@ -48,10 +51,8 @@ def _k3_plus(
     logprobs_T: Tensor, ref_logprobs_T: Tensor, *, value_clamp: float | None = None
 ) -> Tensor:
     """The clamp bounds its value but not its gradient."""
-    value_T, k2_T = (
-        KL["k3"](logprobs_T, ref_logprobs_T, value_clamp=value_clamp),
-        KL["k2"](logprobs_T, ref_logprobs_T),
-    )
+    value_T = KL["k3"](logprobs_T, ref_logprobs_T, value_clamp=value_clamp)
+    k2_T = KL["k2"](logprobs_T, ref_logprobs_T)
     return value_T.detach() + (k2_T - k2_T.detach())
 
 
@@ -68,10 +69,12 @@ KL: dict[str, Callable[..., Tensor]] = {
 
 
 def adapt(coef: float, kl: float, *, target: float, horizon: float, num_samples: int) -> float:
-    """The KL coefficient after a batch of `num_samples` rows with mean KL `kl`, in the unit of `target`.
+    """The KL coefficient after a batch of `num_samples` rows with mean KL `kl`, in the unit of
+    `target`.
 
-    It grows if `kl` > `target` and shrinks if `kl` is less, by at most a fifth over `horizon` rows. A `kl` that is
-    not finite leaves it unchanged. Ziegler et al. 2019, arXiv 1909.08593, section 2.2.
+    It grows if `kl` > `target` and shrinks if `kl` is less, by at most a fifth over `horizon` rows.
+    A `kl` that is not finite leaves it unchanged. Ziegler et al. 2019, arXiv 1909.08593, section
+    2.2.
     """
     if not math.isfinite(kl):
         return coef
@@ -81,15 +84,17 @@ def adapt(coef: float, kl: float, *, target: float, horizon: float, num_samples:
 def teacher_divergence(
     student_TK: Tensor, teacher_TK: Tensor, mask_T: Tensor, *, beta: float = 1.0
 ) -> Tensor:
-    """[T] in nats, 0 where `mask_T` is False: how far the student's next-token distribution is from the teacher's.
+    """[T] in nats, 0 where `mask_T` is False: how far the student's next-token distribution is from
+    the teacher's.
 
-    Both are log-probs, under the whole vocabulary, of the same K distinct tokens; where the teacher's is -inf there is
-    no token. All others are one more outcome, or the student could lower its loss by moving probability to them.
-    Merging outcomes never increases a divergence, so this is a lower bound, exact where K is the vocabulary.
+    Both are log-probs, under the whole vocabulary, of the same K distinct tokens; where the
+    teacher's is -inf there is no token. All others are one more outcome, or the student could lower
+    its loss by moving probability to them. Merging outcomes never increases a divergence, so this
+    is a lower bound, exact where K is the vocabulary.
 
-    beta = 1: KL(student || teacher), 0: KL(teacher || student), between: the generalised Jensen-Shannon divergence of
-    GKD (arXiv 2306.13649, section 2), beta KL(teacher || mix) + (1 - beta) KL(student || mix) with
-    mix = beta teacher + (1 - beta) student.
+    beta = 1: KL(student || teacher), 0: KL(teacher || student), between: the generalised
+    Jensen-Shannon divergence of GKD (arXiv 2306.13649, section 2), beta KL(teacher || mix) + (1 -
+    beta) KL(student || mix) with mix = beta teacher + (1 - beta) student.
     """
     is_token_TK = mask_T[:, None] & (teacher_TK != -torch.inf)
     student_TR, teacher_TR = (_with_rest(x_TK, is_token_TK) for x_TK in (student_TK, teacher_TK))

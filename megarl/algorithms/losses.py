@@ -1,13 +1,13 @@
 """Policy and value losses, one value per token, unreduced; aggregation.py weighs and sums them.
 
     LOSSES[name](logprobs_T, old_logprobs_T, advantages_T, mask_T, cu_seqlens, **options) -> loss_T
-    SELECT[name](logprobs_T, old_logprobs_T, advantages_T, mask_T, *, generator=None, **options) -> select_T [T] bool
+    SELECT[name](logprobs_T, old_logprobs_T, advantages_T, mask_T, *, generator=None, **options)
+        -> select_T [T] bool
 
-T = positions, N = rows. Inputs are cleaned before any arithmetic, so a False position has loss 0 and gradient 0
-whatever its values. l = log pi, o = log pi_old, ratio = e^(l - o), A = advantage, sg = stop gradient.
+T = positions, N = rows. Inputs are cleaned before any arithmetic, so a False position has loss 0
+and gradient 0 whatever its values. l = log pi, o = log pi_old, ratio = e^(l - o), A = advantage, sg
+= stop gradient.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ LossAndClip = tuple[Tensor, Tensor]  # [T]; [T] bool: the clip removes the token
 ROUNDING = 1e-5  # nats: two fp32 forward passes of the same weights differ by less
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Tokens:
     """Clean inputs of every loss, in fp32 at least; `logprobs_T` carries the gradient."""
 
@@ -65,11 +65,12 @@ def ppo_clip(
     dual_clip: float | None = 10.0,
     ratio: str = "token",
 ) -> LossAndClip:
-    """PPO-clip: max(-A ratio, -A clip(ratio, 1 - low, 1 + high)), and at most -A dual_clip where A < 0.
+    """PPO-clip: max(-A ratio, -A clip(ratio, 1 - low, 1 + high)), and at most -A dual_clip where A
+    < 0.
 
-    Schulman et al. 2017, arXiv 1707.06347; clip-higher: DAPO, arXiv 2503.14476; dual clip: Ye et al. 2020,
-    arXiv 1912.09729. `ratio` "sequence": each token's ratio is that of its row, pi(row) / pi_old(row), as in RLOO,
-    arXiv 2402.14740.
+    Schulman et al. 2017, arXiv 1707.06347; clip-higher: DAPO, arXiv 2503.14476; dual clip: Ye et
+    al. 2020, arXiv 1912.09729. `ratio` "sequence": each token's ratio is that of its row, pi(row) /
+    pi_old(row), as in RLOO, arXiv 2402.14740.
     """
     if ratio not in ("token", "sequence"):
         raise ValueError(f"ratio={ratio!r} is not one of token, sequence")
@@ -108,16 +109,19 @@ def _beyond_bound(
 
 
 def gspo(tokens: _Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossAndClip:
-    """GSPO: PPO-clip of the row's ratio s = e^(mean of l - o), with one advantage per row. arXiv 2507.18071.
+    """GSPO: PPO-clip of the row's ratio s = e^(mean of l - o), with one advantage per row. arXiv
+    2507.18071.
 
-    In token form, sg[s] e^(l - sg[l]) (section 4.3): with equal advantages its value and gradient are those of s, and
-    a weight on one token weighs that token only.
+    In token form, sg[s] e^(l - sg[l]) (section 4.3): with equal advantages its value and gradient
+    are those of s, and a weight on one token weighs that token only.
     """
-    rows, advantages_T = tokens.rows, tokens.advantages_T
+    rows = tokens.rows
+    advantages_T = tokens.advantages_T
     uneven_T = (
         advantages_T - rows.spread(rows.mean(advantages_T))
     ).abs() > 1e-4 * advantages_T.abs().clamp(min=1)
-    # a GPU's answer would hold up every micro-batch; validate refuses the configs whose advantages can differ
+    # a GPU's answer would hold up every micro-batch; validate refuses the configs whose advantages
+    # can differ
     if not uneven_T.is_cuda and bool((uneven_T & tokens.mask_T).any()):
         raise ValueError(
             "loss=gspo needs one advantage per row, but these differ within a row; use grpo or rloo"
@@ -128,7 +132,10 @@ def gspo(tokens: _Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) ->
 
 
 def cispo(tokens: _Tokens, *, clip_low: float = 1.0, clip_high: float = 4.0) -> LossAndClip:
-    """CISPO: -sg[clip(ratio, 1 - low, 1 + high)] A l; every token keeps its gradient. MiniMax-M1, arXiv 2506.13585."""
+    """CISPO: -sg[clip(ratio, 1 - low, 1 + high)] A l; every token keeps its gradient.
+
+    MiniMax-M1, arXiv 2506.13585.
+    """
     clipped_T = tokens.mask_T & ((tokens.ratio_T < 1 - clip_low) | (tokens.ratio_T > 1 + clip_high))
     loss_T = (
         -tokens.ratio_T.detach().clamp(1 - clip_low, 1 + clip_high)
@@ -139,15 +146,20 @@ def cispo(tokens: _Tokens, *, clip_low: float = 1.0, clip_high: float = 4.0) -> 
 
 
 def sapo(tokens: _Tokens, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Tensor:
-    """SAPO: -A (4 / tau) sigmoid(tau (ratio - 1)), a soft gate; tau depends on the sign of A. arXiv 2511.20347."""
+    """SAPO: -A (4 / tau) sigmoid(tau (ratio - 1)), a soft gate; tau depends on the sign of A. arXiv
+    2511.20347.
+    """
     tau_T = torch.where(tokens.advantages_T > 0, tau_pos, tau_neg)
     return -tokens.advantages_T * torch.sigmoid(tau_T * (tokens.ratio_T - 1)) * 4 / tau_T
 
 
 def gmpo(tokens: _Tokens, *, clip_low: float = 0.4, clip_high: float = 0.4) -> LossAndClip:
-    """GMPO: -A e^(mean of l - o), each l - o clipped to [-low, high] on the side that A pushes it towards.
-    arXiv 2507.20673."""
-    rows, log_ratio_T, sign_T = tokens.rows, tokens.log_ratio_T, tokens.advantages_T.sign()
+    """GMPO: -A e^(mean of l - o), each l - o clipped to [-low, high] on the side that A pushes it
+    towards. arXiv 2507.20673.
+    """
+    rows = tokens.rows
+    log_ratio_T = tokens.log_ratio_T
+    sign_T = tokens.advantages_T.sign()
     bounded_T = sign_T * torch.minimum(
         sign_T * log_ratio_T, sign_T * log_ratio_T.clamp(-clip_low, clip_high)
     )
@@ -168,7 +180,9 @@ def clip_cov(
 
 
 def kl_cov(tokens: _Tokens, *, kl_coef: float = 0.1, select_T: Tensor | None = None) -> Tensor:
-    """KL-Cov: -A ratio, plus coef |l - o| on the tokens that SELECT["kl_cov"] chose. arXiv 2505.22617."""
+    """KL-Cov: -A ratio, plus coef |l - o| on the tokens that SELECT["kl_cov"] chose. arXiv
+    2505.22617.
+    """
     loss_T = -tokens.advantages_T * tokens.ratio_T
     if select_T is None:
         return loss_T
@@ -190,7 +204,8 @@ def _loss_and_clip(
     cu_seqlens: Tensor,
     **options: object,
 ) -> LossAndClip:
-    dtype, mask_T = at_least_fp32(logprobs_T.dtype), mask_T.bool()
+    dtype = at_least_fp32(logprobs_T.dtype)
+    mask_T = mask_T.bool()
     inputs = (logprobs_T, old_logprobs_T.detach(), advantages_T.detach())
     new_T, old_T, advantages_T = (clean(x_T.to(dtype), mask_T) for x_T in inputs)
     result = rule(_Tokens(new_T, old_T, advantages_T, mask_T, cu_seqlens), **options)
@@ -201,14 +216,23 @@ def _loss(rule: _Rule, *inputs: Tensor, **options: Any) -> Tensor:
     return _loss_and_clip(rule, *inputs, **options)[0]
 
 
-_OF_NAME = (ppo_clip, gspo, cispo, reinforce, sapo, gmpo, clip_cov, kl_cov, sft)
-_RULES: dict[str, _Rule] = {rule.__name__: rule for rule in _OF_NAME}
-_RULES["gpg"] = reinforce  # GPG differs in the factor on its advantages
-LOSSES: dict[str, partial[Tensor]] = {name: partial(_loss, rule) for name, rule in _RULES.items()}
-# with the tokens that it clips; none for a loss without a clip
-LOSS_AND_CLIP: dict[str, partial[LossAndClip]] = {
-    name: partial(_loss_and_clip, rule) for name, rule in _RULES.items()
+# The config reads this table (megarl/config/estimators.py): a loss is its function above and its
+# line here.
+RULES: dict[str, _Rule] = {
+    "ppo_clip": ppo_clip,
+    "gspo": gspo,
+    "cispo": cispo,
+    "reinforce": reinforce,
+    "gpg": reinforce,  # GPG differs in the factor on its advantages
+    "sapo": sapo,
+    "gmpo": gmpo,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
+    "sft": sft,
 }
+LOSSES = {name: partial(_loss, rule) for name, rule in RULES.items()}
+# with the tokens that it clips; none for a loss without a clip
+LOSS_AND_CLIP = {name: partial(_loss_and_clip, rule) for name, rule in RULES.items()}
 
 
 def clipped_value_loss(
@@ -219,7 +243,9 @@ def clipped_value_loss(
     *,
     clip: float | None = 0.2,
 ) -> Tensor:
-    """max((V - R)^2, (V_old + clip(V - V_old) - R)^2) / 2 for each token; without `clip`, (V - R)^2 / 2."""
+    """max((V - R)^2, (V_old + clip(V - V_old) - R)^2) / 2 for each token; without `clip`, (V - R)^2
+    / 2.
+    """
     mask_T = mask_T.bool()
     values_T, old_T, returns_T = (
         clean(x, mask_T) for x in (values_T, old_values_T.detach(), returns_T.detach())
@@ -235,10 +261,11 @@ def clipped_value_loss(
     )
 
 
-VALUE_LOSSES: dict[str, Callable[..., Tensor]] = {"clipped": clipped_value_loss}
+VALUE_LOSSES = {"clipped": clipped_value_loss}
 
 
-# --- selection, once per update: the tokens whose advantage and log-prob covary most lower entropy; C = candidates ---
+# --- selection, once per update: the tokens whose advantage and log-prob covary most lower entropy;
+# C = candidates ---
 
 
 def select_clip_cov(
@@ -254,12 +281,13 @@ def select_clip_cov(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> Tensor:
-    """At most `share` of the tokens, at least one, drawn from those not clipped with covariance in (low, high)."""
+    """Selects at most `share` of the tokens, at least one.
+
+    They are drawn from those not clipped with covariance in (low, high).
+    """
     mask_T = mask_T.bool()
-    log_ratio_T, advantages_T = (
-        clean((logprobs_T - old_logprobs_T).detach(), mask_T),
-        clean(advantages_T, mask_T),
-    )
+    log_ratio_T = clean((logprobs_T - old_logprobs_T).detach(), mask_T)
+    advantages_T = clean(advantages_T, mask_T)
     clipped_T = _beyond_bound(likelihood_ratio(log_ratio_T), advantages_T, clip_low, clip_high)
     covariance_T = _covariance(logprobs_T, advantages_T, mask_T)
     candidates_C = ((covariance_T > low) & (covariance_T < high) & ~clipped_T).nonzero().flatten()
@@ -281,8 +309,8 @@ def select_kl_cov(
     mask_T = mask_T.bool()
     num_tokens = int(mask_T.sum())
     num_chosen = min(max(int(share * num_tokens), 1), num_tokens)
-    chosen = _covariance(logprobs_T, advantages_T, mask_T).topk(num_chosen).indices
-    return torch.zeros_like(mask_T).index_fill(0, chosen, True)
+    covariance_T = _covariance(logprobs_T, advantages_T, mask_T)
+    return torch.zeros_like(mask_T).index_fill(0, covariance_T.topk(num_chosen).indices, True)
 
 
 def _covariance(logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor) -> Tensor:

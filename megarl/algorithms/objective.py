@@ -1,17 +1,17 @@
-"""The objective of a policy: rewards become advantages once per batch, log-probs become losses in every micro-batch.
+"""The objective of a policy: rewards become advantages once per batch, log-probs become losses in
+every micro-batch.
 
-    batch, log-probs --advantages--> ScoredBatch          once a step, on the whole batch, the same on every rank
-    ScoredBatch      --weights-->    [T]                  each token's share of the loss of its update (aggregation.py)
-    outputs, rows    --loss-->       TokenLosses          on whole rows, under autograd
+    batch, log-probs --advantages--> ScoredBatch     once a step, on the whole batch, on every rank
+    ScoredBatch      --weights-->    [T]             each token's share of its update's loss
+    outputs, rows    --loss-->       TokenLosses     on whole rows, under autograd
 
 T = tokens of the batch, M = tokens of one micro-batch, N = rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from math import nan
 
 import torch
@@ -63,23 +63,25 @@ class Objective:
     def advantages(
         self, batch: TrainBatch, scores: TokenScores, state: ObjectiveState
     ) -> tuple[ScoredBatch, ObjectiveState]:
-        """Clip and normalise outcome rewards, subtract a KL penalty if it is part of the reward, estimate advantages.
+        """Clip and normalise outcome rewards, subtract a KL penalty if it is part of the reward,
+        estimate advantages.
 
         Returns the state for the next batch; this batch uses the coefficient of `state`.
         """
-        algorithm, kl, coef = self.algorithm, self.algorithm.kl, state.kl_coef
+        algorithm = self.algorithm
+        kl = algorithm.kl
+        coef = state.kl_coef
         rewards_N, baseline_N, stats = _outcomes(batch, algorithm, Stats(*state.reward_stats))
-        rewards_T, next_coef = _with_outcomes(batch, rewards_N), coef
+        rewards_T = _with_outcomes(batch, rewards_N)
+        next_coef = coef
         if algorithm.needs_reference and self.reads_old_logprobs:
-            assert scores.old_logprobs is not None, (
+            trainer_T = scores.old_logprobs
+            assert trainer_T is not None, (
                 "a KL penalty needs the trainer's log-probs before the update"
             )
-            old_T = clean(
-                self._old(scores.old_logprobs, batch.rollout_logprobs, batch.mask), batch.mask
-            )
+            old_T = clean(self._old(trainer_T, batch.rollout_logprobs, batch.mask), batch.mask)
             ref_T = clean(
-                scores.old_logprobs if scores.ref_logprobs is None else scores.ref_logprobs,
-                batch.mask,
+                trainer_T if scores.ref_logprobs is None else scores.ref_logprobs, batch.mask
             )
             if kl.where == "reward":
                 kl_T = KL[kl.estimator](old_T, ref_T, value_clamp=kl.value_clamp)
@@ -89,13 +91,12 @@ class Objective:
         if values_T is not None and self.bootstrap_truncated:
             gamma = algorithm.advantage_options.get("gamma", 1.0)
             rewards_T = rewards_T + gamma * value_after_cut(batch, values_T)
+        estimator = partial(ADVANTAGES[algorithm.advantage], **algorithm.advantage_options)
         inputs = {"values_T": values_T, "step_ends_T": batch.step_ends, "baseline_N": baseline_N}
-        estimator, rows = (
-            ADVANTAGES[algorithm.advantage],
-            (batch.mask, batch.cu_seqlens, batch.group),
-        )
+        rows = (batch.mask, batch.cu_seqlens, batch.group)
         estimate = partial(estimator, rewards_T, *rows, **inputs)
-        advantages_T, returns_T = estimate(**algorithm.advantage_options), None
+        advantages_T = estimate()
+        returns_T = None
         if values_T is not None:
             values_T = clean(values_T, batch.mask)
             own = (
@@ -103,10 +104,10 @@ class Objective:
                 if self.value_lam is None
                 else {"whiten": False, "lam": self.value_lam}
             )
-            returns_T = returns(estimate(**algorithm.advantage_options | own), values_T)
+            returns_T = returns(estimate(**own), values_T)
         replaced = {"extra_labels": scores.teacher_top_ids, "routes": scores.routes or batch.routes}
         scored = ScoredBatch(
-            **{field.name: getattr(batch, field.name) for field in fields(TrainBatch)} | replaced,
+            **batch.fields_of(TrainBatch) | replaced,
             advantages=advantages_T,
             old_logprobs=scores.old_logprobs,
             ref_logprobs=scores.ref_logprobs,
@@ -121,8 +122,11 @@ class Objective:
     def after_updates(
         self, batch: ScoredBatch, report: StepReport, state: ObjectiveState
     ) -> ObjectiveState:
-        """Adapts the coefficient of a KL term against the old policy to KL(old || policy) in the last update."""
-        kl, updates = self.algorithm.kl, report.updates
+        """Adapts the coefficient of a KL term against the old policy to KL(old || policy) in the
+        last update.
+        """
+        kl = self.algorithm.kl
+        updates = report.updates
         if kl.against != "old" or kl.target is None or not updates:
             return state
         trained = int((Rows.of(batch.mask, batch.cu_seqlens).num_tokens_N > 0).sum())
@@ -132,12 +136,10 @@ class Objective:
 
     @property
     def reads_old_logprobs(self) -> bool:
-        """Whether something before the update reads the trainer's log-probs."""
+        """True if something before the update reads the trainer's log-probs."""
         kl = self.algorithm.kl
-        is_kl_read = self.algorithm.needs_reference and (
-            kl.where == "reward" or kl.target is not None
-        )
-        return self.selects_tokens or is_kl_read
+        is_kl_read = kl.where == "reward" or kl.target is not None
+        return self.selects_tokens or (self.algorithm.needs_reference and is_kl_read)
 
     def weights(self, batch: ScoredBatch, plan: MicrobatchPlan) -> Tensor:
         """[T] fp64: each token's share of the loss of its update."""
@@ -152,26 +154,32 @@ class Objective:
     def select(
         self, batch: ScoredBatch, logprobs_T: Tensor, plan: MicrobatchPlan, *, seed: int
     ) -> Tensor:
-        """Returns [T] bool: the tokens of this update that clip_cov and kl_cov select; the same on every rank.
+        """Returns [T] bool: the tokens of this update that clip_cov and kl_cov select; the same on
+        every rank.
 
-        `logprobs_T` are from the policy right before this update, `batch.old_logprobs` from before the first one.
+        `logprobs_T` are from the policy right before this update, `batch.old_logprobs` from before
+        the first one.
         """
         algorithm = self.algorithm
         assert batch.old_logprobs is not None
-        old_T = self._old(batch.old_logprobs, batch.rollout_logprobs, batch.mask)
-        options = {
-            "generator": torch.Generator().manual_seed(seed),
+        return SELECT[algorithm.loss](
+            logprobs_T,
+            self._old(batch.old_logprobs, batch.rollout_logprobs, batch.mask),
+            batch.advantages,
+            _trained(batch, plan),
+            generator=torch.Generator().manual_seed(seed),
             **algorithm.token_selection_options,
-        }
-        inputs = (logprobs_T, old_T, batch.advantages, _trained(batch, plan))
-        return SELECT[algorithm.loss](*inputs, **options, **algorithm.loss_bounds)
+            **algorithm.loss_bounds,
+        )
 
     def loss(self, batch: ScoredBatch, select_T: Tensor | None = None) -> Loss:
-        """Policy loss x correction weight, plus coefficient x KL, minus coefficient x entropy, for each token.
+        """Policy loss x correction weight, plus coefficient x KL, minus coefficient x entropy, for
+        each token.
 
-        With a teacher, coefficient x (log pi_old - log pi_teacher), the gradient of KL(policy || teacher) on sampled
-        prefixes, is subtracted from each token's advantage (on-policy distillation, arXiv 2306.13649, 2306.08543). With
-        `distill_top_k`, coefficient x `teacher_divergence` is added to the loss instead, without correction weight.
+        With a teacher, coefficient x (log pi_old - log pi_teacher), the gradient of KL(policy ||
+        teacher) on sampled prefixes, is subtracted from each token's advantage (on-policy
+        distillation, arXiv 2306.13649, 2306.08543). With `distill_top_k`, coefficient x
+        `teacher_divergence` is added to the loss instead, without correction weight.
         """
         return partial(self._token_losses, batch, select_T)
 
@@ -182,17 +190,21 @@ class Objective:
         outputs: TokenOutputs,
         rows: MicrobatchRows,
     ) -> TokenLosses:
-        algorithm, mask_M = self.algorithm, rows.mask
+        algorithm = self.algorithm
+        mask_M = rows.mask
         assert outputs.logprobs_T is not None
         new_M = clean(outputs.logprobs_T, mask_M)
-        rollout_M, advantages_M = rows.select(batch.rollout_logprobs), rows.select(batch.advantages)
-        # without a forward pass before the update, its own log-probs are the old ones: the ratio is 1
+        rollout_M = rows.select(batch.rollout_logprobs)
+        advantages_M = rows.select(batch.advantages)
+        # without a forward pass before the update, its own log-probs are the old ones: the ratio is
+        # 1
         trainer_M = (
             new_M.detach()
             if batch.old_logprobs is None
             else clean(rows.select(batch.old_logprobs), mask_M)
         )
-        old_M, taught = self._old(trainer_M, rollout_M, mask_M), {}
+        old_M = self._old(trainer_M, rollout_M, mask_M)
+        taught = {}
         if algorithm.distill_coef:
             assert batch.teacher_logprobs is not None, "distillation needs the teacher's log-probs"
             teacher_M = clean(rows.select(batch.teacher_logprobs), mask_M)
@@ -204,8 +216,9 @@ class Objective:
         if select_T is not None:
             options["select_T"] = rows.select(select_T)
         weights_M, sums = self._correction(new_M, old_M, rollout_M, advantages_M, rows)
-        inputs = (new_M, old_M, advantages_M, mask_M, rows.cu_seqlens)
-        loss_M, clipped_M = LOSS_AND_CLIP[algorithm.loss](*inputs, **options)
+        loss_M, clipped_M = LOSS_AND_CLIP[algorithm.loss](
+            new_M, old_M, advantages_M, mask_M, rows.cu_seqlens, **options
+        )
         loss_M = loss_M * weights_M
         sums |= taught | {"kl/old": KL["k3"](old_M, new_M.detach()), "clip_frac": clipped_M}
         ref_M = old_M
@@ -240,7 +253,8 @@ class Objective:
         rows: MicrobatchRows,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns per-token correction weights [M], and the [M] tensors whose sums are reported."""
-        name, options = self.algorithm.correction, self.algorithm.correction_options
+        name = self.algorithm.correction
+        options = self.algorithm.correction_options
         sampled = (old_M, rollout_M, rows.mask, rows.cu_seqlens)
         weights_M = CORRECTIONS[name](
             *sampled, logprobs_T=new_M, advantages_T=advantages_M, **options
@@ -260,12 +274,12 @@ class Objective:
     def metrics(self, batch: ScoredBatch, means: Mapping[str, float]) -> dict[str, float]:
         """Returns the metrics of an update, from the means that `loss` measures.
 
-        correction/ess is the effective sample size of uncorrected importance weights, over n: (sum w)^2 / (n sum w^2).
+        correction/ess is the effective sample size of uncorrected importance weights, over n: (sum
+        w)^2 / (n sum w^2).
         """
         metrics = dict(means)
-        weight, squared = (
-            metrics.pop(f"importance_weight{suffix}", 0.0) for suffix in ("", "_squared")
-        )
+        weight = metrics.pop("importance_weight", 0.0)
+        squared = metrics.pop("importance_weight_squared", 0.0)
         if squared:
             metrics["correction/ess"] = weight**2 / squared
         if metrics and self.algorithm.kl.coef:
@@ -273,7 +287,9 @@ class Objective:
         return metrics
 
     def _old(self, trainer_T: Tensor, rollout_T: Tensor, mask_T: Tensor) -> Tensor:
-        """Returns the denominator of ratios: the trainer's log-probs, or with `use_rollout_logprobs` the engine's."""
+        """Returns the denominator of ratios: the trainer's log-probs, or with
+        `use_rollout_logprobs` the engine's.
+        """
         if not self.algorithm.use_rollout_logprobs:
             return trainer_T
         return torch.where(mask_T & rollout_T.isfinite(), rollout_T, trainer_T)
@@ -287,9 +303,11 @@ def loss_weights(
     group: Tensor | None = None,
     constant: float | None = None,
 ) -> Tensor:
-    """Returns [T] fp64: each token's share of the loss of its row's update; 0 where it is not trained.
+    """Returns [T] fp64: each token's share of the loss of its row's update; 0 where it is not
+    trained.
 
-    `group` [N] is for aggregations over prompts; `constant` is the response budget of Dr. GRPO's aggregation.
+    `group` [N] is for aggregations over prompts; `constant` is the response budget of Dr. GRPO's
+    aggregation.
     """
     weights_T = torch.zeros(batch.num_tokens, dtype=torch.float64)
     for update in plan.updates():
@@ -318,9 +336,9 @@ def _trained(batch: TokenBatch, plan: MicrobatchPlan) -> Tensor:
 def planned_rows(plan: MicrobatchPlan, num_rows: int) -> Tensor:
     """Returns [N] bool: the rows that the updates of `plan` train."""
     is_planned_N = torch.zeros(num_rows, dtype=torch.bool)
-    is_planned_N[
-        [row for update in plan.rows for rank in update for rows in rank for row in rows]
-    ] = True
+    for update in plan.rows:
+        for rank in update:
+            is_planned_N[list(chain.from_iterable(rank))] = True
     return is_planned_N
 
 
@@ -329,11 +347,15 @@ def _sum(x_T: Tensor) -> Tensor:
 
 
 def _outcomes(batch: TrainBatch, algorithm: Algorithm, seen: Stats) -> tuple[Tensor, Tensor, Stats]:
-    """Returns outcome rewards [N] and baselines [N], both clipped and normalised, and statistics of all rewards."""
-    bounds, clip_stage = algorithm.reward_clip, algorithm.reward_clip_stage
+    """Returns outcome rewards [N] and baselines [N], both clipped and normalised, and statistics of
+    all rewards.
+    """
+    bounds = algorithm.reward_clip
 
     def clipped(x_N: Tensor, stage: str) -> Tensor:
-        return x_N.clamp(*bounds) if bounds is not None and stage == clip_stage else x_N
+        if bounds is None or stage != algorithm.reward_clip_stage:
+            return x_N
+        return x_N.clamp(*bounds)
 
     rewards_N, baseline_N = (
         clipped(x_N.double(), "raw") for x_N in (batch.rewards, batch.baseline)
@@ -346,7 +368,9 @@ def _outcomes(batch: TrainBatch, algorithm: Algorithm, seen: Stats) -> tuple[Ten
 
 
 def _with_outcomes(batch: TrainBatch, rewards_N: Tensor) -> Tensor:
-    """Returns `token_rewards` with each row's outcome replaced, except the reward of a process step there."""
+    """Returns `token_rewards` with each row's outcome replaced, except the reward of a process step
+    there.
+    """
     has_outcome_N = batch.outcome_at >= 0
     position_N = batch.outcome_at[has_outcome_N]
     step_N = (
@@ -358,8 +382,9 @@ def _with_outcomes(batch: TrainBatch, rewards_N: Tensor) -> Tensor:
 def _kl_loss(new_T: Tensor, old_T: Tensor, ref_T: Tensor, term: KlTerm) -> Tensor:
     """Returns the KL term of the loss, without its coefficient.
 
-    With `importance_weighted` it is multiplied by pi / pi_old, since the old policy drew the samples. The ratio carries
-    gradient for the estimators whose value is unbiased; k2 and k3+ already have the gradient of KL.
+    With `importance_weighted` it is multiplied by pi / pi_old, since the old policy drew the
+    samples. The ratio carries gradient for the estimators whose value is unbiased; k2 and k3+
+    already have the gradient of KL.
     """
     kl_T = KL[term.estimator](new_T, ref_T, value_clamp=term.value_clamp)
     if not term.importance_weighted:
@@ -369,7 +394,9 @@ def _kl_loss(new_T: Tensor, old_T: Tensor, ref_T: Tensor, term: KlTerm) -> Tenso
 
 
 def _adapted(kl_T: Tensor, batch: TrainBatch, term: KlTerm, coef: float) -> float:
-    """Returns the next batch's coefficient, from the mean over rows of each row's mean k3, for every estimator."""
+    """Returns the next batch's coefficient, from the mean over rows of each row's mean k3, for
+    every estimator.
+    """
     if term.target is None:
         return coef
     rows = Rows.of(batch.mask, batch.cu_seqlens)

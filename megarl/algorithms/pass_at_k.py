@@ -1,6 +1,7 @@
-"""Accuracy over several samples of a problem, pass@k, and their confidence intervals. Plain numbers, no tensors."""
+"""Accuracy over several samples of a problem, pass@k, and their confidence intervals.
 
-from __future__ import annotations
+Plain numbers, no tensors.
+"""
 
 import math
 from collections.abc import Sequence
@@ -10,10 +11,12 @@ Z_95 = 1.959963984540054  # 97.5% quantile of the normal distribution
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """The probability that at least one of `k` samples, drawn from these without replacement, is correct.
+    """The probability that at least one of `k` samples, drawn from these without replacement, is
+    correct.
 
-    1 - C(n-c, k) / C(n, k) is unbiased for the probability that k new samples contain a correct one (Chen et al.,
-    arXiv 2107.03374, equation 1). Raises ValueError unless k is at most the number of samples.
+    1 - C(n-c, k) / C(n, k) is unbiased for the probability that k new samples contain a correct one
+    (Chen et al., arXiv 2107.03374, equation 1). Raises ValueError unless k is at most the number of
+    samples.
     """
     if not 0 < k <= samples:
         raise ValueError(
@@ -24,20 +27,22 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 def ks_of(samples: int) -> list[int]:
     """The k to report besides 1: the powers of two below `samples`, and `samples`."""
-    return [2**power for power in range(1, samples.bit_length()) if 2**power < samples] + [
-        samples
-    ] * (samples > 1)
+    powers = [2**power for power in range(1, (samples - 1).bit_length())]
+    return powers + [samples] * (samples > 1)
 
 
 def mean_interval(scores: Sequence[float], samples: int | None) -> tuple[float, float]:
-    """The 95% interval of the mean score over problems like these, from each problem's score over `samples` samples.
+    """The 95% interval of the mean score over problems like these, from each problem's score over
+    `samples` samples.
 
-    Wilson's interval, with the effective number of independent samples (Franco et al., "Comparative Study of Confidence
-    Intervals for Proportions in Complex Sample Surveys", J. Surv. Stat. Methodol. 7, 2019): that of problems, when the
-    samples of each all agree, to `samples` times that, when problems do not differ. Unlike the normal interval (arXiv
-    2411.00640), which `samples` None gives, it stays within 0..1 and has a width when every score is 0 or 1.
+    Wilson's interval, with the effective number of independent samples (Franco et al., "Comparative
+    Study of Confidence Intervals for Proportions in Complex Sample Surveys", J. Surv. Stat.
+    Methodol. 7, 2019): that of problems, when the samples of each all agree, to `samples` times
+    that, when problems do not differ. Unlike the normal interval (arXiv 2411.00640), which
+    `samples` None gives, it stays within 0..1 and has a width when every score is 0 or 1.
     """
-    n, mean = len(scores), fmean(scores)
+    n = len(scores)
+    mean = fmean(scores)
     spread = variance(scores) if n > 1 else 0.0
     if samples is None:
         half = Z_95 * math.sqrt(spread / n)

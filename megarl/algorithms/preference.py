@@ -1,11 +1,10 @@
-"""Losses over pairs of responses: Bradley-Terry for reward models, DPO and its variants for policies.
+"""Losses over pairs of responses: Bradley-Terry for reward models, DPO and its variants for
+policies.
 
-Rows of one prompt share a micro-batch, so each micro-batch has whole pairs. The loss of a pair lies at the last
-position of its better row, where `pair_weights` has its share of the loss of its update.
-N = rows of a batch, T = its positions, P = its pairs; R, M, Q = those of a micro-batch.
+Rows of one prompt share a micro-batch, so each micro-batch has whole pairs. The loss of a pair lies
+at the last position of its better row, where `pair_weights` has its share of the loss of its
+update. N = rows of a batch, T = its positions, P = its pairs; R, M, Q = those of a micro-batch.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from torch.nn.functional import logsigmoid
 
 from megarl.algorithms.objective import Objective, planned_rows
 from megarl.algorithms.rows import Rows, at_least_fp32
-from megarl.config.section import Dpo
+from megarl.config.schema import Dpo
 from megarl.platform.device import to_device
 from megarl.types import (
     Loss,
@@ -26,6 +25,7 @@ from megarl.types import (
     MicrobatchRows,
     PreferenceBatch,
     ScoredBatch,
+    TokenBatch,
     TokenLosses,
     TokenOutputs,
 )
@@ -36,7 +36,8 @@ def bradley_terry(
 ) -> Tensor:
     """[P]: -log sigmoid(better - worse - margin) + centre x (better + worse)^2.
 
-    Margins are those of Llama 2 (arXiv 2307.09288, section 3.2.2); `centre` keeps scores near 0 (arXiv 2312.09244).
+    Margins are those of Llama 2 (arXiv 2307.09288, section 3.2.2); `centre` keeps scores near 0
+    (arXiv 2312.09244).
     """
     better_P, worse_P = scores_N.to(at_least_fp32(scores_N.dtype))[pairs].unbind(1)
     loss_P = -logsigmoid(better_P - worse_P - margins)
@@ -60,19 +61,12 @@ DPO_LOSSES: dict[
 }
 
 
-def dpo(
-    policy_N: Tensor,
-    reference_N: Tensor,
-    pairs: Tensor,
-    *,
-    beta: float = 0.1,
-    loss: str = "sigmoid",
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    """[P]: the loss of each pair, from log-probs of responses, sums or means; its log-ratio is (policy - reference) of
-    the better response minus that of the worse one."""
+def dpo(policy_N: Tensor, reference_N: Tensor, pairs: Tensor, options: Dpo) -> Tensor:
+    """[P]: the loss of each pair, from log-probs of responses, sums or means; its log-ratio is
+    (policy - reference) of the better response minus that of the worse one.
+    """
     better_P, worse_P = (policy_N - reference_N)[pairs].unbind(1)
-    return DPO_LOSSES[loss](better_P - worse_P, beta, label_smoothing)
+    return DPO_LOSSES[options.loss](better_P - worse_P, options.beta, options.label_smoothing)
 
 
 def response_logprobs(
@@ -90,9 +84,12 @@ def dpo_losses(
     outputs: TokenOutputs,
     rows: MicrobatchRows,
 ) -> TokenLosses:
-    """A types.Loss, once its first three arguments are bound. A reward is beta x log-ratio; sums are over pairs.
+    """A types.Loss, once its first three arguments are bound.
 
-    `reference_N` fp64: `response_logprobs` under the reference; None: under the policy in this very forward pass.
+    A reward is beta x log-ratio; sums are over pairs.
+
+    `reference_N` fp64: `response_logprobs` under the reference; None: under the policy in this very
+    forward pass.
     """
     assert outputs.logprobs_T is not None
     pairs, _ = local_pairs(batch, rows)
@@ -104,38 +101,31 @@ def dpo_losses(
         if reference_N is None
         else to_device(reference_N[[*rows.rows]], policy_R.device)
     )
-    loss_Q = dpo(
-        policy_R,
-        reference_R,
-        pairs,
-        beta=options.beta,
-        loss=options.loss,
-        label_smoothing=options.label_smoothing,
-    )
-    rewards_Q2, logprobs_Q2 = (
-        options.beta * (policy_R - reference_R).detach()[pairs],
-        policy_R.detach()[pairs],
-    )
+    rewards_Q2 = options.beta * (policy_R - reference_R).detach()[pairs]
+    logprobs_Q2 = policy_R.detach()[pairs]
     margin_Q = rewards_Q2[:, 0] - rewards_Q2[:, 1]
     values = {
         "rewards/margin": margin_Q,
-        "rewards/accuracy": (margin_Q.sign() + 1) / 2,
-    }  # of a tie: half
-    values |= {"logprobs/chosen": logprobs_Q2[:, 0], "logprobs/rejected": logprobs_Q2[:, 1]}
+        "rewards/accuracy": (margin_Q.sign() + 1) / 2,  # of a tie: half
+        "logprobs/chosen": logprobs_Q2[:, 0],
+        "logprobs/rejected": logprobs_Q2[:, 1],
+    }
     if outputs.entropy_T is not None:
         entropy_R = response_logprobs(
             outputs.entropy_T.detach(), rows.mask, rows.cu_seqlens, average=True
         )
         values["entropy"] = entropy_R[pairs].mean(1)
-    return pair_losses(loss_Q, values, pairs, rows)
+    return pair_losses(dpo(policy_R, reference_R, pairs, options), values, pairs, rows)
 
 
 def local_pairs(batch: PreferenceBatch, rows: MicrobatchRows) -> tuple[Tensor, Tensor]:
-    """The pairs of a micro-batch, [Q, 2] as places of its rows (0..R - 1), and their margins [Q], on the device."""
+    """The pairs of a micro-batch, [Q, 2] as places of its rows (0..R - 1), and their margins [Q],
+    on the device.
+    """
     index_R = torch.tensor(rows.rows, dtype=torch.int64)
-    places = torch.full((batch.num_rows,), -1).index_put((index_R,), torch.arange(len(rows.rows)))[
-        batch.pairs
-    ]
+    places_N = torch.full((batch.num_rows,), -1)
+    places_N[index_R] = torch.arange(len(rows.rows))
+    places = places_N[batch.pairs]
     is_here_P = places[:, 0] >= 0
     assert torch.equal(is_here_P, places[:, 1] >= 0), "a pair is split between micro-batches"
     return to_device(places[is_here_P], rows.mask.device), to_device(
@@ -146,11 +136,16 @@ def local_pairs(batch: PreferenceBatch, rows: MicrobatchRows) -> tuple[Tensor, T
 def pair_losses(
     loss_Q: Tensor, values: Mapping[str, Tensor], pairs: Tensor, rows: MicrobatchRows
 ) -> TokenLosses:
-    """The loss of each pair at the last position of its better row, 0 elsewhere; and sums over the pairs."""
+    """The loss of each pair at the last position of its better row, 0 elsewhere; and sums over the
+    pairs.
+    """
     last_Q = (rows.cu_seqlens[1:] - 1)[pairs[:, 0]]
     loss_M = loss_Q.new_zeros(rows.mask.numel()).index_add(0, last_Q, loss_Q)
-    sums = {name: value_Q.sum() for name, value_Q in values.items()}
-    return TokenLosses(loss_M, sums, torch.tensor(len(pairs), device=loss_Q.device))
+    return TokenLosses(
+        loss_M,
+        {name: value_Q.sum() for name, value_Q in values.items()},
+        torch.tensor(len(pairs), device=loss_Q.device),
+    )
 
 
 def pair_weights(
@@ -158,10 +153,12 @@ def pair_weights(
 ) -> Tensor:
     """[T] fp64: the share of each pair in the loss of its update, at every position of its rows.
 
-    All pairs of an update count equally; with `by_prompt` all prompts do, as in arXiv 2203.02155, equation 1.
+    All pairs of an update count equally; with `by_prompt` all prompts do, as in arXiv 2203.02155,
+    equation 1.
     """
     weights_N = torch.zeros(batch.num_rows, dtype=torch.float64)
-    better_P, num_groups = batch.pairs[:, 0], int(batch.group.max()) + 1 if batch.num_rows else 0
+    better_P = batch.pairs[:, 0]
+    num_groups = int(batch.group.max()) + 1 if batch.num_rows else 0
     for update in plan.updates():
         is_planned_N = planned_rows(update, batch.num_rows)
         count_G = batch.group[better_P[is_planned_N[better_P]]].bincount(minlength=num_groups)
@@ -171,19 +168,26 @@ def pair_weights(
 
 
 def best_and_worst(batch: ScoredBatch) -> list[int]:
-    """Rows: of each prompt the best response and the worst, the first of equal ones; none if all rewards are equal."""
-    rewards, group, chosen = batch.rewards.tolist(), batch.group.tolist(), list[int]()
+    """Rows: of each prompt the best response and the worst, the first of equal ones; none if all
+    rewards are equal.
+    """
+    rewards = batch.rewards.tolist()
+    group = batch.group.tolist()
+    chosen = list[int]()
     trained = (Rows.of(batch.mask, batch.cu_seqlens).num_tokens_N > 0).nonzero().flatten().tolist()
     for _, members in groupby(trained, key=group.__getitem__):
         rows = list(members)
-        best, worst = max(rows, key=rewards.__getitem__), min(rows, key=rewards.__getitem__)
+        best = max(rows, key=rewards.__getitem__)
+        worst = min(rows, key=rewards.__getitem__)
         chosen += [best, worst] if rewards[best] > rewards[worst] else []
     return chosen
 
 
 @dataclass(frozen=True)
 class DpoObjective(Objective):
-    """DPO on sampled responses: each prompt has two rows, the better one first (`best_and_worst`)."""
+    """DPO on sampled responses: each prompt has two rows, the better one first
+    (`best_and_worst`).
+    """
 
     options: Dpo = field(default_factory=Dpo)
     couples_rows = True
@@ -196,11 +200,11 @@ class DpoObjective(Objective):
         return pair_weights(_pairs_of(batch), plan)
 
     def loss(self, batch: ScoredBatch, select_T: Tensor | None = None) -> Loss:
-        """Where the reference is the policy of the previous round, these are its log-probs before the first update."""
-        logprobs_T, reference_N = (
-            batch.ref_logprobs if self.needs_reference else batch.old_logprobs,
-            None,
-        )
+        """Where the reference is the policy of the previous round, these are its log-probs before
+        the first update.
+        """
+        logprobs_T = batch.ref_logprobs if self.needs_reference else batch.old_logprobs
+        reference_N = None
         if logprobs_T is not None:
             reference_N = response_logprobs(
                 logprobs_T, batch.mask, batch.cu_seqlens, average=self.options.averages
@@ -215,5 +219,5 @@ def _pairs_of(batch: ScoredBatch) -> PreferenceBatch:
     )
     group = torch.arange(len(pairs)).repeat_interleave(2)
     return PreferenceBatch(
-        **batch.token_fields(), group=group, pairs=pairs, margins=torch.zeros(len(pairs))
+        **batch.fields_of(TokenBatch), group=group, pairs=pairs, margins=torch.zeros(len(pairs))
     )

@@ -1,10 +1,9 @@
-"""Scores and losses of reward models: Bradley-Terry over ranked responses, cross-entropy over right and wrong steps.
+"""Scores and losses of reward models: Bradley-Terry over ranked responses, cross-entropy over right
+and wrong steps.
 
-N = rows, T = positions, P = pairs of rows; R, M, Q = those of a micro-batch. Masks are those of batches: True at
-position t where the token at t + 1 belongs to the response.
+N = rows, T = positions, P = pairs of rows; R, M, Q = those of a micro-batch. Masks are those of
+batches: True at position t where the token at t + 1 belongs to the response.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 
@@ -20,15 +19,18 @@ Scores = Callable[[TokenOutputs, MicrobatchRows], Tensor]  # of each row, [R]
 
 
 def response_positions(mask_T: Tensor) -> Tensor:
-    """[T] bool: the response's own tokens, whose hidden states have seen them; the last position of a row included."""
+    """[T] bool: the response's own tokens, whose hidden states have seen them; the last position of
+    a row included.
+    """
     return mask_T.roll(1)  # the last position of a row is False
 
 
 def row_scores(outputs: TokenOutputs, mask_T: Tensor, cu_seqlens: Tensor, aggregate: str) -> Tensor:
-    """[N]: one score per row, none of them empty; 0 for a row without a response, except with "last".
+    """[N]: one score per row, none of them empty; 0 for a row without a response, except with
+    "last".
 
-    last: the score `values_T` of the row's last token. sum, mean, max, min: over the response's tokens. weighted:
-    their mean, weighted by the softmax of `gates_T` over the response's tokens.
+    last: the score `values_T` of the row's last token. sum, mean, max, min: over the response's
+    tokens. weighted: their mean, weighted by the softmax of `gates_T` over the response's tokens.
     """
     assert outputs.values_T is not None
     if aggregate == "last":
@@ -64,9 +66,12 @@ def ranking_losses(
     outputs: TokenOutputs,
     rows: MicrobatchRows,
 ) -> TokenLosses:
-    """A types.Loss, once its first three arguments are bound: the loss of every pair. Sums are over pairs.
+    """A types.Loss, once its first three arguments are bound: the loss of every pair.
 
-    All pairs of a prompt share a micro-batch, which computes each response once (arXiv 2203.02155, section 3.5).
+    Sums are over pairs.
+
+    All pairs of a prompt share a micro-batch, which computes each response once (arXiv 2203.02155,
+    section 3.5).
     """
     pairs, margins = local_pairs(batch, rows)
     scores_R = scores(outputs, rows)
@@ -77,12 +82,15 @@ def ranking_losses(
 
 
 def step_losses(batch: StepBatch, outputs: TokenOutputs, rows: MicrobatchRows) -> TokenLosses:
-    """A types.Loss, once `batch` is bound: cross-entropy of "this step is right", whose log-odds are its score.
+    """A types.Loss, once `batch` is bound: cross-entropy of "this step is right", whose log-odds
+    are its score.
 
-    The score is at the step's last token (Lightman et al., arXiv 2305.20050, section 2.6). Sums are over steps.
+    The score is at the step's last token (Lightman et al., arXiv 2305.20050, section 2.6). Sums are
+    over steps.
     """
     assert outputs.values_T is not None
-    is_right_M, logits_M = rows.select(batch.is_right), clean(outputs.values_T, rows.mask)
+    is_right_M = rows.select(batch.is_right)
+    logits_M = clean(outputs.values_T, rows.mask)
     loss_M = binary_cross_entropy_with_logits(
         logits_M, is_right_M.to(logits_M.dtype), reduction="none"
     )

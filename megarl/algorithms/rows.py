@@ -1,7 +1,7 @@
 """Sums over the rows and the groups of a flat batch. Row n is x_T[cu_seqlens[n]:cu_seqlens[n + 1]].
 
-T = positions, N = rows, R = runs, V = values that belong to groups, G = groups. `clean` replaces masked values by 0
-before any arithmetic, so a NaN at a masked position changes nothing.
+T = positions, N = rows, R = runs, V = values that belong to groups, G = groups. `clean` replaces
+masked values by 0 before any arithmetic, so a NaN at a masked position changes nothing.
 """
 
 from __future__ import annotations
@@ -19,15 +19,20 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
 
 
 def clean(x_T: Tensor, mask_T: Tensor) -> Tensor:
-    """`x_T`, half precision as fp32, with exact zeros where `mask_T` is False; their gradient is exactly 0 too."""
+    """`x_T`, half precision as fp32, with exact zeros where `mask_T` is False; their gradient is
+    exactly 0 too.
+    """
     x_T = x_T.to(at_least_fp32(x_T.dtype)) if x_T.is_floating_point() else x_T
     return torch.where(mask_T, x_T, x_T.new_zeros(()))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rows:
-    """The rows of a flat batch and their True positions. A run is a maximal stretch of one row with equal mask; only
-    True runs are summed, so what is at False positions does not matter."""
+    """The rows of a flat batch and their True positions.
+
+    A run is a maximal stretch of one row with equal mask; only True runs are summed, so what is at
+    False positions does not matter.
+    """
 
     mask_T: Tensor  # [T] bool
     cu_seqlens: Tensor  # [N + 1] int64
@@ -38,19 +43,20 @@ class Rows:
 
     @classmethod
     def of(cls, mask_T: Tensor, cu_seqlens: Tensor) -> Rows:
-        mask_T, cu_seqlens = mask_T.bool(), cu_seqlens.to(mask_T.device).long()
+        mask_T = mask_T.bool()
+        cu_seqlens = cu_seqlens.to(mask_T.device).long()
         changes = _nonzero(mask_T[1:] != mask_T[:-1]) + 1
         cu_runlens = torch.unique(torch.cat([cu_seqlens, changes]))
-        run_mask_R, first_run_N = (
-            mask_T[cu_runlens[:-1]],
-            torch.searchsorted(cu_runlens, cu_seqlens),
-        )
+        run_mask_R = mask_T[cu_runlens[:-1]]
+        first_run_N = torch.searchsorted(cu_runlens, cu_seqlens)
         lengths_R = (cu_runlens.diff() * run_mask_R).double()
         num_tokens_N = torch.segment_reduce(lengths_R, "sum", offsets=first_run_N).long()
         return cls(mask_T, cu_seqlens, num_tokens_N, cu_runlens, run_mask_R, first_run_N)
 
     def sum(self, x_T: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-        """[N]: the sum over the True positions of each row, in `dtype` (default: that of `x_T`, at least fp32)."""
+        """[N]: the sum over the True positions of each row, in `dtype` (default: that of `x_T`, at
+        least fp32).
+        """
         x_T = x_T.to(at_least_fp32(x_T.dtype))
         sums_R = clean(_sums(x_T, self.cu_runlens, dtype or x_T.dtype), self.run_mask_R)
         return torch.segment_reduce(sums_R, "sum", offsets=self.first_run_N)
@@ -66,7 +72,9 @@ class Rows:
         return _repeat(x_R, self.cu_runlens.diff(), self.mask_T.numel())
 
     def sum_to_end(self, x_T: Tensor, *, decay: float = 1.0) -> Tensor:
-        """[T] fp64: y_t = x_t + decay y_(next t), next t being the row's next True position; 0 on False positions."""
+        """[T] fp64: y_t = x_t + decay y_(next t), next t being the row's next True position; 0 on
+        False positions.
+        """
         y_K = x_T[self.mask_T].double()
         for y_L in y_K.split(self.num_tokens_N.tolist()):
             if decay == 1.0:
@@ -84,11 +92,11 @@ class Rows:
         return torch.cat([x_T[self.mask_T], x_T.new_zeros(1)])[first_N] * (self.num_tokens_N > 0)
 
     def next(self, x_T: Tensor) -> Tensor:
-        """[T]: the value at the row's next True position, 0 on the last of a row and on False positions."""
-        next_K, ends_N = (
-            x_T[self.mask_T].roll(-1),
-            self.num_tokens_N.cumsum(0)[self.num_tokens_N > 0],
-        )
+        """[T]: the value at the row's next True position, 0 on the last of a row and on False
+        positions.
+        """
+        next_K = x_T[self.mask_T].roll(-1)
+        ends_N = self.num_tokens_N.cumsum(0)[self.num_tokens_N > 0]
         return self._scatter(next_K.index_fill(0, ends_N - 1, 0))
 
     def _scatter(self, x_K: Tensor) -> Tensor:
@@ -98,9 +106,11 @@ class Rows:
         return x_T
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Groups:
-    """Statistics of each group's valid values, broadcast to the group's values: [V] fp64, in two passes."""
+    """Statistics of each group's valid values, broadcast to the group's values: [V] fp64, in two
+    passes.
+    """
 
     group_V: Tensor  # [V] int64: 0..G - 1, and G for values that are not valid
     size_V: Tensor  # [V] fp64: valid values in the group; 0 for values that are not valid
@@ -116,7 +126,9 @@ class Groups:
         return x_V.new_zeros(x_V.numel() + 1).index_add(0, self.group_V, x_V)[self.group_V]
 
     def centre(self, x_V: Tensor) -> Tensor:
-        """x minus the group's mean; exactly 0 where the values of a group differ only by rounding."""
+        """x minus the group's mean; exactly 0 where the values of a group differ only
+        by rounding.
+        """
         size_V = self.size_V.clamp(min=1)
         mean_V = self.sum(x_V) / size_V
         mean_V += self.sum(x_V - mean_V) / size_V  # removes the rounding of the first pass
@@ -125,16 +137,23 @@ class Groups:
         return torch.where((self.size_V > 0) & (self.sum(differs_V) > 0), centred_V, 0)
 
     def leave_one_out(self, centred_V: Tensor) -> Tensor:
-        """x minus the mean of the group's other values, from x minus that of all; 0 for a group of one."""
+        """x minus the mean of the group's other values, from x minus that of all; 0 for a group of
+        one.
+        """
         return centred_V * self.size_V / (self.size_V - 1).clamp(min=1)
 
     def std(self, centred_V: Tensor, *, biased: bool, leave_one_out: bool = False) -> Tensor:
-        """The standard deviation of the group's centred values, or of the others'; 0 for fewer than two values."""
+        """The standard deviation of the group's centred values, or of the others'; 0 for fewer than
+        two values.
+        """
         squares_V = centred_V.square()
-        total_V, size_V = self.sum(squares_V), self.size_V
-        if leave_one_out:  # without x the mean moves by (x - mean) / (n - 1), the squares by (x - mean)^2 n / (n - 1)
+        total_V = self.sum(squares_V)
+        size_V = self.size_V
+        # without x the mean moves by (x - mean) / (n - 1), the squares by (x - mean)^2 n / (n - 1)
+        if leave_one_out:
             rest_V = total_V - squares_V * size_V / (size_V - 1).clamp(min=1)
-            total_V, size_V = torch.where(rest_V > 1e-12 * total_V, rest_V, 0), size_V - 1
+            total_V = torch.where(rest_V > 1e-12 * total_V, rest_V, 0)
+            size_V = size_V - 1
         return (total_V / (size_V - (0 if biased else 1)).clamp(min=1)).sqrt()
 
 
@@ -145,7 +164,8 @@ def _sums(x_T: Tensor, cu_seqlens: Tensor, dtype: torch.dtype) -> Tensor:
     """Sums of segments, none of them empty."""
     if x_T.requires_grad or x_T.device.type != "cpu":
         return torch.segment_reduce(x_T.to(dtype), "sum", offsets=cu_seqlens)
-    x, ends = x_T.numpy(), cu_seqlens.numpy()
+    x = x_T.numpy()
+    ends = cu_seqlens.numpy()
     last_R = x[ends[1:] - 1]
     if np.count_nonzero(x != 0) == np.count_nonzero(
         last_R
@@ -155,10 +175,9 @@ def _sums(x_T: Tensor, cu_seqlens: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _nonzero(mask_T: Tensor) -> Tensor:
-    on_cpu = mask_T.device.type == "cpu"
-    return (
-        torch.from_numpy(np.flatnonzero(mask_T.numpy())) if on_cpu else mask_T.nonzero().flatten()
-    )
+    if mask_T.device.type != "cpu":
+        return mask_T.nonzero().flatten()
+    return torch.from_numpy(np.flatnonzero(mask_T.numpy()))
 
 
 def _repeat(x_R: Tensor, lengths_R: Tensor, total: int) -> Tensor:

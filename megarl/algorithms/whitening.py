@@ -1,7 +1,7 @@
 """Whitening of advantages over the whole rollout batch, every trained token counted once.
 
-Statistics are fp64 and merge (Chan et al. 1983), so any sharding of the rows gives the same numbers.
-T = positions, K = True positions.
+Statistics are fp64 and merge (Chan et al. 1983), so any sharding of the rows gives the same
+numbers. T = positions, K = True positions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from megarl.algorithms.rows import at_least_fp32, clean
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Stats:
     """Count, mean, and sum of squared deviations from that mean."""
 
@@ -25,8 +25,10 @@ class Stats:
 
     def merge(self, other: Stats) -> Stats:
         """Statistics of both sets of values together."""
-        if self.n == 0 or other.n == 0:
-            return other if self.n == 0 else self
+        if self.n == 0:
+            return other
+        if other.n == 0:
+            return self
         n = self.n + other.n
         delta = other.mean - self.mean
         return Stats(
@@ -43,9 +45,13 @@ class Stats:
 
 
 def whiten_stats(x_T: Tensor, mask_T: Tensor) -> Stats:
-    """Statistics of `x_T` over the True positions, in two passes. An integer mask says how often a value counts."""
+    """Statistics of `x_T` over the True positions, in two passes.
+
+    An integer mask says how often a value counts.
+    """
     is_counted_T = mask_T.bool()
-    x_K, count_K = x_T.detach()[is_counted_T].double(), mask_T[is_counted_T].double()
+    x_K = x_T.detach()[is_counted_T].double()
+    count_K = mask_T[is_counted_T].double()
     if not x_K.numel():
         return Stats(0, 0.0, 0.0)
     n = float(count_K.sum())
@@ -65,11 +71,11 @@ def whiten(
 ) -> Tensor:
     """(x - mean) / sqrt(variance + eps) on the True positions, 0 elsewhere; fp32 at least.
 
-    `stats`: of the whole batch, where `x_T` is a part of it; `biased`: the variance divides by n, not by n - 1. Values
-    that are all equal, or too large to square, become exactly 0.
+    `stats`: of the whole batch, where `x_T` is a part of it; `biased`: the variance divides by n,
+    not by n - 1. Values that are all equal, or too large to square, become exactly 0.
     """
     dtype = at_least_fp32(x_T.dtype)
-    stats = whiten_stats(x_T, mask_T) if stats is None else stats
+    stats = stats or whiten_stats(x_T, mask_T)
     variance = stats.variance(biased=biased)
     if variance == 0.0 or not isfinite(variance):
         return torch.zeros_like(x_T, dtype=dtype)

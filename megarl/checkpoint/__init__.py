@@ -1,7 +1,7 @@
-"""Weights and run state on disk. Import it before megatron.core, which then runs on a CPU if there is no GPU."""
+"""Weights and run state on disk. Import it before megatron.core, to run that without a GPU."""
 
 from megarl.checkpoint import pickles
-from megarl.platform import megatron_on_cpu
+from megarl.patches import megatron as megatron_on_cpu
 
 megatron_on_cpu.install()
 pickles.install()

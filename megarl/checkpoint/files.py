@@ -1,20 +1,18 @@
-"""A run's checkpoint folders: which exist, and whether their files are still as written. Reads no tensors.
+"""A run's checkpoint folders, and how their files differ from the manifest. Reads no tensors.
 
-runs/<name>/checkpoints/step_<n>/ *.distcp, .metadata, common.pt, metadata.json
-                                  manifest.json: {"files": {name: {"bytes": n, "sha256": hex}}}, written last
+runs/<name>/checkpoints/step_<n>/
+    *.distcp, .metadata, common.pt, metadata.json
+    manifest.json: {"files": {name: {"bytes": n, "sha256": hex}}}, written last
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megarl.platform.atomic import write_atomic
 from megarl.platform.json_text import parse_json
+from megarl.processes.files import write_atomic
 
 MANIFEST = "manifest.json"
 REQUIRED = (".metadata", "common.pt", "metadata.json")
@@ -24,17 +22,17 @@ Sums = dict[str, dict[str, Any]]  # file name -> {"bytes": n, "sha256": hex}
 
 def steps(folder: Path) -> list[int]:
     """Steps of the checkpoints, ascending; a folder still being written has another name."""
-    names = [path.name.removeprefix("step_") for path in folder.glob("step_*") if path.is_dir()]
-    return sorted(int(name) for name in names if name.isdecimal())
+    numbers = [path.name.removeprefix("step_") for path in folder.glob("step_*") if path.is_dir()]
+    return sorted(int(number) for number in numbers if number.isdecimal())
 
 
 def sums(folder: Path, names: Iterable[str]) -> Sums:
-    """Size and checksum of files, read back from disk."""
+    """Returns size and checksum of files, read back from disk."""
     read = {}
     for name in names:
         with (folder / name).open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            read[name] = {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+            digest = hashlib.file_digest(file, "sha256")
+            read[name] = {"bytes": file.tell(), "sha256": digest.hexdigest()}
     return read
 
 
@@ -43,19 +41,22 @@ def write_manifest(folder: Path, expected: Sums) -> None:
 
 
 def manifest(folder: Path) -> Sums:
-    """Reads the manifest. Raises ValueError if it is missing or damaged, or lacks a file that a resume reads."""
+    """Reads the manifest.
+
+    Raises ValueError if it is missing or damaged, or lacks a file that a resume reads.
+    """
     try:
-        files = parse_json((folder / MANIFEST).read_bytes())["files"]
         expected = {
             name: {"bytes": int(file["bytes"]), "sha256": str(file["sha256"])}
-            for name, file in files.items()
+            for name, file in parse_json((folder / MANIFEST).read_bytes())["files"].items()
         }
     except FileNotFoundError:
         raise ValueError(f"{MANIFEST} is missing") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{MANIFEST} cannot be read") from None
     required = {*REQUIRED, *(path.name for path in folder.glob("*.distcp"))}
-    if missing := sorted(required - expected.keys()):
+    missing = sorted(required - expected.keys())
+    if missing:
         raise ValueError(f"{MANIFEST} does not list {', '.join(missing[:4])}")
     return expected
 
@@ -66,8 +67,10 @@ def differences(folder: Path, expected: Sums) -> list[str]:
     for name, entry in expected.items():
         if not (folder / name).is_file():
             wrong.append(f"{name} is missing")
-        elif (size := (folder / name).stat().st_size) != entry["bytes"]:
-            wrong.append(f"{name} has {size} bytes instead of {entry['bytes']}")
-        elif sums(folder, [name])[name] != entry:
+            continue
+        found = sums(folder, [name])[name]
+        if found["bytes"] != entry["bytes"]:
+            wrong.append(f"{name} has {found['bytes']} bytes instead of {entry['bytes']}")
+        elif found != entry:
             wrong.append(f"{name} does not match its checksum")
     return wrong

@@ -1,13 +1,13 @@
-"""Saves everything that resuming a run needs as a Megatron distributed checkpoint, which any layout can read.
+"""Saves what resuming a run needs as a Megatron distributed checkpoint, which any layout can read.
 
-    state --host copy--> [thread] .step_<n>.part --all ranks wrote--> step_<n>, then `latest`; older ones are removed
+    state --host copy--> [thread] .step_<n>.part
+      --all ranks wrote--> step_<n>, then `latest`; older ones are removed
 
-A checkpoint is the state between two steps: weights and optimizer, learning-rate schedule, the prompts' cursor, the
-objective's state, each rank's RNG states. The files are written during the next rollout, and their folder is renamed
-at a later boundary. If a check stops a run in the middle of a step, the boundary before it can still be saved.
+A checkpoint is the state between two steps: weights and optimizer, learning-rate schedule, the
+prompts' cursor, the objective's state, each rank's RNG states. The files are written during the
+next rollout, and their folder is renamed at a later boundary. If a check stops a run in the middle
+of a step, the boundary before it can still be saved.
 """
-
-from __future__ import annotations
 
 import math
 import random
@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, InitVar, asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,10 +31,10 @@ from megarl.checkpoint import files, rank_state
 from megarl.checkpoint.pickles import check_pickles
 from megarl.checkpoint.torch_dist import REFERENCE, stored_objects
 from megarl.checkpoint.writer import Writing
-from megarl.platform.atomic import write_atomic
+from megarl.processes.files import write_atomic
 from megarl.roles import Stateful
 from megarl.types import ObjectiveState
-from megarl.weights.transports.values import gather_values
+from megarl.weights.sync.transports.values import gather_values
 
 
 class Trained(Protocol):
@@ -43,28 +44,25 @@ class Trained(Protocol):
     optimizer: MegatronOptimizer
     scheduler: Any  # its `step`
 
+    # of frozen weights, which are not saved: name -> (elements, checksum)
     @property
-    def base_checksums(
-        self,
-    ) -> Any: ...  # of frozen weights, which are not saved: name -> (elements, checksum)
+    def base_checksums(self) -> Any: ...
 
 
 @dataclass(frozen=True)
 class Further:
     """What a stage saves beside the policy."""
 
-    models: Mapping[str, Trained] = field(
-        default_factory=dict
-    )  # by the prefix of their tensors' names
+    # by the prefix of their tensors' names
+    models: Mapping[str, Trained] = field(default_factory=dict)
     states: Mapping[str, Stateful] = field(default_factory=dict)
-    onloaded: Callable[[], AbstractContextManager[None]] = (
-        nullcontext  # in it, `models` are on the device
-    )
+    # in it, `models` are on the device
+    onloaded: Callable[[], AbstractContextManager[None]] = nullcontext
     # in it, the policy's model has the reference's weights; None: they are not saved
     reference: Callable[[], AbstractContextManager[None]] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Boundary:
     """The state after `step` steps, except the trainer's own."""
 
@@ -86,17 +84,21 @@ class Checkpoints:
     keep: int
     last_step: int
     asynchronous: bool = True
-    export: Callable[[int], None] | None = None  # called after every step, with its number
+    export: Callable[[int], None] = lambda step: None  # called after every step, with its number
     say: Callable[[str], None] = print  # on rank 0
-    further: Further = field(default_factory=Further)
+    further: Further = Further()
 
     def __post_init__(self, state: ObjectiveState) -> None:
+        self._models = {"": self.trained, **self.further.models}  # by prefix
         self._now = _Boundary(0, state, self.prompts.state())
         self._saved = 0  # step of the newest checkpoint; step 0 is the model itself
         self._writing: tuple[int, Writing] | None = None  # step
 
     def maybe_save(self, step: int, state: ObjectiveState, *, last: bool = False) -> None:
-        """Called once a step, between update and publish. Raises CheckFailed if an earlier one could not be written."""
+        """Saves if it is time. Called once a step, between update and publish.
+
+        Raises CheckFailed if an earlier checkpoint could not be written.
+        """
         self._now = _Boundary(step, state, self.prompts.state())
         if self._writing is not None:
             is_done = torch.tensor(int(not self._writing[1].thread.is_alive()))
@@ -105,11 +107,13 @@ class Checkpoints:
                 self.finish()
         if self.every and (last or step == self.last_step or step % self.every == 0):
             self.save()
-        if self.export is not None:
-            self.export(step)
+        self.export(step)
 
     def save(self) -> None:
-        """Start saving the newest boundary, unless it is already saved or step 0. `finish` waits for the files."""
+        """Starts saving the newest boundary, unless it is already saved or step 0.
+
+        `finish` waits for the files.
+        """
         self.finish()
         now = self._now
         if now.step == self._saved:
@@ -120,42 +124,42 @@ class Checkpoints:
             staging.mkdir(parents=True)
         dist.barrier()
         common = {
-            "step": now.step,
-            "state": asdict(now.state),
-            "prompts": dict(now.prompts),
+            **asdict(now),
             "world": dist.get_world_size(),
             "states": {name: part.state() for name, part in self.further.states.items()},
         }
-        scalars, tensors = {"run": common}, []
+        scalars = {"run": common}
+        tensors = []
         with self.further.onloaded():
-            for prefix, trained in self._models().items():
-                rank_state.allocate_unused(trained.optimizer)
+            for prefix, trained in self._models.items():
+                optimizer = trained.optimizer
+                rank_state.allocate_unused(optimizer)
                 common[f"{prefix}schedule"] = {"step": trained.scheduler.step}
                 common[f"{prefix}base"] = dict(trained.base_checksums)
-                scalars[f"{prefix}optimizer"] = rank_state.parts_of(trained.optimizer)[
-                    0
-                ].state_dict()
-                tensors += rank_state.host_copies(
-                    _chunks(trained), trained.optimizer, prefix=prefix
-                )
+                scalars[f"{prefix}optimizer"] = rank_state.parts_of(optimizer)[0].state_dict()
+                tensors += rank_state.host_copies(_chunks(trained), optimizer, prefix=prefix)
         if self.further.reference is not None:
             with self.further.reference():
                 tensors += rank_state.host_copies(_chunks(self.trained), None, prefix=REFERENCE)
-        self._writing = (
-            now.step,
-            Writing(scalars, {**self._objects(), **_sharded_random(), "t": tensors}, staging),
-        )
+        sharded = {**self._objects(), **_sharded_random(), "t": tensors}
+        self._writing = now.step, Writing(scalars, sharded, staging)
         if not self.asynchronous:
             self.finish()
 
     def hold(self) -> None:
-        """Save the newest boundary before a stage changes more than a step does; until the next one, save nothing."""
+        """Saves the newest boundary before a stage changes more than a step does.
+
+        Until the next one, nothing is saved.
+        """
         if self.every:
             self.save()
         self._saved = self._now.step
 
     def finish(self) -> None:
-        """Waits for the files, and renames their folder; call at the end of a run. Raises CheckFailed if one failed."""
+        """Waits for the files, and renames their folder; call at the end of a run.
+
+        Raises CheckFailed if one failed.
+        """
         if self._writing is None:
             return
         step, writing = self._writing
@@ -172,55 +176,70 @@ class Checkpoints:
         self._saved = step
 
     def restore(self, resume: str) -> tuple[int, ObjectiveState]:
-        """Resumes from "auto" (the newest complete checkpoint, if any), "never", or a folder. Returns (steps done,
-        objective's state). Raises ValueError if the named folder, or every one, is incomplete."""
+        """Resumes from "auto" (the newest complete checkpoint, if any), "never", or a folder.
+
+        Returns (steps done, objective's state). Raises ValueError if the named folder, or every
+        one, is incomplete.
+        """
         if dist.get_rank() == 0:
             for unfinished in self.folder.glob(".step_*.part"):  # left by runs that were killed
                 shutil.rmtree(unfinished, ignore_errors=True)
-        if (source := self._find(resume)) is None:
+        source = self._find(resume)
+        if source is None:
             return 0, self._now.state
         saved: Any = dist_checkpointing.load_common_state_dict(str(source))
+        self._load_tensors(source, saved)
         common = saved["run"]
-        same_world = common["world"] == dist.get_world_size()
+        random_states = self._load_objects(source, common)
+        self.prompts.restore(common["prompts"])
+        for name, part in self.further.states.items():
+            part.restore(common["states"][name])
+        for name, (_, restore) in _generators().items():
+            if name in random_states:
+                restore(random_states[name])
+        state = ObjectiveState(**common["state"])
+        self._now = _Boundary(common["step"], state, common["prompts"])
+        self._saved = self._now.step
+        return self._now.step, state
+
+    def _load_tensors(self, source: Path, saved: Mapping[str, Any]) -> None:
+        """Loads weights and optimizers. Raises ValueError, on every rank, naming what differs."""
         error = ""
         try:
             with self.further.onloaded():
-                for prefix, trained in self._models().items():
+                for prefix, trained in self._models.items():
                     _load(trained, source, saved, prefix)
             if self.further.reference is not None:
                 with self.further.reference():
                     rank_state.load(_chunks(self.trained), source, prefix=REFERENCE)
         except ValueError as difference:
             error = str(difference)
-        if errors := [error for error in gather_values(error) if error]:
-            remedy = "resume with the model it was saved from, or start over with checkpoint.resume=never"
-            raise ValueError(f"{source} is not a checkpoint of this model: {errors[0]}; {remedy}")
-        objects = self._objects() | (_sharded_random() if same_world else {})
+        error = next(filter(None, gather_values(error)), None)
+        if error:
+            raise ValueError(
+                f"{source} is not a checkpoint of this model: {error}; resume with the model "
+                "it was saved from, or start over with checkpoint.resume=never"
+            )
+
+    def _load_objects(self, source: Path, common: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Loads FP8 and schedule states; returns random states, in a world of the same size."""
+        objects = self._objects()
+        if common["world"] == dist.get_world_size():
+            objects |= _sharded_random()
         loaded: Any = dist_checkpointing.load(objects, str(source))
-        for prefix, trained in self._models().items():
+        for prefix, trained in self._models.items():
             for number, chunk in enumerate(_chunks(trained)):
-                name = f"{prefix}objects{number}"
-                chunk.load_state_dict(loaded[name] if name in objects else {}, strict=False)
+                chunk.load_state_dict(loaded.get(f"{prefix}objects{number}", {}), strict=False)
             trained.scheduler.step = common[f"{prefix}schedule"]["step"]
-        self.prompts.restore(common["prompts"])
-        for name, part in self.further.states.items():
-            part.restore(common["states"][name])
-        for name, (_, restore) in _generators().items() if same_world else ():
-            if name in loaded["random"]:
-                restore(loaded["random"][name])
-        state = ObjectiveState(
-            **{**common["state"], "reward_stats": tuple(common["state"]["reward_stats"])}
-        )
-        self._now = _Boundary(int(common["step"]), state, common["prompts"])
-        self._saved = self._now.step
-        return self._now.step, state
+        return loaded.get("random", {})
 
     def _find(self, resume: str) -> Path | None:
         """Returns the same folder on every rank: rank 0 lists them, all verify."""
         if resume == "never":
             return None
         if resume != "auto":
-            if wrong := _wrong(Path(resume)):
+            wrong = _wrong(Path(resume))
+            if wrong:
                 raise ValueError(
                     f"checkpoint.resume={resume} is incomplete: {wrong}; use another one, or auto"
                 )
@@ -228,56 +247,71 @@ class Checkpoints:
         skipped = []
         for step in reversed(gather_values(files.steps(self.folder))[0]):
             folder = self.folder / f"step_{step}"
-            if not (wrong := _wrong(folder)):
+            wrong = _wrong(folder)
+            if not wrong:
                 return folder
             skipped.append(f"{folder.name}: {wrong}")
             if dist.get_rank() == 0:
                 self.say(f"megarl: skipping checkpoint {folder}: {wrong}")
         if skipped:
-            remedy = "restore or remove them, or start over with checkpoint.resume=never"
             raise ValueError(
-                f"no checkpoint in {self.folder} is complete ({'; '.join(skipped)}); {remedy}"
+                f"no checkpoint in {self.folder} is complete ({'; '.join(skipped)}); restore or "
+                "remove them, or start over with checkpoint.resume=never"
             )
         return None
 
-    def _models(self) -> dict[str, Trained]:
-        return {"": self.trained, **self.further.models}
-
     def _objects(self) -> dict[str, Any]:
-        return {
-            f"{prefix}objects{number}": stored_objects(chunk, prefix=prefix)
-            for prefix, trained in self._models().items()
-            for number, chunk in enumerate(_chunks(trained))
-        }
+        objects = {}
+        for prefix, trained in self._models.items():
+            for number, chunk in enumerate(_chunks(trained)):
+                objects[f"{prefix}objects{number}"] = stored_objects(chunk, prefix=prefix)
+        return objects
 
 
 def _chunks(trained: Trained) -> list[Any]:
     return [chunk.module for chunk in trained.model]
 
 
-def _load(trained: Trained, source: Path, saved: Mapping[str, Any], prefix: str) -> None:
+def _load(
+    trained: Trained,
+    source: Path,
+    saved: Mapping[str, Any],
+    prefix: str,
+) -> None:
     """Loads weights and optimizer. Raises ValueError, naming what differs from this model."""
-    if (part := saved.get(f"{prefix}optimizer")) is None:
+    part = saved.get(f"{prefix}optimizer")
+    if part is None:
         raise ValueError(f"it has no {prefix.removesuffix('.')}")
-    known, now = saved["run"].get(f"{prefix}base") or {}, trained.base_checksums
-    for name in (name for name in {**known, **now} if _differ(known.get(name), now.get(name))):
-        raise ValueError(f"its frozen weights are others: {name}")
+    known = saved["run"].get(f"{prefix}base") or {}
+    now = trained.base_checksums
+    for name in {**known, **now}:
+        if _differ(known.get(name), now.get(name)):
+            raise ValueError(f"its frozen weights are others: {name}")
     part = part.get(0, part)  # older ones number dense and expert
-    rank_state.allocate(trained.optimizer, part["optimizer"]["param_groups"][0].get("step", 0))
+    group = part["optimizer"]["param_groups"][0]
+    rank_state.allocate(trained.optimizer, group.get("step", 0))
     rank_state.load(_chunks(trained), source, trained.optimizer, prefix=prefix)
 
 
 def _differ(one: tuple[int, int] | None, other: tuple[int, int] | None) -> bool:
-    """Whether checksums are of other values; a layout may have more copies of them, whose checksums add up."""
+    """Returns if checksums are of other values.
+
+    A layout may have more copies of these, whose checksums add up.
+    """
     if one is None or other is None:
         return True
     copies = math.gcd(one[0], other[0])
-    return bool((one[1] * (other[0] // copies) - other[1] * (one[0] // copies)) % (1 << 64))
+    difference = one[1] * (other[0] // copies) - other[1] * (one[0] // copies)
+    return difference % (1 << 64) != 0
 
 
 def _wrong(folder: Path) -> str:
-    """Describes how a checkpoint is damaged, "" if it is complete; each rank reads its share of the files."""
-    expected, wrong = {}, []
+    """Describes how a checkpoint is damaged, "" if it is complete.
+
+    Each rank reads its share of the files.
+    """
+    expected = {}
+    wrong = []
     if dist.get_rank() == 0:
         try:
             expected = files.manifest(folder)
@@ -287,13 +321,13 @@ def _wrong(folder: Path) -> str:
     expected = gather_values(expected)[0]
     names = sorted(expected)[dist.get_rank() :: dist.get_world_size()]
     wrong += files.differences(folder, {name: expected[name] for name in names})
-    return ", ".join(text for errors in gather_values(wrong) for text in errors)
+    return ", ".join(chain.from_iterable(gather_values(wrong)))
 
 
-def _generators() -> Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """The functions that return and set the state of each random generator, by name."""
+def _generators() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """Returns the functions that get and set the state of each random generator, by name."""
     megatron: Any = get_cuda_rng_tracker()
-    generators: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    generators = {
         "torch": (torch.get_rng_state, torch.set_rng_state),
         "numpy": (np.random.get_state, np.random.set_state),
         "python": (random.getstate, random.setstate),
@@ -305,6 +339,6 @@ def _generators() -> Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
 def _sharded_random() -> dict[str, ShardedObject]:
-    """This rank's RNG states, to be restored on the same rank of a world of the same size."""
+    """Returns this rank's RNG states, for the same rank of a world of the same size."""
     state = {name: get() for name, (get, _) in _generators().items()}
     return {"random": ShardedObject("random", state, (dist.get_world_size(),), (dist.get_rank(),))}

@@ -1,16 +1,16 @@
-"""Reads Megatron distributed checkpoints (`torch_dist`) tensor by tensor, and converts from and to them.
+"""Reads Megatron distributed checkpoints (`torch_dist`) by tensor, and converts from and to them.
 
-Conversions take names and shapes from `sharded_state_dict`. They read what `megatron.core.dist_checkpointing.save`
-writes, and its `load` reads what they write, in any layout.
+Conversions take names and shapes from `sharded_state_dict`. They read what
+`megatron.core.dist_checkpointing.save` writes, and its `load` reads what they write, in any layout.
 """
-
-from __future__ import annotations
 
 import io
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
+from itertools import chain
 from math import prod
+from operator import floordiv
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,17 +41,16 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megarl.checkpoint.conversion_map import ConversionMap, OutputFile, Source, StoredTensors
+from megarl.checkpoint.conversion_map import OutputFile, Shape, StoredTensors, TensorSource
 from megarl.checkpoint.hf_folder import lead_axis, row_blocks, split_by_size
 from megarl.checkpoint.pickles import UnsafePickleError
 from megarl.models.shards import ShardSlice, whole_tensor
-from megarl.weights.execute import strided_view
+from megarl.weights.sync.execute import strided_view
 
-OTHER_MODELS = CRITIC, REWARD_MODEL, REFERENCE = (
-    "critic.",
-    "reward_model.",
-    "reference.",
-)  # begin names of tensors
+# begin names of tensors
+CRITIC = "critic."
+REWARD_MODEL = "reward_model."
+REFERENCE = "reference."
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -59,19 +58,22 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def stored_shards(model: nn.Module) -> Iterator[tuple[Tensor, ShardedTensor, ShardSlice]]:
-    """Yields (parameter or buffer, a tensor that Megatron saves of it, where that lies in it) of this rank's part of
-    `model`; gate and up of a fused linear are two tensors."""
-    if "stored_parts" in vars(
-        model
-    ):  # of LoRA: its adapters only, under the names that they have in a PEFT folder
+    """Yields what Megatron saves of this rank's part of `model`.
+
+    Items are (parameter or buffer, a tensor of it that is saved, where that lies in it); gate and
+    up of a fused linear are two tensors.
+    """
+    # of LoRA: its adapters only, under the names that they have in a PEFT folder
+    if "stored_parts" in vars(model):
         for tensor, box, shape, replica in vars(model)["stored_parts"]:
-            split = tuple(whole // size for whole, size in zip(shape, box.shape, strict=True))
-            sizes = (box.shape, shape, box.start, split)
             shard = ShardedTensor(
                 box.name,
                 strided_view(tensor, box),
                 tensor.dtype,
-                *sizes,
+                box.shape,
+                shape,
+                box.start,
+                tuple(map(floordiv, shape, box.shape)),
                 replica_id=(0, replica, 0),
             )
             yield tensor, shard, box
@@ -80,26 +82,29 @@ def stored_shards(model: nn.Module) -> Iterator[tuple[Tensor, ShardedTensor, Sha
     sharded = _sharded_state(model)
     apply_factories(sharded)
     for name, entry in sharded.items():
-        param = name.replace(
-            ".mtp_model_layer.", ".transformer_layer."
-        )  # 0.19's and 0.16's name of the same layer
+        # 0.19's and 0.16's name of the same layer
+        param = name.replace(".mtp_model_layer.", ".transformer_layer.")
         for shard in nested_values({name: entry}):
             if isinstance(shard, ShardedTensor):
+                tensor = tensors[name]
+                data = cast(Tensor, shard.data)
                 shape = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
-                offset = int(
-                    cast(Tensor, shard.data).storage_offset() - tensors[name].storage_offset()
+                box = replace(
+                    whole_tensor(shard.key, shape),
+                    start=tuple(shard.global_offset),
+                    param=param,
+                    offset=data.storage_offset() - tensor.storage_offset(),
                 )
-                box = whole_tensor(shard.key, shape)
-                yield (
-                    tensors[name],
-                    shard,
-                    replace(box, start=tuple(shard.global_offset), param=param, offset=offset),
-                )
+                yield tensor, shard, box
 
 
 def _sharded_state(model: Any) -> dict[str, Any]:
-    """Megatron's `sharded_state_dict`, which looks for an output layer also where a value head replaces it."""
-    is_last, is_tied = model.post_process, model.share_embeddings_and_output_weights
+    """Returns Megatron's `sharded_state_dict`.
+
+    It would look for an output layer also where a value head replaces it.
+    """
+    is_last = model.post_process
+    is_tied = model.share_embeddings_and_output_weights
     model.post_process = is_last and (is_tied or not hasattr(model, "value_head"))
     sharded = model.sharded_state_dict()
     model.post_process = is_last
@@ -107,27 +112,26 @@ def _sharded_state(model: Any) -> dict[str, Any]:
 
 
 def stored_objects(model: nn.Module, *, prefix: str = "") -> dict[str, ShardedObject]:
-    """Transformer Engine's FP8 state; `prefix`: of its names in the checkpoint."""
-    objects = {
-        name: entry
+    """Returns Transformer Engine's FP8 state; `prefix`: of its names in the checkpoint."""
+    return {
+        name: replace(entry, key=prefix + entry.key)
         for name, entry in _sharded_state(model).items()
         if isinstance(entry, ShardedObject)
     }
-    return {name: replace(entry, key=prefix + entry.key) for name, entry in objects.items()}
 
 
 def stored_tensors(model: nn.Module) -> StoredTensors:
-    """The tensors that Megatron saves for `model`, a single-rank GPTModel, which may be on the meta device."""
-    slices: dict[str, list[ShardSlice]] = defaultdict(list)
-    shapes, padded = {}, set()
+    """Returns what Megatron saves of `model`, a single-rank GPTModel, also on the meta device."""
+    slices = defaultdict(list)
+    shapes = {}
+    padded = set()
     for _, shard, box in stored_shards(model):
         slices[box.param].append(box)
         shapes[shard.key] = tuple(shard.global_shape)
         if shard.allow_shape_mismatch:
             padded.add(shard.key)
-    return StoredTensors(
-        slices, shapes, frozenset(padded), [e.unique_key for e in stored_objects(model).values()]
-    )
+    objects = [entry.unique_key for entry in stored_objects(model).values()]
+    return StoredTensors(slices, shapes, frozenset(padded), objects)
 
 
 class MegatronFolder:
@@ -146,17 +150,26 @@ class MegatronFolder:
             raise ValueError(
                 f"{folder / '.metadata'} cannot be read ({error!r}); copy the folder again"
             ) from error
-        entries = metadata.state_dict_metadata.items()
         self.tensors = {
-            key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)
+            key: entry
+            for key, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
         }
         self._num_stacked: dict[str, int] = {}  # leading dims that count layers or experts
-        self._chunks: dict[
-            tuple[str, tuple[int, ...]], TensorStorageMetadata
-        ] = {}  # by key and layer, or expert
+        # by key and layer, or expert
+        self._chunks: dict[tuple[str, Shape], TensorStorageMetadata] = {}
 
-    def expect(self, key: str, shape: tuple[int, ...], num_stacked: int, is_padded: bool) -> None:
-        """Raises ValueError unless the tensor is here; `copy` can read it then. Padding changes a vocabulary's rows."""
+    def expect(
+        self,
+        key: str,
+        shape: Shape,
+        num_stacked: int,
+        is_padded: bool,
+    ) -> None:
+        """Raises ValueError unless the tensor is here; `copy` can read it then.
+
+        Padding changes a vocabulary's rows.
+        """
         metadata = self._folder / ".metadata"
         if key not in self.tensors:
             raise ValueError(
@@ -176,39 +189,33 @@ class MegatronFolder:
         self._num_stacked[key] = num_stacked
         for chunk in whole.chunks:  # torch searches the whole list
             empty = TensorStorageMetadata(whole.properties, whole.size, [])
-            self._chunks.setdefault((key, tuple(chunk.offsets[:num_stacked])), empty).chunks.append(
-                chunk
-            )
+            layer = tuple(chunk.offsets[:num_stacked])
+            self._chunks.setdefault((key, layer), empty).chunks.append(chunk)
 
     def check(self, stored: StoredTensors) -> None:
-        """Raises ValueError, naming tensor and file, unless these tensors are here, in files that are long enough."""
-        num_stacked = {
-            box.name: lead_axis(box.shape) for boxes in stored.slices.values() for box in boxes
-        }
-        for key, shape in stored.shapes.items():
-            self.expect(key, shape, num_stacked[key], key in stored.padded)
+        """Raises ValueError, naming tensor and file, unless these are here, in complete files."""
+        for box in chain.from_iterable(stored.slices.values()):
+            shape = stored.shapes[box.name]
+            self.expect(box.name, shape, lead_axis(box.shape), box.name in stored.padded)
         for key in self.tensors:
-            if (
-                key not in stored.shapes
-                and "optimizer.state." not in key
-                and not key.startswith(OTHER_MODELS)
-            ):
+            is_other_model = key.startswith((CRITIC, REWARD_MODEL, REFERENCE))
+            if not (key in stored.shapes or "optimizer.state." in key or is_other_model):
                 raise ValueError(f"{self._folder / '.metadata'}: tensor {key} is not in this model")
         sizes = {file.name: file.stat().st_size for file in self._folder.glob("*.distcp")}
         for index, place in self._reader.storage_data.items():
             size = sizes.get(place.relative_path, 0)
-            if index.fqn in stored.shapes and size < place.offset + place.length:
-                tensor = f"{index.fqn} at {tuple(index.offset)} ends at byte {place.offset + place.length}"
-                file = self._folder / place.relative_path
+            end = place.offset + place.length
+            if index.fqn in stored.shapes and size < end:
                 raise ValueError(
-                    f"{file} has {size} bytes, but {tensor}: the file is truncated or missing"
+                    f"{self._folder / place.relative_path} has {size} bytes, but {index.fqn} at "
+                    f"{tuple(index.offset)} ends at byte {end}: the file is truncated or missing"
                 )
 
     def dtype(self, name: str) -> torch.dtype:
         return self.tensors[name].properties.dtype
 
     def copy(self, box: ShardSlice, parameter: Tensor) -> None:
-        """Copy the slice of tensor `box.name` to where it lies in `parameter`. Padding rows may be absent."""
+        """Copies the slice to where it lies in `parameter`. Padding rows may be absent."""
         chunks = self._chunks[box.name, box.start[: self._num_stacked[box.name]]]
         wanted = ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape))
         items = create_read_items_for_chunk_list(box.name, chunks, [wanted])
@@ -232,43 +239,38 @@ class _IntoTensor(DefaultLoadPlanner):
 
 
 class MegatronTarget:
-    """One file per value of `file_of(param)`, or several of at most `file_bytes`, chunked by tensor-parallel rank."""
+    """One file per value of `file_of(param)`, or several of at most `file_bytes`.
+
+    Tensors are chunked by tensor-parallel rank.
+    """
 
     def __init__(
         self,
-        conversion_map: ConversionMap,
-        source: Source,
+        source: TensorSource,
         *,
         file_of: Callable[[str], Hashable],
         file_bytes: int,
         tensor_parallel: int,
     ) -> None:
-        self._map = conversion_map
+        self._map = source.conversion_map
         self._tensor_parallel = tensor_parallel
-        self._dtypes = {param: source.dtype(param) for param in conversion_map.stored.slices}
-        by_file: dict[Hashable, list[str]] = {}
-        for param in conversion_map.stored.slices:
-            by_file.setdefault(file_of(param), []).append(param)
-        groups = [
-            group
-            for params in by_file.values()
-            for group in split_by_size(params, file_bytes, self._nbytes)
-        ]
-        self.files = [
-            OutputFile(
-                f"__{number}_0.distcp", tuple(group), sum(map(self._nbytes, group))
-            )  # torch's name for a rank's
-            for number, group in enumerate(groups)
-        ]
-        items = (
-            [self._item(box) for param in group for box in self._chunks(param)] for group in groups
-        )
-        self._plans = list(map(SavePlan, items))
-        objects = [
-            WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)
-            for key in conversion_map.stored.objects
-        ]
-        self._plans[0].items.extend(objects)
+        self._dtypes = {}
+        by_file = defaultdict(list)
+        for param in self._map.stored.slices:
+            self._dtypes[param] = source.dtype(param)
+            by_file[file_of(param)].append(param)
+        groups = []
+        for params in by_file.values():
+            groups += split_by_size(params, file_bytes, self._nbytes)
+        self.files: list[OutputFile] = []
+        self._plans = []
+        for number, group in enumerate(groups):
+            name = f"__{number}_0.distcp"  # torch's name for a rank's
+            self.files.append(OutputFile(name, tuple(group), sum(map(self._nbytes, group))))
+            boxes = chain.from_iterable(map(self._chunks, group))
+            self._plans.append(SavePlan(list(map(self._item, boxes))))
+        for key in self._map.stored.objects:
+            self._plans[0].items.append(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO))
 
     def _nbytes(self, param: str) -> int:
         return self._map.numel(param) * self._dtypes[param].itemsize
@@ -278,21 +280,27 @@ class MegatronTarget:
             yield from row_blocks(box, self._dtypes[param].itemsize, parts=self._tensor_parallel)
 
     def _item(self, box: ShardSlice) -> WriteItem:
-        chunk = ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape))
-        properties, size = (
+        data = TensorWriteData(
+            ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape)),
             TensorProperties(self._dtypes[box.param]),
             torch.Size(self._map.stored.shapes[box.name]),
         )
-        data = TensorWriteData(chunk, properties, size)
         return WriteItem(MetadataIndex(box.name, box.start), WriteItemType.SHARD, tensor_data=data)
 
     def write(
-        self, folder: Path, file: OutputFile, params: Iterator[tuple[str, Tensor]]
+        self,
+        folder: Path,
+        file: OutputFile,
+        params: Iterator[tuple[str, Tensor]],
     ) -> list[WriteResult]:
         writer = FileSystemWriter(folder)
         plan = writer.prepare_global_plan(self._plans)[self.files.index(file)]
-        chunks = (strided_view(flat, box) for param, flat in params for box in self._chunks(param))
-        return writer.write_data(plan, _StreamedChunks(chunks)).wait()
+        return writer.write_data(plan, _StreamedChunks(self._tensors(params))).wait()
+
+    def _tensors(self, params: Iterator[tuple[str, Tensor]]) -> Iterator[Tensor]:
+        for param, flat in params:
+            for box in self._chunks(param):
+                yield strided_view(flat, box)
 
     def rounded(self, param: str, flat: Tensor) -> Tensor:
         return flat
@@ -303,10 +311,10 @@ class MegatronTarget:
         torch.save({}, folder / "common.pt")
         save_config(CheckpointingConfig("torch_dist"), str(folder))
 
-    def reopen(self, folder: Path) -> Source:
+    def reopen(self, folder: Path) -> TensorSource:
         written = MegatronFolder(folder)
         written.check(self._map.stored)
-        return Source(self._map, self._map.stored.slices, written)
+        return TensorSource(self._map, self._map.stored.slices, written)
 
 
 class _StreamedChunks(DefaultSavePlanner):
@@ -322,8 +330,7 @@ class _StreamedChunks(DefaultSavePlanner):
             empty = io.BytesIO()
             torch.save([None], empty)  # Transformer Engine's state for a layer that was never run
             return empty
-        self._previous.untyped_storage().resize_(
-            0
-        )  # the writer keeps a reference until its file is finished
+        # the writer keeps a reference until its file is finished
+        self._previous.untyped_storage().resize_(0)
         self._previous = next(self._chunks).clone()
         return self._previous

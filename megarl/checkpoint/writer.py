@@ -1,18 +1,19 @@
 """Writes a distributed checkpoint: plans it at once, then writes the files on a thread.
 
-    host copies -> plan (collective) -> [thread: files, checksums] -> agree (collective) -> metadata -> manifest
+    host copies -> plan (collective) -> [thread: files, checksums]
+      -> agree (collective) -> metadata -> manifest
 
-The thread replaces Megatron-Core's writer processes, which 0.16 would fork from a process that runs an engine. It does
-disk work only; all collectives run on the caller's thread.
+The thread replaces Megatron-Core's writer processes, which 0.16 would fork from a process that runs
+an engine. It does disk work only; all collectives run on the caller's thread.
 """
-
-from __future__ import annotations
 
 import errno
 import inspect
 import queue
 import shutil
 import threading
+import traceback
+from collections import ChainMap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,53 +25,63 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from megarl.checkpoint import files
-from megarl.platform.disk import full_disk
+from megarl.processes.files import causes, full_disk
 from megarl.types import CheckFailed
-from megarl.weights.transports.values import gather_values
+from megarl.weights.sync.transports.values import gather_values
 
 
 class Writing:
-    """Constructing it starts the write, `finish` completes it; every rank does both, in the same order."""
+    """A write that starts on construction; `finish` completes it. Every rank does both."""
 
     def __init__(self, common: dict[str, Any], sharded: dict[str, Any], folder: Path) -> None:
-        """`common`: plain data, the same on every rank; `sharded`: must not change until `finish`; `folder`: empty."""
+        """Starts the thread.
+
+        `common`: plain data, the same on every rank; `sharded`: must not change until `finish`;
+        `folder`: empty.
+        """
         self.folder = folder
         self._error = ""
         self._sums: files.Sums = {}
-        # by default every rank spawns a process for this queue, though its writer and reader are threads here
+        # by default every rank spawns a process for this queue, though its writer and reader are
+        # threads here
         filesystem_async._results_queue = queue.Queue()  # type: ignore[assignment]
+        options: dict[str, Any] = {}
         # 0.19 delegates the write to another package by default
-        has_option = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
-        options: dict[str, Any] = {"async_strategy": "mcore"} if has_option else {}
-        state = {**common, **sharded}
+        if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:
+            options = {"async_strategy": "mcore"}
         with _removing(folder):
             self._request: Any = dist_checkpointing.save(
-                state, str(folder), async_sharded_save=True, **options
+                {**common, **sharded}, str(folder), async_sharded_save=True, **options
             )
-            # 0.19 keeps this among the tensors, but reads the file of older versions first; readers here know one place
-            if dist.get_rank() == 0 and not (file := folder / "common.pt").exists():
+            # 0.19 keeps this among the tensors, but reads the file of older versions first;
+            # readers here know one place
+            file = folder / "common.pt"
+            if dist.get_rank() == 0 and not file.exists():
                 torch.save(common, file)
-        self._buckets = [] if self._request.async_fn is None else self._request.async_fn_args[1]
+        self._buckets = []
+        if self._request.async_fn is not None:
+            self._buckets = self._request.async_fn_args[1]
         self.thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
         self.thread.start()
 
     def finish(self) -> None:
-        """Waits for all ranks' files, then completes the checkpoint. Raises CheckFailed if a rank could not write."""
+        """Waits for all ranks' files, then completes the checkpoint.
+
+        Raises CheckFailed if a rank could not write.
+        """
         self.thread.join()
         with _removing(self.folder):
-            errors = gather_values(self._error)
-            if any(errors):
-                rank = next(rank for rank, error in enumerate(errors) if error)
-                raise CheckFailed(
-                    f"checkpoint {self.folder} was not written: rank {rank}: {errors[rank]}"
-                )
+            for rank, error in enumerate(gather_values(self._error)):
+                if error:
+                    raise CheckFailed(
+                        f"checkpoint {self.folder} was not written: rank {rank}: {error}"
+                    )
             for finalize in self._request.finalize_fns:  # .metadata and metadata.json, by rank 0
                 finalize()
-            by_rank = gather_values(self._sums)
+            written = ChainMap(*gather_values(self._sums))
             if dist.get_rank() == 0:
-                written = {name: entry for sums in by_rank for name, entry in sums.items()}
                 others = [path.name for path in self.folder.iterdir() if path.name not in written]
-                files.write_manifest(self.folder, written | files.sums(self.folder, others))
+                files.write_manifest(self.folder, {**written, **files.sums(self.folder, others)})
             dist.barrier()
 
     def _write(self) -> None:
@@ -82,22 +93,28 @@ class Writing:
             if self._buckets:
                 self._request.async_fn_args[2].put(results)
         except Exception as error:  # noqa: BLE001 (in a thread: `finish` raises it)
-            text = f"{type(error).__name__}: {error}"
-            self._error = full_disk(error, self.folder, self._missing_bytes()) or " ".join(
-                text.split()
-            )
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            self._error = full_disk(error, self.folder, self._missing_bytes()) or text
+            # Megatron's frame refers to the exception, which refers to the frame. Collecting such
+            # a cycle with the view of a BytesIO in it crashes Python 3.12.1.
+            for cause in causes(error):
+                traceback.clear_frames(cause.__traceback__)
         self._buckets = []
 
     def _missing_bytes(self) -> int:
-        """What this rank's files still lack."""
-        expected = sum(tensor.nbytes for bucket in self._buckets for _, tensor in bucket[2][1])
-        paths = [self.folder / bucket[1] for bucket in self._buckets]
-        return max(0, expected - sum(path.stat().st_size for path in paths if path.exists()))
+        """Returns what this rank's files still lack."""
+        missing = 0
+        for bucket in self._buckets:
+            missing += sum(tensor.nbytes for _, tensor in bucket[2][1])
+            path = self.folder / bucket[1]
+            if path.exists():
+                missing -= path.stat().st_size
+        return max(0, missing)
 
     def _write_file(self, index: int, bucket: Any) -> Any:
         transforms, *_ = self._request.async_fn.args
-        results: queue.Queue[Any] = queue.Queue()
-        running: queue.Queue[int] = queue.Queue()
+        results = queue.Queue()
+        running = queue.Queue()
         running.put(index)
         write: Any = filesystem_async.FileSystemWriterAsync.write_preloaded_data
         write(transforms, index, bucket, results, running, True)
@@ -109,7 +126,10 @@ class Writing:
 
 @contextmanager
 def _removing(folder: Path) -> Iterator[None]:
-    """Removes `folder` if an exception passes, so that a full disk has room again; a full disk becomes an OSError."""
+    """Removes `folder` if an exception passes, so that a full disk has room again.
+
+    A full disk becomes an OSError.
+    """
     try:
         yield
     except BaseException as error:  # torch's CheckpointException is no Exception

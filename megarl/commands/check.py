@@ -1,73 +1,137 @@
-"""`megarl check CONFIG --layouts`: one update on a small batch of the user's data, in each layout.
+"""`megarl check CONFIG`: compares layouts, or trainer and engine; lists the precision of modules.
 
-check_layouts_of --runs/<name>-check/layouts.json--> ranks (run_check) --check.json--> a table, exit code 0 or 3
+--layouts: compare_layouts --runs/<name>-check/layouts.json--> ranks --check.json--> a table
+--parity, --sync: ranks
+
+The ranks run rank_checks.py.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from math import lcm
+from typing import TYPE_CHECKING
 
-from megarl.config.load import changed, run_dir
-from megarl.config.schema import Config
-from megarl.config.validate import Job
-from megarl.launch.exit_codes import DONE, REFUSED
-from megarl.launch.preflight import preflight
+from megarl.commands.arguments import add_config, load
 from megarl.layout import smallest_world
 from megarl.platform.env import Env
+from megarl.processes.exit_codes import DONE, REFUSED
 
+if TYPE_CHECKING:
+    from megarl.config.schema import Config
+    from megarl.config.validate import Job
+
+NAME = "check"
+HELP = "compare layouts on one update, or trainer and engine"
 USUAL = ("1", "tp2", "pp2", "cp2", "ep2", "tp2,pp2", "tp2,ep2", "pp2,ep2")
 
 
-def check_layouts_of(
-    config: Config, layouts: Sequence[str], env: Env, launch: Callable[[Config, Job, str], int]
-) -> int:
-    """Compare one update under `layouts`, or those of USUAL that fit the model, on ranks that `launch(config, job,
-    command)` runs; returns the exit code. Raises ValueError for a layout that does not fit."""
-    from megarl.debug.layout_check import parse_layout  # imports torch
-    from megarl.launch.downloads import download_weights
-    from megarl.launch.random_model import materialize_model
-    from megarl.launch.run_config import make_run_dir
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--parity", action="store_true", help="do trainer and engine differ by more than rounding?"
+    )
+    parser.add_argument(
+        "--sync", action="store_true", help="make one weight sync, verified as the first of a run"
+    )
+    parser.add_argument(
+        "--precision", action="store_true", help="list the precision of every module on both sides"
+    )
+    parser.add_argument(
+        "--layouts",
+        metavar="LAYOUT",
+        nargs="*",
+        help="e.g. 1 tp2 tp2,pp2; default: common ones that fit the model",
+    )
+    add_config(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.precision:
+        return _print_precision(load(args, Env.read()))
+    if args.parity or args.sync:
+        from megarl.commands.start import start
+
+        command = "sync"
+        if args.parity:
+            command = "parity"
+        return start(command, args)
+    layouts = [text for text in args.layouts if "=" not in text]
+    env = Env.read()
+    return compare_layouts(load(args, env), layouts, env)
+
+
+def _print_precision(config: Config) -> int:
+    from megarl.commands.precision import describe_precision
+    from megarl.config.validate import check_config
+
+    print(describe_precision(config, check_config(config, Env.read(), command="check").model))
+    return DONE
+
+
+def compare_layouts(config: Config, layouts: Sequence[str], env: Env) -> int:
+    """Compares one update under `layouts`, or those of USUAL that fit; returns the exit code.
+
+    Raises ValueError for a layout that does not fit.
+    """
+    from megarl.commands.downloads import download_weights
+    from megarl.commands.random_model import materialize_model
+    from megarl.commands.start import launch
+    from megarl.config.load import changed, run_dir
+    from megarl.config.run_dir import make_run_dir
 
     config = changed(config, "run", name=f"{config.run.name}-check")
-
-    def under(text: str, world: int) -> Config:
-        values = changed(config, "launch", processes=world).model_dump() | {
-            "parallel": asdict(parse_layout(text))
-        }
-        return Config.model_validate(values)
-
-    candidates = list(layouts) or list(USUAL)
-    fits, world = (
-        [],
-        config.launch.processes
-        or lcm(*(smallest_world(parse_layout(text), 1) for text in candidates)),
-    )
-    for text in candidates:
-        try:
-            job = preflight(under(text, world), env, command="check")
-        except ValueError:
-            if layouts:
-                raise
-            continue
-        fits.append(text)
+    fits, world, job = _fitting(config, layouts, env)
     download_weights(config, env, "check")
     make_run_dir(config)
     folder = run_dir(config)
     (folder / "check.json").unlink(missing_ok=True)
     (folder / "layouts.json").write_text(json.dumps(fits))
-    code = launch(materialize_model(under(fits[0], world)), job, "check")
+    code = launch(env, materialize_model(_under(config, fits[0], world)), job, "check")
     if code != DONE:
         return code
     rows = json.loads((folder / "check.json").read_text())
     print(
-        f"{world} ranks, one update, {config.train.dtype}; each layout compared with {rows[0]['layout']}"
+        f"{world} ranks, one update, {config.train.dtype}; "
+        f"each layout compared with {rows[0]['layout']}"
     )
+    code = DONE
     for row in rows:
-        print(
-            f"{row['layout']:<14} loss {row['loss']:<12.7g} gradient norm {row['grad_norm']:<12.7g} "
-            f"{row['difference'] or 'agrees'}"
-        )
-    return REFUSED if any(row["difference"] for row in rows) else DONE
+        measured = f"loss {row['loss']:<12.7g} gradient norm {row['grad_norm']:<12.7g}"
+        print(f"{row['layout']:<14} {measured} {row['difference'] or 'agrees'}")
+        if row["difference"]:
+            code = REFUSED
+    return code
+
+
+def _fitting(config: Config, layouts: Sequence[str], env: Env) -> tuple[list[str], int, Job]:
+    """Returns the layouts that fit, the number of ranks, and the job of the last one."""
+    from megarl.commands.preflight import preflight
+    from megarl.parity.layouts import parse_layout  # imports torch
+
+    candidates = layouts or USUAL
+    sizes = [smallest_world(parse_layout(text), 1) for text in candidates]
+    world = config.launch.processes or lcm(*sizes)
+    fits = []
+    for text in candidates:
+        try:
+            job = preflight(_under(config, text, world), env, command="check")
+        except ValueError:
+            if layouts:
+                raise
+            continue
+        fits.append(text)
+    return fits, world, job
+
+
+def _under(config: Config, text: str, world: int) -> Config:
+    """Returns the config with the layout `text` on `world` ranks."""
+    from megarl.config.schema import Config
+    from megarl.parity.layouts import parse_layout
+
+    values = config.model_dump()
+    values["launch"]["processes"] = world
+    values["parallel"] = asdict(parse_layout(text))
+    return Config.model_validate(values)

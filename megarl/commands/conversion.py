@@ -1,12 +1,11 @@
-"""`megarl convert`: detects the format and the model, converts with a progress bar, and reports one line at the end.
+"""`megarl convert`: detects format and model, converts with a progress bar, and reports one line.
 
-    config.json -> ModelShape -> table (one rank), GPTModel on meta -> ConversionMap -> checkpoint.convert
+    config.json -> ModelShape -> table (one rank), GPTModel on meta -> ConversionMap -> Conversion
 
-It needs neither a GPU nor a launcher, and holds only the weights in transit in memory. A converted Megatron folder
-includes the model's config and tokenizer, so it can be the `model.path` of a training run, or be converted back.
+It needs neither a GPU nor a launcher, and holds only the weights in transit in memory. A converted
+Megatron folder includes the model's config and tokenizer, so it can be the `model.path` of a
+training run, or be converted back.
 """
-
-from __future__ import annotations
 
 import ctypes
 import re
@@ -29,7 +28,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from megarl.checkpoint.conversion_map import ConversionMap, Source, StoredTensors
+from megarl.checkpoint.conversion_map import ConversionMap, StoredTensors, TensorSource
 from megarl.checkpoint.convert import Conversion
 from megarl.checkpoint.hf_files import HfTarget
 from megarl.checkpoint.hf_folder import HfFolder, hf_source
@@ -43,13 +42,15 @@ from megarl.layout import Layout, Parallel, stage_layers
 from megarl.models.hub import model_folder
 from megarl.models.registry import hf_shapes, megatron_table, padded_vocab, read_model
 from megarl.models.shape import ModelShape
-from megarl.models.shards import ShardSlice, slices_of
+from megarl.models.shards import slices_of, whole_tensor
 from megarl.trainer.megatron_config import transformer_config
 from megarl.trainer.model import build_model
 from megarl.trainer.parallel_groups import destroy_parallel, init_parallel
-from megarl.weights.quantize import PLAIN
+from megarl.weights.encode.quantize import PLAIN
 
 Format = Literal["megatron", "hf"]
+ALONE = Layout.of(Parallel(), 1, 0)
+M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 def run_convert(
@@ -63,58 +64,73 @@ def run_convert(
     interactive: bool,
     quantise: bool = False,
 ) -> str:
-    """Converts `source` to `target`; returns a summary for the user. `quantise`: as the Hugging Face model is. Raises
-    ValueError if the input is wrong, CheckFailed if the disk fails or a file reads back differently."""
+    """Converts `source` to `target`; returns a summary for the user.
+
+    With `quantise`, weights are quantised as the Hugging Face model's. Raises ValueError if the
+    input is wrong, CheckFailed if the disk fails or a file reads back differently.
+    """
     began = time.perf_counter()
-    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
-        mallopt(
-            -3, 1 << 20
-        )  # M_MMAP_THRESHOLD: returned when freed; by default, each thread caches up to 32 MiB
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt:
+        # memory is returned when freed; by default, each thread caches up to 32 MiB
+        mallopt(M_MMAP_THRESHOLD, 1 << 20)
     origin = _origin(source, config)
     shape = read_model(origin)
     _check_sizes(shape, sizes, to)
     if quantise and to != "hf":
         raise ValueError(f"--export-format same applies to --to hf, not to --to {to}; remove it")
-    conversion_map, opened = _open(source, shape)
-    made: HfTarget | MegatronTarget
+    opened = _open(source, shape)
     if to == "hf":
-        storage = HfFolder(origin).storage() if quantise else PLAIN
-        made = HfTarget(conversion_map, opened, file_bytes=file_bytes, storage=storage)
+        storage = PLAIN
+        if quantise:
+            storage = HfFolder(origin).storage()
+        made = HfTarget(opened, file_bytes=file_bytes, storage=storage)
     else:
-        options = {
-            "file_of": _file_of(shape, sizes),
-            "file_bytes": file_bytes,
-            "tensor_parallel": sizes.tensor,
-        }
-        made = MegatronTarget(conversion_map, opened, **options)
-    weights = [
-        f
-        for f in source.iterdir()
-        if f.suffix in (".safetensors", ".distcp") or f.name == ".metadata"
-    ]
-    stats = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weights)
-    identity = repr((source.resolve(), stats, to, sizes, file_bytes, quantise))
-    with _bar(sum(file.nbytes for file in made.files), interactive=interactive) as progress:
-        done = Conversion(opened, source, made, origin, identity, progress).run(target)
-    resumed = f", {done.resumed / 1e9:.2f} GB of it from an interrupted run" if done.resumed else ""
-    absent = shape.mtp_layers and conversion_map.hf_shapes.keys() == hf_shapes(shape).keys()
-    without = (
-        "; without multi-token prediction layers, which config.json lists but the source lacks"
+        made = MegatronTarget(
+            opened,
+            file_of=_file_of(shape, sizes),
+            file_bytes=file_bytes,
+            tensor_parallel=sizes.tensor,
+        )
+    identity = repr((source.resolve(), _stats(source), to, sizes, file_bytes, quantise))
+    nbytes = sum(file.nbytes for file in made.files)
+    with _bar(nbytes, interactive=interactive) as progress:
+        resumed = Conversion(opened, source, made, origin, identity, progress).run(target)
+    tensors = opened.conversion_map.hf_shapes.keys()
+    size = f"{len(tensors)} tensors in {len(made.files)} files, {nbytes / 1e9:.2f} GB"
+    if resumed:
+        size += f", {resumed / 1e9:.2f} GB of it from an interrupted run"
+    summary = (
+        f"{target}: {size}, in {time.perf_counter() - began:.1f} s; verified: every tensor read "
+        "back matches its source checksum (see checksums.megarl)"
     )
-    size = f"{done.tensors} tensors in {done.files} files, {done.nbytes / 1e9:.2f} GB"
-    return (
-        f"{target}: {size}{resumed}, in {time.perf_counter() - began:.1f} s; verified: every tensor read back matches "
-        f"its source checksum (see checksums.megarl){without if absent else ''}"
-    )
+    if shape.mtp_layers and tensors == hf_shapes(shape).keys():
+        summary += (
+            "; without multi-token prediction layers, which config.json lists but the source lacks"
+        )
+    return summary
+
+
+def _stats(source: Path) -> list[tuple[str, int, int]]:
+    """Returns name, bytes and time of every file with weights."""
+    stats = []
+    for file in source.iterdir():
+        if file.suffix in (".safetensors", ".distcp") or file.name == ".metadata":
+            stat = file.stat()
+            stats.append((file.name, stat.st_size, stat.st_mtime_ns))
+    return sorted(stats)
 
 
 def _origin(source: Path, config: Path | None) -> Path:
-    """Returns the folder of config.json and the tokenizer: `config`, the source, or a training run's initial model."""
+    """Returns the folder of config.json and the tokenizer.
+
+    It is `config`, the source, or the initial model of a training run.
+    """
     if not source.is_dir():
         raise FileNotFoundError(
             f"{source} is not a directory; pass a Hugging Face model or a Megatron checkpoint"
         )
-    if config is not None or (source / "config.json").is_file():
+    if config or (source / "config.json").is_file():
         return config or source
     run = source.parent.parent / "config.yaml"  # runs/<name>/checkpoints/step_<n>
     if run.is_file():
@@ -132,77 +148,88 @@ def _check_sizes(shape: ModelShape, sizes: Parallel, to: Format) -> None:
     if to == "hf":
         if sizes != Parallel():
             raise ValueError(
-                f"--to hf writes whole tensors, so {sizes} does not apply; remove --tp, --pp and --ep"
+                f"--to hf writes whole tensors, so {sizes} does not apply; "
+                "remove --tp, --pp and --ep"
             )
         return
     if shape.kv_heads % sizes.tensor:
         raise ValueError(
-            f"num_key_value_heads={shape.kv_heads} is not divisible by --tp {sizes.tensor}; choose another"
+            f"num_key_value_heads={shape.kv_heads} is not divisible by --tp {sizes.tensor}; "
+            "choose another"
         )
     if sizes.pipeline > shape.layers:
         raise ValueError(
             f"--pp {sizes.pipeline} exceeds the model's {shape.layers} layers; lower it"
         )
-    if shape.experts % sizes.expert if shape.experts else sizes.expert > 1:
+    if sizes.expert > 1 and (not shape.experts or shape.experts % sizes.expert):
         raise ValueError(
-            f"--ep {sizes.expert} does not divide the model's {shape.experts} experts; choose another"
+            f"--ep {sizes.expert} does not divide the model's {shape.experts} experts; "
+            "choose another"
         )
 
 
-def _open(source: Path, shape: ModelShape) -> tuple[ConversionMap, Source]:
+def _open(source: Path, shape: ModelShape) -> TensorSource:
     if is_checkpoint(source):
         checkpoint = MegatronFolder(source)
         has_mtp = any(key.startswith("mtp.") for key in checkpoint.tensors)
         conversion_map = _conversion_map(shape, checkpoint.tensors, mtp=has_mtp)
         checkpoint.check(conversion_map.stored)
-        return conversion_map, Source(conversion_map, conversion_map.stored.slices, checkpoint)
+        return TensorSource(conversion_map, conversion_map.stored.slices, checkpoint)
     folder = HfFolder(source)
     predicted = hf_shapes(shape, mtp=True).keys() - hf_shapes(shape).keys()
-    conversion_map = _conversion_map(
-        shape, folder.tensors, mtp=not predicted.isdisjoint(folder.tensors)
-    )
-    folder.check(
-        conversion_map.hf_shapes, ignored={"lm_head.weight"} if shape.tied else ()
-    )  # the embedding
-    return conversion_map, hf_source(conversion_map, folder)
+    has_mtp = not predicted.isdisjoint(folder.tensors)
+    conversion_map = _conversion_map(shape, folder.tensors, mtp=has_mtp)
+    ignored = ()
+    if shape.tied:
+        ignored = ("lm_head.weight",)  # the embedding
+    folder.check(conversion_map.hf_shapes, ignored=ignored)
+    return hf_source(conversion_map, folder)
 
 
 def _conversion_map(shape: ModelShape, names: Collection[str], *, mtp: bool) -> ConversionMap:
-    """`mtp`: the source has multi-token-prediction layers. The `names` that repeat embedding and head for one have no
-    parameter in Megatron's module, and are stored under their HF names."""
-    sizes, rows = hf_shapes(shape, mtp=mtp), padded_vocab(shape.vocab, 1)
-    boxes = slices_of(
-        megatron_table(shape, spec="local", padded_vocab=rows),
-        shape,
-        Layout.of(Parallel(), 1, 0),
-        mtp=mtp,
-    )
-    repeated = {box.name for box in boxes if ".layers." in box.name and ".layers." not in box.param}
+    """Returns the map of a source with these `names`; `mtp`: it has multi-token-prediction layers.
+
+    The names that repeat embedding and head for such a layer have no parameter in Megatron's
+    module, and are stored under their HF names.
+    """
+    shapes = dict(hf_shapes(shape, mtp=mtp))
+    table = megatron_table(shape, spec="local", padded_vocab=padded_vocab(shape.vocab, 1))
+    slices = []
+    repeated = set()
+    for part in slices_of(table, shape, ALONE, mtp=mtp):
+        if ".layers." in part.name and ".layers." not in part.param:
+            repeated.add(part.name)
+        else:
+            slices.append(part)
     stored = _stored_tensors(shape, mtp=mtp)
-    extra = {name: ShardSlice(name, (0, 0), sizes[name], name, 0, (sizes[name][1], 1))
-             for name in sorted(repeated.intersection(names))}  # fmt: skip
-    slices = {**stored.slices, **{name: [box] for name, box in extra.items()}}
-    shapes = {**stored.shapes, **{name: sizes[name] for name in extra}}
-    return ConversionMap.build(
-        {name: size for name, size in sizes.items() if name not in repeated or name in extra},
-        [*(box for box in boxes if box.name not in repeated), *extra.values()],
-        replace(stored, slices=slices, shapes=shapes),
-    )
+    stored_slices = dict(stored.slices)
+    stored_shapes = dict(stored.shapes)
+    for name in sorted(repeated):
+        if name not in names:
+            del shapes[name]
+            continue
+        whole = whole_tensor(name, shapes[name])
+        slices.append(whole)
+        stored_slices[name] = [whole]
+        stored_shapes[name] = whole.shape
+    stored = replace(stored, slices=stored_slices, shapes=stored_shapes)
+    return ConversionMap.build(shapes, slices, stored)
 
 
 def _stored_tensors(shape: ModelShape, *, mtp: bool) -> StoredTensors:
-    """Returns the tensors of Megatron's module, built without allocating memory, in a world of one rank."""
+    """Returns the tensors of Megatron's module, built on the meta device in a world of one rank."""
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        alone = Layout.of(Parallel(), 1, 0)
-        init_parallel(alone)
+        init_parallel(ALONE)
         settings = transformer_config(
-            shape, alone, dtype=torch.bfloat16, dispatcher="alltoall", use_te=False
+            shape, ALONE, dtype=torch.bfloat16, dispatcher="alltoall", use_te=False
         )
-        settings.mtp_num_layers = shape.mtp_layers if mtp else None
+        settings.mtp_num_layers = None
+        if mtp:
+            settings.mtp_num_layers = shape.mtp_layers
         with torch.device("meta"):
-            (model,) = build_model(shape, alone, settings, use_te=False)
+            (model,) = build_model(shape, ALONE, settings, use_te=False)
         return stored_tensors(model)
     finally:
         destroy_parallel()
@@ -210,32 +237,41 @@ def _stored_tensors(shape: ModelShape, *, mtp: bool) -> StoredTensors:
 
 
 def _file_of(shape: ModelShape, sizes: Parallel) -> Callable[[str], tuple[int, int | None]]:
-    """Returns a function that maps a parameter to (pipeline stage, expert rank); each such pair has its own files."""
-    stage_of: dict[int, int] = {}
+    """Returns a function of a parameter: its (pipeline stage, expert rank).
+
+    Each such pair has its own files.
+    """
+    stage_of = {}
     for stage in range(sizes.pipeline):
         layout = Layout.of(Parallel(pipeline=sizes.pipeline), sizes.pipeline, stage)
-        stage_of |= {
-            layer: stage for layers in stage_layers(shape.layers, layout) for layer in layers
-        }
+        (layers,) = stage_layers(shape.layers, layout)
+        stage_of |= dict.fromkeys(layers, stage)
 
     def file_of(param: str) -> tuple[int, int | None]:
+        stage = sizes.pipeline - 1
         layer = re.match(r"decoder\.layers\.(\d+)\.", param)
+        if layer:
+            stage = stage_of[int(layer[1])]
+        elif param.startswith("embedding."):
+            stage = 0
+        expert_rank = None
         expert = re.search(r"local_experts\.(\d+)\.", param)
-        edge = 0 if param.startswith("embedding.") else sizes.pipeline - 1
-        stage = edge if layer is None else stage_of[int(layer[1])]
-        return stage, int(expert[1]) * sizes.expert // shape.experts if expert else None
+        if expert:
+            expert_rank = int(expert[1]) * sizes.expert // shape.experts
+        return stage, expert_rank
 
     return file_of
 
 
 @contextmanager
 def _bar(total: int, *, interactive: bool) -> Iterator[Any]:
-    columns = (
+    with Progress(
         TextColumn("{task.description:<7}"),
         BarColumn(30),
         DownloadColumn(),
         TransferSpeedColumn(),
-    )
-    with Progress(*columns, TimeRemainingColumn(), disable=not interactive) as bar:
+        TimeRemainingColumn(),
+        disable=not interactive,
+    ) as bar:
         tasks = {name: bar.add_task(name, total=total) for name in ("write", "verify")}
         yield lambda task, nbytes: bar.advance(tasks[task], nbytes)

@@ -1,161 +1,174 @@
-"""Downloads what a config names on the Hugging Face hub, before ranks start, and sets each `revision` to its commit.
+"""Downloads what a config names on the Hugging Face hub, and sets each `revision` to its commit.
 
-    model path=id    --resolve_model----> revision=commit (small files) --preflight--> download_weights --> ranks
-    other models=id  --resolve_model----> id@commit       (small files) --preflight--> download_weights --> ranks
-    task  name=hf:id --resolve_datasets-> revision=commit (all files)
+    model        --resolve_model----> revision=commit  (small files)
+    other models --resolve_model----> id@commit        (small files)
+    datasets     --resolve_datasets-> revision=commit  (all files)
+                 --preflight--------> checked
+    all models   --download_weights-> the ranks read the files from the cache
 
-The run's config.yaml records the commits, and its ranks read the files from the cache. A resumed run keeps the commits
-it began with, as `main` may have moved. Under torchrun every rank comes here: one of a node downloads, the others wait.
+The run's config.yaml records the commits. A resumed run keeps those it began with, as `main` may
+have moved. Under torchrun every rank comes here: one rank per node downloads, the others wait.
 """
-
-from __future__ import annotations
 
 import fcntl
 import hashlib
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from megarl.config.run_dir import resumed_run
 from megarl.config.schema import Config
 from megarl.data.hf_dataset import hub_id, parse_options, resolve
-from megarl.launch.run_config import resumed_run
 from megarl.models.hub import CODE, SMALL, WEIGHTS, download, is_hub_id, split_revision
 from megarl.platform.env import Env
-from megarl.platform.shm import SHM, shm_prefix
+from megarl.processes.exit_codes import say
+from megarl.processes.shared_memory import SHM, shm_prefix
 
 POLICY = "model.path="
+Fetch = Callable[[str | None], Path]  # revision -> the folder of its files, named by the commit
+
+
+@dataclass(frozen=True)
+class HubModel:
+    """A model of a config that is a hub id; `key` of `section` has the id."""
+
+    setting: str  # with its value, for errors
+    name: str
+    revision: str | None
+    section: dict[str, Any]
+    key: str
+
+    @property
+    def label(self) -> str:
+        """The key of its commit, and its name in messages."""
+        return self.setting.removeprefix(POLICY)
 
 
 def resolve_model(config: Config, env: Env) -> Config:
-    """Downloads all but the weights of hub ids, and sets their revisions to commits. Raises ValueError."""
-    values, commits = config.model_dump(), _commits_to_resume(config)
-    for where, name, revision, section, key in _hub_models(values):
-        patterns = (*SMALL, *CODE) if section.get("trust_remote_code") else SMALL
-        fetch = partial(download, name, patterns=patterns, where=where)
-        commit = _commit(env, where.removeprefix(POLICY), revision, commits, fetch)
-        section.update(
-            {key: name, "revision": commit}
-            if section is values["model"]
-            else {key: f"{name}@{commit}"}
-        )
+    """Downloads all but the weights of hub ids, and sets their revisions to commits.
+
+    Raises ValueError.
+    """
+    values = config.model_dump()
+    commits = _commits_to_resume(config)
+    for model in _hub_models(values):
+        section = model.section
+        patterns = SMALL
+        if section.get("trust_remote_code"):
+            patterns = (*SMALL, *CODE)
+        fetch = partial(download, model.name, patterns=patterns, where=model.setting)
+        commit = _commit(env, model.label, model.revision, commits, fetch)
+        if section is values["model"]:
+            section.update(path=model.name, revision=commit)
+        else:
+            section[model.key] = f"{model.name}@{commit}"
     return Config.model_validate(values)
 
 
 def download_weights(config: Config, env: Env, command: str) -> None:
     """Downloads the *.safetensors of resolved hub ids. Raises ValueError."""
-    for where, name, revision, _, key in _hub_models(config.model_dump()):
-        if command == "train" or key == "path":  # other commands need neither critic nor teacher
-            _in_turn(
-                env,
-                where.removeprefix(POLICY),
-                revision,
-                partial(download, name, patterns=WEIGHTS, where=where),
-            )
+    for model in _hub_models(config.model_dump()):
+        # other commands need neither critic nor teacher
+        if command == "train" or model.key == "path":
+            fetch = partial(download, model.name, patterns=WEIGHTS, where=model.setting)
+            _in_turn(env, model.label, model.revision, fetch)
 
 
-def _hub_models(
-    values: Mapping[str, Any],
-) -> Iterator[tuple[str, str, str | None, dict[str, Any], str]]:
-    """Yields of each model that is a hub id: its setting, for errors; id; revision; section of the config, and key."""
-    policy, rewards = values.get("model") or {}, values.get("rewards") or ()
-    models = [] if policy.get("create") else [(POLICY, policy, "path")]
-    models += [
-        (f"{name}.model=", values.get(name) or {}, "model")
-        for name in ("critic", "teacher", "reference")
-    ]
-    models += [
-        ("rewards: name=model: path=", x.get("options") or {}, "path")
-        for x in rewards
-        if x["name"] == "model"
-    ]
-    for prefix, section, key in models:
+def _hub_models(values: Mapping[str, Any]) -> Iterator[HubModel]:
+    models = []
+    policy = values.get("model") or {}
+    if not policy.get("create"):
+        models.append((POLICY, policy, "path"))
+    for name in ("critic", "teacher", "reference"):
+        models.append((f"{name}.model=", values.get(name) or {}, "model"))
+    for reward in values.get("rewards") or ():
+        if reward["name"] == "model":
+            models.append(("rewards: name=model: path=", reward.get("options") or {}, "path"))
+    for setting, section, key in models:
         name, revision = split_revision(section.get(key) or "")
         if is_hub_id(name):
-            yield prefix + name, name, revision or section.get("revision"), section, key
+            revision = revision or section.get("revision")
+            yield HubModel(setting + name, name, revision, section, key)
 
 
 def resolve_datasets(config: Config, env: Env) -> Config:
-    """Downloads the datasets of the task and of the evaluation sets, and sets their `revision`. Raises ValueError."""
-    task, evaluated, commits = config.task, config.eval, _commits_to_resume(config)
+    """Downloads the datasets of the task and of the evaluation sets, and sets their `revision`.
 
-    def pinned(name: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
-        if name is None or (dataset := hub_id(name)) is None:
-            return dict(options)
+    Raises ValueError.
+    """
+    commits = _commits_to_resume(config)
+
+    def pinned(part: Any, name: str | None) -> Any:
+        """Returns the section `part`, whose dataset is `name`, with its commit."""
+        dataset = hub_id(name or "")
+        if not name or not dataset:
+            return part
 
         def fetch(revision: str | None) -> Path:
-            return resolve(dataset, parse_options(dataset, {**options, "revision": revision}))
+            options = {**part.options, "revision": revision}
+            return resolve(dataset, parse_options(dataset, options))
 
-        return {**options, "revision": _commit(env, name, options.get("revision"), commits, fetch)}
+        commit = _commit(env, name, part.options.get("revision"), commits, fetch)
+        options = {**part.options, "revision": commit}
+        return part.model_copy(update={"options": options})
 
-    parts = [
-        part.model_copy(update={"options": pinned(part.name, part.options)})
-        for part in task.mixture
-    ]
-    sets = [
-        part.model_copy(update={"options": pinned(part.task, part.options)})
-        for part in evaluated.sets
-    ]
-    task = task.model_copy(
-        update={"options": pinned(task.name, task.options), "mixture": tuple(parts)}
-    )
-    return config.model_copy(
-        update={"task": task, "eval": evaluated.model_copy(update={"sets": tuple(sets)})}
-    )
+    mixture = tuple(pinned(part, part.name) for part in config.task.mixture)
+    sets = tuple(pinned(part, part.task) for part in config.eval.sets)
+    task = pinned(config.task, config.task.name).model_copy(update={"mixture": mixture})
+    evaluated = config.eval.model_copy(update={"sets": sets})
+    return config.model_copy(update={"task": task, "eval": evaluated})
 
 
 def _commit(
-    env: Env,
-    name: str,
-    revision: str | None,
-    commits: Mapping[str, str],
-    fetch: Callable[[str | None], Path],
+    env: Env, name: str, revision: str | None, commits: Mapping[str, str], fetch: Fetch
 ) -> str:
-    """Downloads `revision`, else what the run to be resumed began with, else main; returns and prints the commit."""
+    """Downloads a revision; returns its commit, and prints it.
+
+    Without `revision`, it is the commit that the run to be resumed began with, or main.
+    """
     commit = _in_turn(env, name, revision or commits.get(name), fetch).name
     if env.is_main and commit != revision:
-        asked = revision or ("main, when the run began" if name in commits else "main")
-        print(f"megarl: {name} ({asked}) is commit {commit}", file=sys.stderr)
+        default = "main"
+        if name in commits:
+            default = "main, when the run began"
+        say(f"{name} ({revision or default}) is commit {commit}")
     return commit
 
 
 def _commits_to_resume(config: Config) -> dict[str, str]:
     """Returns name -> commit of the models and datasets that the run to be resumed began with."""
-    if (run := resumed_run(config)) is None or not (file := run / "config.yaml").is_file():
+    run = resumed_run(config)
+    if not run or not (run / "config.yaml").is_file():
         return {}
-    return dict(_recorded(yaml.safe_load(file.read_text())))
-
-
-def _recorded(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    values = yaml.safe_load((run / "config.yaml").read_text())
+    commits = {model.label: model.revision for model in _hub_models(values) if model.revision}
     task = values.get("task") or {}
-    sets: Sequence[Mapping[str, Any]] = (values.get("eval") or {}).get("sets") or ()
-    yield from (
-        (where.removeprefix(POLICY), commit)
-        for where, _, commit, *_ in _hub_models(values)
-        if commit
-    )
-    for part in (task, *(task.get("mixture") or ()), *sets):
-        name, revision = (
-            part.get("task") or part.get("name"),
-            (part.get("options") or {}).get("revision"),
-        )
-        if name and revision:
-            yield name, revision
+    evaluated = values.get("eval") or {}
+    for part in (task, *(task.get("mixture") or ()), *(evaluated.get("sets") or ())):
+        name = part.get("task") or part.get("name")
+        options = part.get("options") or {}
+        if name and options.get("revision"):
+            commits[name] = options["revision"]
+    return commits
 
 
-def _in_turn(
-    env: Env, name: str, revision: str | None, fetch: Callable[[str | None], Path]
-) -> Path:
-    """Calls `fetch` in one process of this node at a time: the first records the commit, in a file that goes with the
-    job's shared memory; the others find its files."""
+def _in_turn(env: Env, name: str, revision: str | None, fetch: Fetch) -> Path:
+    """Calls `fetch` in one process of this node at a time.
+
+    The first records the commit in a file that goes with the job's shared memory; the others find
+    the downloaded files.
+    """
     if env.local_world_size == 1:
         return fetch(revision)
     digest = hashlib.sha256(f"{name}@{revision}".encode()).hexdigest()[:8]
-    folder = SHM if SHM.is_dir() else Path(tempfile.gettempdir())
+    folder = SHM
+    if not SHM.is_dir():
+        folder = Path(tempfile.gettempdir())
     with (folder / f"{shm_prefix(env.job_id, env.launcher_pid)}{digest}").open("a+") as commit:
         fcntl.flock(commit, fcntl.LOCK_EX)
         commit.seek(0)

@@ -1,65 +1,82 @@
-"""`megarl check CONFIG --precision`: the format of each module's weights, or of its products, on both sides."""
+"""`megarl check CONFIG --precision`: the format of each module's weights or products on both sides.
 
-from __future__ import annotations
+A line of the table is a kind of module, by its Hugging Face name, and the layers that are alike.
+"""
 
 import re
 from collections.abc import Sequence
 from itertools import groupby
 
-from megarl.config.model_checks import is_in_fp8
-from megarl.config.names import ENGINE_STAGES
-from megarl.config.schema import Config
+from megarl.config.precision import is_in_fp8
+from megarl.config.schema import Config, Fp8
 from megarl.models.formats import FORMATS
 from megarl.models.fp8 import SCALE, scale_shapes
 from megarl.models.registry import fp32_tensors, hf_shapes
 from megarl.models.shape import ModelShape
-from megarl.planner.weight_sync import rollout_format
+from megarl.weights.plan.from_config import rollout_format
 
 HEADER = ("module", "layers", "trainer", "engine")
+OUTSIDE = -1  # the layer of what is in none
 
 
 def describe_precision(config: Config, shape: ModelShape) -> str:
-    """Returns a table with a line for each kind of module and run of layers that are alike; Hugging Face's names."""
-    fp8, fmt, dtype, fp32 = (
-        config.precision.fp8,
-        rollout_format(config, shape),
-        config.train.dtype,
-        fp32_tensors(shape),
-    )
+    """Returns the table; without the engine's column for a stage that samples nothing."""
+    fp8 = config.precision.fp8
+    engine_format = rollout_format(config, shape)
+    dtype = config.train.dtype
+    fp32 = fp32_tensors(shape)
     linear = {name.removesuffix(SCALE) for name in scale_shapes(shape, FORMATS["fp8_block"])}
-    recipe = (
-        fp8
-        and f"FP8 {fp8.recipe}{', emulated' if fp8.emulate else ''}, weights {'FP8' if fp8.params else dtype}"
-    )
-    block = fmt and f"FP8, a scale per {fmt.block[0]} x {fmt.block[1]}"
-    layers: dict[tuple[str, str, str], dict[int, None]] = {}  # in order, once each
+    layers = {}  # (module, trainer's format, engine's format) -> numbers
     for name in hf_shapes(shape):
+        layer = OUTSIDE
         number = re.search(r"layers\.(\d+)\.", name)
-        layer = int(number[1]) if number else -1
+        if number:
+            layer = int(number[1])
+        trained = dtype
+        if name in fp32:
+            trained = "fp32"
+        sampled = trained
+        if name in linear:
+            if fp8 and is_in_fp8(layer, shape.layers, fp8):
+                trained = _recipe(fp8, dtype)
+            if engine_format:
+                rows, columns = engine_format.block
+                sampled = f"FP8, a scale per {rows} x {columns}"
+        if name.removesuffix(".weight").endswith((".gate", ".router")):
+            trained = "fp32 products"
         module = re.sub(r"\.\d+\.", ".*.", name).removeprefix("model.")
-        is_router = name.removesuffix(".weight").rpartition(".")[2] in ("gate", "router")
-        usual = "fp32" if name in fp32 else dtype
-        trained = (
-            recipe
-            if fp8 and recipe and name in linear and is_in_fp8(layer, shape.layers, fp8)
-            else usual
-        )
-        trained = "fp32 products" if is_router else trained
-        row = (module, trained, block if block and name in linear else usual)
-        layers.setdefault(row, {})[layer] = None
-    has_engine = config.stage in ENGINE_STAGES
-    rows = [HEADER, *((row[0], _ranges([*numbers]), *row[1:]) for row, numbers in layers.items())]
-    rows = [row if has_engine else row[:-1] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(text.ljust(n) for text, n in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+        numbers = layers.setdefault((module, trained, sampled), [])
+        if layer not in numbers:
+            numbers.append(layer)
+    table: list[tuple[str, ...]] = [HEADER]
+    for (module, trained, sampled), numbers in layers.items():
+        table.append((module, _ranges(numbers), trained, sampled))
+    if not config.stage_spec.needs_engine:
+        table = [row[:-1] for row in table]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)
+
+
+def _recipe(fp8: Fp8, dtype: str) -> str:
+    """Describes the trainer's linear layers in FP8."""
+    emulated = ""
+    if fp8.emulate:
+        emulated = ", emulated"
+    weights = dtype
+    if fp8.params:
+        weights = "FP8"
+    return f"FP8 {fp8.recipe}{emulated}, weights {weights}"
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """[0, 1, 2, 5] -> "0-2, 5"; [-1], of what is in no layer, -> "-"."""
-    pairs = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
-    runs = [[number for _, number in run] for _, run in pairs]
-    parts = (f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-    return ", ".join(parts) if numbers != [-1] else "-"
+    """[0, 1, 2, 5] -> "0-2, 5"; [OUTSIDE] -> "-"."""
+    if numbers == [OUTSIDE]:
+        return "-"
+    parts = []
+    for _, pairs in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in pairs]
+        part = str(run[0])
+        if len(run) > 1:
+            part += f"-{run[-1]}"
+        parts.append(part)
+    return ", ".join(parts)

@@ -1,11 +1,11 @@
-"""`model.create` -> a small random Hugging Face model on disk: config, weights, tokenizer. No torch.
+"""`model.create` -> a small random Hugging Face model on disk: config, weights, tokenizer.
 
-    Create --hash--> <run.dir>/.models/<hash>/{config,generation_config,tokenizer*}.json, model.safetensors
+    Create --hash--> <run.dir>/.models/<hash>/model.safetensors, tokenizer*.json
+                                              config.json, generation_config.json
 
-The folder is written under a temporary name and renamed: it is complete or absent, also where two runs create it.
+The folder is written under a temporary name and renamed: it is complete or absent, even if two runs
+create it at once. This module does not import torch.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
@@ -21,6 +21,7 @@ from megarl.config.random_model import BOS, EOS, PAD, SPECIAL, UNK, characters, 
 from megarl.config.schema import Config, Create
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.models.registry import hf_shapes, parse_model
+from megarl.processes.files import write_json
 
 FORMAT = 1  # incremented when the same section must produce different bytes
 CHAT_TEMPLATE = (
@@ -31,15 +32,15 @@ CHAT_TEMPLATE = (
 
 
 def materialize_model(config: Config) -> Config:
-    """Create the model of `model.create`, if any; returns the config with `model.path` set to its folder."""
-    if config.model.create is None:
+    """Creates the model of `model.create`, if any; returns the config with its `model.path`."""
+    if not config.model.create:
         return config
     folder = create_model(config.model.create, Path(config.run.dir) / ".models")
     return changed(config, "model", path=str(folder), create=None)
 
 
 def create_model(create: Create, root: Path) -> Path:
-    """Write the model unless it exists; returns its folder, named by a hash of all values of `create`."""
+    """Writes the model unless it exists; returns its folder, named by a hash of `create`."""
     text = json.dumps([FORMAT, create.model_dump(mode="json")], sort_keys=True)
     folder = root / hashlib.sha256(text.encode()).hexdigest()[:16]
     if folder.is_dir():
@@ -48,7 +49,8 @@ def create_model(create: Create, root: Path) -> Path:
     with tempfile.TemporaryDirectory(
         prefix=f".{folder.name}.", dir=root, ignore_cleanup_errors=True
     ) as name:
-        staging, values = Path(name), hf_config(create)
+        staging = Path(name)
+        values = hf_config(create)
         _write_settings(staging, create, values)
         _write_weights(staging / "model.safetensors", values, create.seed)
         staging.chmod(0o755)
@@ -61,65 +63,67 @@ def create_model(create: Create, root: Path) -> Path:
 
 
 def random_tokenizer(create: Create) -> Tokenizer:
-    """The tokenizer of the model that `create_model` writes."""
+    """Returns the tokenizer of the model that `create_model` writes."""
     with tempfile.TemporaryDirectory() as folder:
         _write_settings(Path(folder), create, hf_config(create))
         return load_tokenizer(folder)
 
 
 def _write_settings(folder: Path, create: Create, values: Mapping[str, Any]) -> None:
-    """Everything but the weights."""
-    _write_json(folder / "config.json", values)
-    tokens = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
-    _write_json(folder / "generation_config.json", tokens | {"do_sample": True})
+    """Writes everything but the weights."""
+    write_json(folder / "config.json", values)
+    generation = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD, "do_sample": True}
+    write_json(folder / "generation_config.json", generation)
     if create.tokenizer == "characters":
         _write_tokenizer(folder, create)
 
 
-def _write_json(file: Path, values: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-
-
 def _write_weights(file: Path, values: Mapping[str, Any], seed: int) -> None:
-    """Normal weights with standard deviation 1/sqrt(fan-in): hidden states keep unit scale, and logits vary."""
+    """Writes normal weights with standard deviation 1/sqrt(fan-in).
+
+    Hidden states keep unit scale, and logits vary.
+    """
     from safetensors.numpy import save_file
 
     random = np.random.Generator(np.random.PCG64(seed))
-    tensors: dict[str, np.ndarray] = {}
-    for name, size in sorted(hf_shapes(parse_model(values, "model.create")).items()):
+    tensors = {}
+    shapes = hf_shapes(parse_model(values, "model.create"))
+    for name, size in sorted(shapes.items()):
         if name.endswith("norm.weight"):
-            tensors[name] = np.ones(size, np.float32)
+            weights = np.ones(size)
         elif name.endswith("bias"):
-            tensors[name] = (0.02 * random.standard_normal(size)).astype(np.float32)
+            weights = 0.02 * random.standard_normal(size)
         else:
             # the embedding's fan-in as an output head is its last axis, as for every other matrix
-            tensors[name] = (random.standard_normal(size) / size[-1] ** 0.5).astype(np.float32)
+            weights = random.standard_normal(size) / size[-1] ** 0.5
+        tensors[name] = weights.astype(np.float32)
     save_file(tensors, file, metadata={"format": "pt"})
 
 
 def _write_tokenizer(folder: Path, create: Create) -> None:
-    """Writes a tokenizer with one token per character or phrase, as a byte-level BPE without merges: transformers
-    rebuilds qwen2's tokenizer as byte-level whatever the file contains."""
+    """Writes a tokenizer with one token per character or phrase: a byte-level BPE without merges.
+
+    transformers rebuilds qwen2's tokenizer as byte-level, whatever the file contains.
+    """
     import tokenizers
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
     tokens = characters(create)
     # byte-level BPE represents control characters and the space as U+0100 + byte
-    vocab = {
-        chr(256 + ord(t)) if len(t) == 1 and ord(t) <= 32 else t: index
-        for index, t in enumerate(tokens)
-    }
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token=tokens[UNK]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[misc]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[misc]
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in SPECIAL]
-    )
-    tokenizer.add_tokens(
-        [AddedToken(phrase, special=False, normalized=False) for phrase in create.phrases]
-    )
+    vocab = {}
+    for index, token in enumerate(tokens):
+        if len(token) == 1 and ord(token) <= 32:
+            token = chr(256 + ord(token))
+        vocab[token] = index
+    tokenizer: Any = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token=tokens[UNK]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [AddedToken(token, special=True) for token in SPECIAL]
+    phrases = [AddedToken(phrase, normalized=False) for phrase in create.phrases]
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(phrases)
     tokenizer.save(str(folder / "tokenizer.json"))
-    _write_json(
+    write_json(
         folder / "tokenizer_config.json",
         {
             "tokenizer_class": "TokenizersBackend",

@@ -1,13 +1,12 @@
-"""`megarl serve-reward FOLDER`: a reward model behind HTTP, in the protocol of megarl/rewards/remote.py.
+"""`megarl serve-reward FOLDER`: a reward model behind HTTP; the protocol is rewards/remote.py's.
 
     rewards: [{name: "http://localhost:8000/score", options: {tokens: true}}]
 
-It scores as the reward `model` does: the request's tokens, or else the prompt in the model's chat template and the
-response, with the end token if `finish` is "stop". One process, on its first GPU or the CPU, answers one request at a
-time; a malformed one with status 400 and the reason. SIGTERM ends it with exit code 0.
+It scores as the reward `model` does: the request's tokens, or else the prompt in the model's chat
+template and the response, with the end token if `finish` is "stop". One process, on its first GPU
+or the CPU, answers one request at a time, and a malformed one with status 400 and the reason.
+SIGTERM ends it with exit code 0.
 """
-
-from __future__ import annotations
 
 import signal
 import sys
@@ -21,11 +20,11 @@ from pydantic import BaseModel, NonNegativeInt
 
 from megarl.config.schema import Config
 from megarl.data.tokenizer import Tokenizer
-from megarl.launch.build import make_trainer, open_rank
-from megarl.launch.exit_codes import CurrentPhase
-from megarl.launch.reward_models import model_reward
 from megarl.platform.env import LOOPBACK, Env, set_env
+from megarl.processes.exit_codes import CurrentPhase
 from megarl.rewards.model import ModelReward
+from megarl.run.context import open_rank
+from megarl.run.models import make_trainer, model_reward
 from megarl.trainer.heads import load_head
 from megarl.types import Finish, Sample
 
@@ -33,7 +32,7 @@ MAX_BYTES = 64 << 20  # of a request
 IDLE_S = 10.0  # a connection that sends nothing for so long is closed, since others wait
 
 
-class Row(BaseModel):
+class SampleToScore(BaseModel):
     id: str
     prompt: str
     response: str
@@ -42,58 +41,58 @@ class Row(BaseModel):
     prompt_length: NonNegativeInt | None = None  # of `tokens`
 
 
-class Request(BaseModel):
-    samples: list[Row]
+class ScoreCall(BaseModel):
+    samples: list[SampleToScore]
 
 
 class Listener(HTTPServer):
-    request_queue_size = (
-        128  # connections of a client that wait; 5 by default, and the others would time out
-    )
+    # connections of a client that wait; with the default of 5, the others would time out
+    request_queue_size = 128
 
 
 def score_rows(
-    reward: ModelReward, tokenizer: Tokenizer, vocab: int, rows: list[Row]
+    reward: ModelReward, tokenizer: Tokenizer, vocab: int, rows: list[SampleToScore]
 ) -> list[dict[str, Any]]:
-    """Returns the entries of an answer, in order. Raises ValueError for a row that cannot be scored."""
+    """Returns the entries of an answer, in order.
+
+    Raises ValueError for a row that cannot be scored.
+    """
     samples = []
     for index, row in enumerate(rows):
-        prompt, response = (
-            tokenizer.encode_prompt(row.prompt, None),
-            tokenizer.encode_answer(row.response),
-        )
-        cut = len(response) - (
-            row.finish != "stop" and response[-1:] in [(end,) for end in tokenizer.eos]
-        )
-        tokens = row.tokens or [*prompt, *response[:cut]]
+        prompt = tokenizer.encode_prompt(row.prompt, None)
+        response = tokenizer.encode_answer(row.response)
+        if row.finish != "stop" and response and response[-1] in tokenizer.eos:
+            response = response[:-1]
+        tokens = row.tokens or [*prompt, *response]
         if not tokens or max(tokens) >= vocab:
             raise ValueError(
-                f"samples.{index}: tokens must be one or more of 0..{vocab - 1}, not {str(tokens)[:60]}"
+                f"samples.{index}: tokens must be one or more of 0..{vocab - 1}, "
+                f"not {str(tokens)[:60]}"
             )
-        start = len(prompt) if row.prompt_length is None else row.prompt_length
-        trainable, zeros = torch.arange(len(tokens)) >= start, torch.zeros(len(tokens))
-        samples.append(
-            Sample(
-                0,
-                index,
-                torch.tensor(tokens),
-                trainable,
-                zeros,
-                zeros.int(),
-                row.finish,
-                reward=0.0,
-            )
-        )
-    entries = [
-        {"error": "NaN"} if scored.reward is None else {"score": scored.reward}
-        for scored in reward(samples)
-    ]
-    return [{"id": row.id, **entry} for row, entry in zip(rows, entries, strict=True)]
+        start = row.prompt_length
+        if start is None:
+            start = len(prompt)
+        trainable = torch.arange(len(tokens)) >= start
+        zeros = torch.zeros(len(tokens))
+        unread = (zeros, zeros.int())  # log-probs and versions
+        sample = Sample(0, index, torch.tensor(tokens), trainable, *unread, row.finish, reward=0.0)
+        samples.append(sample)
+    entries = []
+    for row, scored in zip(rows, reward(samples), strict=True):
+        entry = {"id": row.id, "score": scored.reward}
+        if scored.reward is None:
+            entry = {"id": row.id, "error": "NaN"}
+        entries.append(entry)
+    return entries
 
 
 def serve_reward(folder: Path, *, host: str, port: int, dtype: str) -> None:
-    """Serves until it is interrupted. Raises ValueError if the folder has no reward model of whole responses."""
-    if (head := load_head(folder)).kind == "process":
+    """Serves until it is interrupted.
+
+    Raises ValueError if the folder has no reward model of whole responses.
+    """
+    head = load_head(folder)
+    if head.kind == "process":
         raise ValueError(
             f"{folder} scores steps, which a server cannot; use the reward `model` in the run"
         )
@@ -110,13 +109,12 @@ def serve_reward(folder: Path, *, host: str, port: int, dtype: str) -> None:
                     length = int(self.headers.get("Content-Length", -1))
                     if not 0 <= length <= MAX_BYTES:
                         raise ValueError(f"Content-Length={length} is not within 0 and {MAX_BYTES}")
-                    rows = Request.model_validate_json(self.rfile.read(length)).samples
-                    status, answer = (
-                        200,
-                        {"scores": score_rows(reward, rank.tokenizer, rank.shape.vocab, rows)},
-                    )
+                    rows = ScoreCall.model_validate_json(self.rfile.read(length)).samples
+                    status = 200
+                    answer = {"scores": score_rows(reward, rank.tokenizer, rank.shape.vocab, rows)}
                 except ValueError as error:  # pydantic's has several lines
-                    status, answer = 400, {"error": " ".join(str(error).split())[:500]}
+                    status = 400
+                    answer = {"error": " ".join(str(error).split())[:500]}
                 body = dumps(answer).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))

@@ -1,80 +1,100 @@
-"""Names and options of the functions in `megarl.algorithms`, so that a config is checked without importing torch.
+"""The estimators that a config names, with their options and defaults: read from the source of
+megarl/algorithms.
 
-Each dict maps the keys of the dict of the same name in `megarl.algorithms` to the options of its functions.
+    LOSSES = table("losses", "RULES")     {"ppo_clip": Estimator(options={...: 0.2, ...}), ...}
+
+A table there is a dict of names and functions; the keyword-only parameters of a function are its
+options. They are stated nowhere else, and no torch is imported to read them.
 """
 
-from __future__ import annotations
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
 
-_WHITENED = ("whiten", "std", "eps")
-_CLIP = ("clip_low", "clip_high")
+FOLDER = Path(__file__).parents[1] / "algorithms"
 
-ADVANTAGES: dict[str, tuple[str, ...]] = {
-    "reinforce": ("gamma", "total", *_WHITENED),
-    "rloo": ("singleton", *_WHITENED),
-    "reinforce_pp": ("gamma", *_WHITENED),
-    "reinforce_pp_baseline": ("singleton", *_WHITENED),
-    "grpo": ("singleton", "scale", "leave_one_out", *_WHITENED),
-    "grpo_process": ("singleton", *_WHITENED),
-    "dr_grpo": ("singleton", *_WHITENED),
-    "remax": ("gamma", *_WHITENED),
-    "gae": ("gamma", "lam", *_WHITENED),
-    "opo": ("singleton", *_WHITENED),
-    "gpg": ("singleton", *_WHITENED),
+
+@dataclass(frozen=True)
+class Estimator:
+    """One function of a table."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)  # keyword -> default
+    inputs: tuple[str, ...] = ()  # tensors that it takes besides those of all functions
+
+
+def table(file: str, name: str, *passed: str) -> dict[str, Estimator]:
+    """Returns the table `name` of megarl/algorithms/<file>.py, in its order.
+
+    `passed`: options that the loop passes, so they are none of the config.
+    """
+    functions, values = _module(file)
+    entries = values[name]
+    assert isinstance(entries, ast.Dict), (
+        f"{name} of {file}.py is not a dict of names and functions"
+    )
+    estimators = {}
+    for key, value in zip(entries.keys, entries.values, strict=True):
+        assert isinstance(key, ast.Constant)
+        # neither a partial nor a lambda has options
+        estimators[str(key.value)] = _estimator(functions.get(ast.unparse(value)), *passed)
+    return estimators
+
+
+@cache
+def _module(file: str) -> tuple[dict[str, ast.FunctionDef], dict[str, ast.expr]]:
+    """Returns the functions of a module, and the values of its names."""
+    functions = {}
+    values = {}
+    for node in ast.parse((FOLDER / f"{file}.py").read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef):
+            functions[node.name] = node
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value:
+            values[node.target.id] = node.value
+    return functions, values
+
+
+def _estimator(function: ast.FunctionDef | None, *passed: str) -> Estimator:
+    if function is None:
+        return Estimator()
+    arguments = function.args
+    options = {}
+    for parameter, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        if default is not None and parameter.arg not in passed:
+            options[parameter.arg] = ast.literal_eval(default)
+    inputs = tuple(parameter.arg for parameter in arguments.args[1:])
+    return Estimator(options, inputs)
+
+
+def _bounds(losses: Mapping[str, Estimator]) -> dict[str, dict[str, Any]]:
+    """Returns the bounds of each loss and their defaults: options that are keys of `algorithm`
+    itself.
+    """
+    bounds = {}
+    for name, loss in losses.items():
+        bounds[name] = {key: default for key, default in loss.options.items() if "clip" in key}
+    return bounds
+
+
+PER_ROW = table("advantages", "PER_ROW")
+PER_TOKEN = table("advantages", "PER_TOKEN")  # an advantage may differ within a response
+_FUNCTIONS, _ = _module("advantages")
+_COMMON = _estimator(_FUNCTIONS["_advantages"], "values_T", "step_ends_T", "baseline_N")
+ADVANTAGES = {
+    name: Estimator({**_COMMON.options, **estimator.options}, estimator.inputs)
+    for name, estimator in (PER_ROW | PER_TOKEN).items()
 }
-LOSSES: dict[str, tuple[str, ...]] = {
-    "ppo_clip": (*_CLIP, "dual_clip", "ratio"),
-    "gspo": _CLIP,
-    "cispo": _CLIP,
-    "reinforce": (),
-    "gpg": (),
-    "sapo": ("tau_pos", "tau_neg"),
-    "gmpo": _CLIP,
-    "clip_cov": _CLIP,
-    "kl_cov": ("kl_coef",),
-    "sft": (),
-}
-AGGREGATIONS = (
-    "token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean",
-)  # fmt: skip
-CORRECTIONS: dict[str, tuple[str, ...]] = {
-    "none": (),
-    "tis": ("cap", "floor"),
-    "seq_tis": ("cap", "floor"),
-    "icepop": ("low", "high"),
-    "seq_mask": ("low", "high"),
-    "opsm": ("delta",),
-}
-SELECT: dict[str, tuple[str, ...]] = {
-    "clip_cov": ("share", "low", "high"),
-    "kl_cov": ("share",),
-}  # plus the bounds
-LOSS_BOUNDS = (*_CLIP, "dual_clip")  # options of a loss that are keys of `algorithm` itself
-CLIPS: dict[str, dict[str, float]] = {  # the defaults of each loss's bounds
-    "ppo_clip": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0},
-    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
-    "cispo": {"clip_low": 1.0, "clip_high": 4.0},
-    "gmpo": {"clip_low": 0.4, "clip_high": 0.4},
-    "clip_cov": {"clip_low": 0.2, "clip_high": 0.2},
-}
-GROUP_ADVANTAGES = (
-    "grpo",
-    "grpo_process",
-    "dr_grpo",
-    "rloo",
-    "opo",
-    "gpg",
-)  # zero for a group of one sample
-TOKEN_ADVANTAGES = (
-    "reinforce",
-    "reinforce_pp",
-    "remax",
-    "grpo_process",
-    "gae",
-)  # may differ within a response
-ENGINE_STAGES = ("rl", "iterative_grpo", "iterative_dpo", "best_of_n")
-STAGES_OF_SECTIONS = {  # section of the config -> the stages that read it
-    "sft": ("sft",),
-    "dpo": ("dpo", "iterative_dpo"),
-    "reward_model": ("reward_model",),
-    "iterative": ("iterative_grpo",),
-}
+# zero for a group of one sample
+GROUP_ADVANTAGES = tuple(
+    name for name, each in ADVANTAGES.items() if each.options.get("singleton") == "zero"
+)
+LOSSES = table("losses", "RULES", "select_T")
+BOUNDS = _bounds(LOSSES)
+BOUND_NAMES = tuple(dict.fromkeys(chain.from_iterable(BOUNDS.values())))
+SELECT = table("losses", "SELECT", "generator", *BOUND_NAMES)
+CORRECTIONS = table("corrections", "RULES")
+AGGREGATIONS = tuple(table("aggregation", "RULES"))
+KL = tuple(table("kl", "KL"))

@@ -4,10 +4,9 @@
     preset -+-> nested dict --pydantic--> Config --resolved_yaml--> runs/<name>/config.yaml
     k=v ----+
 
-Explicit values take precedence over the preset's. Errors are one line: key, value, where it is set, what is allowed.
+Explicit values take precedence over the preset's. Errors are one line: key, value, where it is set,
+what is allowed.
 """
-
-from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from megarl.config.names import LOSS_BOUNDS
+from megarl.config.estimators import BOUND_NAMES
 from megarl.config.presets import PRESETS
 from megarl.config.schema import Config, Task
 from megarl.config.section import did_you_mean
@@ -34,25 +33,27 @@ RENAMED = {  # key of an earlier version -> its current name
     "train.optimizer_on_host": "train.optimizer_cpu_offload",
 }
 
-MAX_NODES, MAX_DEPTH, MAX_DIGITS = (
-    100_000,
-    50,
-    100,
-)  # of a YAML text, counting what its aliases stand for
+# of a YAML text, counting what its aliases stand for
+MAX_NODES = 100_000
+MAX_DEPTH = 50
+MAX_DIGITS = 100
 
 
-class _Loader(yaml.SafeLoader):
-    """A safe YAML loader that reads 1e-6 as a number. What Python cannot represent, such as 2001-02-30, is an error."""
+class _YamlLoader(yaml.SafeLoader):
+    """A safe YAML loader that reads 1e-6 as a number.
+
+    What Python cannot represent, such as 2001-02-30, is an error.
+    """
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
             problem = f"{_short(node.value)} is not of type {node.tag.rpartition(':')[2]}"
-            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
+            raise _yaml_error(node.start_mark, problem) from None
 
 
-_Loader.add_implicit_resolver(
+_YamlLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
     list("-+.0123456789"),
@@ -60,7 +61,10 @@ _Loader.add_implicit_resolver(
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads a config and applies `overrides` ("section.key=value"). Raises ValueError or FileNotFoundError."""
+    """Reads a config and applies `overrides` ("section.key=value").
+
+    Raises ValueError or FileNotFoundError.
+    """
     file = Path(path)
     if not file.is_file():
         stems = get_close_matches(file.stem, [p.stem for p in file.parent.glob("*.yaml")], n=3)
@@ -76,9 +80,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return parse_config(values, lines)
 
 
-def parse_config(values: Mapping[str, Any], lines: Mapping[str, str] | None = None) -> Config:
-    """Builds a config from nested dicts; `lines`: dotted key -> where it is set, for errors. Raises ValueError."""
-    merged, lines = deepcopy(dict(values)), lines or {}
+def parse_config(values: dict[str, Any], lines: Mapping[str, str] | None = None) -> Config:
+    """Builds a config from nested dicts; `lines`: dotted key -> where it is set, for errors.
+
+    Raises ValueError.
+    """
+    merged = deepcopy(values)
+    lines = lines or {}
     algorithm = merged.get("algorithm")
     if algorithm is None or isinstance(algorithm, dict):
         merged["algorithm"] = _with_preset(algorithm or {}, lines)
@@ -114,7 +122,9 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _origin(key: str, lines: Mapping[str, str]) -> str:
-    """Returns where a dotted key, or the section around it, is set: `in FILE line N` or `on the command line`."""
+    """Returns where a dotted key, or the section around it, is set: `in FILE line N` or `on the
+    command line`.
+    """
     while key and key not in lines:
         key = key.rpartition(".")[0]
     return lines.get(key, "in the config")
@@ -137,16 +147,15 @@ def _read_yaml(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
         lines[key] = place
 
     try:
-        values = _parse_yaml(text, record)
+        values = parse_yaml(text, record)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ValueError(
             f"{file} line {line} is not YAML: {error.reason}; remove {text[error.position]!r}"
         ) from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f" line {mark.line + 1}" if mark else ""
-        problem = " ".join(str(getattr(error, "problem", None) or error).split())
+    except yaml.MarkedYAMLError as error:
+        line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        problem = " ".join(str(error.problem).split())
         raise ValueError(
             f"{file}{line} is not YAML: {problem}; check indentation and colons"
         ) from None
@@ -157,10 +166,11 @@ def _read_yaml(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
     return values or {}, lines
 
 
-def _parse_yaml(text: str, record: Callable[[str, int], None] = lambda key, line: None) -> Any:
+def parse_yaml(text: str, record: Callable[[str, int], None] = lambda key, line: None) -> Any:
     """Returns the value of a YAML text, and calls `record` with every dotted key and its line.
 
-    Raises YAMLError, also for a text that is nested too deeply, or too large once its aliases are expanded.
+    Raises YAMLError, also for a text that is nested too deeply, or too large once its aliases are
+    expanded.
     """
     count = 0
 
@@ -168,10 +178,10 @@ def _parse_yaml(text: str, record: Callable[[str, int], None] = lambda key, line
         nonlocal count
         count += 1
         if count > MAX_NODES or depth > MAX_DEPTH:
-            problem = (
-                f"it has more than {MAX_NODES} values, or is nested more than {MAX_DEPTH} deep"
+            raise _yaml_error(
+                node.start_mark,
+                f"it has more than {MAX_NODES} values, or is nested more than {MAX_DEPTH} deep",
             )
-            raise _yaml_error(node.start_mark, problem)
         if (
             isinstance(node, yaml.ScalarNode)
             and node.tag.endswith((":int", ":float"))
@@ -191,7 +201,7 @@ def _parse_yaml(text: str, record: Callable[[str, int], None] = lambda key, line
             record(key, key_node.start_mark.line + 1)
             walk(value_node, key, depth + 1)
 
-    loader = _Loader(text)
+    loader = _YamlLoader(text)
     try:
         root = loader.get_single_node()
         if root is not None:
@@ -212,10 +222,11 @@ def _parse_override(text: str) -> tuple[str, Any]:
     key = key.strip().removeprefix("--")
     if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", key):
         raise ValueError(
-            f"{text!r} on the command line is no override; write section.key=value, e.g. train.steps=10"
+            f"{text!r} on the command line is no override; write section.key=value, e.g. "
+            "train.steps=10"
         )
     try:
-        return key, _parse_yaml(raw)
+        return key, parse_yaml(raw)
     except yaml.YAMLError as error:
         problem = f" ({error.problem})" if isinstance(error, yaml.MarkedYAMLError) else ""
         raise ValueError(
@@ -225,7 +236,8 @@ def _parse_override(text: str) -> tuple[str, Any]:
 
 def _drop_replaced(values: dict[str, Any], overrides: Mapping[str, Any]) -> None:
     """Removes the settings of a model or task that the command line replaces with another."""
-    model, task = values.get("model"), values.get("task")
+    model = values.get("model")
+    task = values.get("task")
     if "model.path" in overrides and isinstance(model, dict):
         model.pop("create", None)
         model.pop("revision", None)
@@ -256,14 +268,12 @@ def _with_preset(explicit: dict[str, Any], lines: Mapping[str, str]) -> dict[str
         raise ValueError(
             f"algorithm.preset={name!r} {_origin('algorithm.preset', lines)} is unknown; {remedy}"
         )
-    preset = deepcopy(dict(PRESETS[name]))
-    for part in (
-        "advantage",
-        "loss",
-        "correction",
-    ):  # the preset's options belong to the preset's function
+    preset = deepcopy(PRESETS[name])
+    # the preset's options belong to the preset's function
+    for part in ("advantage", "loss", "correction"):
         if part in explicit and explicit[part] != preset.get(part):
-            for key in (f"{part}_options", *(LOSS_BOUNDS if part == "loss" else ())):
+            bounds = BOUND_NAMES if part == "loss" else ()
+            for key in (f"{part}_options", *bounds):
                 preset.pop(key, None)
     return _merge(preset, explicit) | {"preset": name}
 
@@ -279,7 +289,9 @@ def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
-    """Returns the section class inside an annotation such as `Create | None` or `tuple[Reward, ...]`."""
+    """Returns the section class inside an annotation such as `Create | None` or `tuple[Reward,
+    ...]`.
+    """
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next(filter(None, map(_section, get_args(annotation))), None)
@@ -293,19 +305,19 @@ def _known_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def _explain(error: ValidationError, lines: Mapping[str, str]) -> str:
-    """Returns pydantic's error for an unknown key, else its first, as one line: key, value, where it is set, remedy."""
+    """Returns pydantic's error for an unknown key, else its first, as one line: key, value, where
+    it is set, remedy.
+    """
     errors = error.errors()
-    if unknown := next(
-        (each for each in errors if each["type"] in ("extra_forbidden", "invalid_key")), None
-    ):
-        return _explain_unknown([str(part) for part in unknown["loc"]], lines)
+    for each in errors:
+        if each["type"] in ("extra_forbidden", "invalid_key"):
+            return _explain_unknown([*map(str, each["loc"])], lines)
     first = errors[0]
-    names = [
-        str(part)
-        for part in first["loc"]
-        if not re.search(r"[\[\]' ]|^(str|int|float|bool|literal)$", str(part))
-    ]
-    key = ".".join(names)
+    key = ".".join(
+        part
+        for part in map(str, first["loc"])
+        if not re.search(r"[\[\]' ]|^(str|int|float|bool|literal)$", part)
+    )
     allowed = first["msg"].removeprefix("Value error, ").replace("Input should be", "it should be")
     allowed = allowed.replace("a valid tuple", "a list")
     count = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
@@ -320,8 +332,12 @@ def _short(value: Any) -> str:
 
 
 def _explain_unknown(path: list[str], lines: Mapping[str, str]) -> str:
-    """Suggests the same name of other sections, else similar names of the same section, else those of any section."""
-    key, name, section = ".".join(path), path[-1], Config
+    """Suggests the same name of other sections, else similar names of the same section, else those
+    of any section.
+    """
+    key = ".".join(path)
+    name = path[-1]
+    section = Config
     if key in RENAMED:
         return f"{key} {_origin(key, lines)} has been renamed; use {RENAMED[key]}"
     for part in path[:-1]:

@@ -1,11 +1,12 @@
-"""`model.create` as a model's two Hugging Face JSON files, and the vocabulary of its tokenizer. No torch."""
+"""`model.create` as a model's two Hugging Face JSON files, and the vocabulary of its tokenizer.
 
-from __future__ import annotations
+No torch.
+"""
 
 import string
 from typing import Any
 
-from megarl.config.schema import Create
+from megarl.config.model import Create
 from megarl.config.section import refuse
 from megarl.models.registry import FAMILIES
 from megarl.models.shape import Family
@@ -13,18 +14,24 @@ from megarl.models.shape import Family
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>", "<|system|>", "<|user|>", "<|assistant|>")
 PAD, BOS, EOS, UNK = range(4)
 
-# Most useful first: a small vocabulary covers arithmetic and lower-case words, and all else is <unk>
+# Most useful first: a small vocabulary covers arithmetic and lower-case words, and all else is
+# <unk>
 _COMMON = string.digits + " \n+-*/=().,:?!'\"%$<>[]" + string.ascii_letters
 _CHARACTERS = _COMMON + "".join(sorted(set(string.punctuation) - set(_COMMON))) + "\t"
 
 
 def characters(create: Create) -> tuple[str, ...]:
-    """Returns the character tokenizer's tokens (special, phrases, characters), truncated to `create.vocab`."""
+    """Returns the character tokenizer's tokens (special, phrases, characters), truncated to
+    `create.vocab`.
+    """
     return (*SPECIAL, *create.phrases, *_CHARACTERS)[: create.vocab]
 
 
 def hf_config(create: Create) -> dict[str, Any]:
-    """Returns the config.json of a random model. Raises ValueError for sizes that do not fit together."""
+    """Returns the config.json of a random model.
+
+    Raises ValueError for sizes that do not fit together.
+    """
     head_dim = create.head_dim or create.hidden // create.heads
     family = _check_sizes(create, head_dim)
     values: dict[str, Any] = {
@@ -55,8 +62,10 @@ def hf_config(create: Create) -> dict[str, Any]:
         values |= {"num_experts_per_tok": create.experts_per_token, "router_aux_loss_coef": 0.0}
     values |= family.random_config(values, create.experts, create.moe_intermediate or create.hidden)
     if create.layers <= (dense := values.get("first_k_dense_replace", 0)):
-        remedy = f"family={create.family} needs {dense + 1} or more, because the first layer has no experts"
-        raise ValueError(f"model.create: layers={create.layers}, but {remedy}")
+        raise ValueError(
+            f"model.create: layers={create.layers}, but family={create.family} needs {dense + 1} "
+            "or more, because the first layer has no experts"
+        )
     return values
 
 
@@ -64,29 +73,45 @@ def _check_sizes(create: Create, head_dim: int) -> Family:
     supported = {name: family for name, family in FAMILIES.items() if family.architecture}
     if create.family not in supported:
         raise ValueError(
-            f"model.create: family={create.family} is not supported; use one of {', '.join(supported)}"
+            f"model.create: family={create.family} is not supported; use one of "
+            f"{', '.join(supported)}"
         )
-    family, least = supported[create.family], len(SPECIAL) + len(create.phrases) + 1
+    family = supported[create.family]
+    least = len(SPECIAL) + len(create.phrases) + 1
     moe = ", ".join(name for name, other in supported.items() if other.is_moe)
-    remedy = (
-        "set model.create.experts"
-        if family.is_moe
-        else f"set family to one of {moe}, or experts: 0"
-    )
-    heads, experts, chosen = create.heads, create.experts, create.experts_per_token
+    remedy = f"set family to one of {moe}, or experts: 0"
+    if family.is_moe:
+        remedy = "set model.create.experts"
+    heads = create.heads
+    experts = create.experts
+    chosen = create.experts_per_token
     remainder = create.hidden % heads if create.head_dim is None else 0
-    problems = {
-        f"hidden={create.hidden} is not divisible by heads={heads}; change one, or set head_dim": remainder,
-        f"head_dim={head_dim} is odd, but rotary embeddings need it even; change it": head_dim % 2,
-        f"heads={heads} is not divisible by kv_heads={create.kv_heads}; change one": heads
-        % create.kv_heads,
-        f"family={create.family}, but experts={experts}; {remedy}": family.is_moe != (experts > 0),
-        f"experts_per_token={chosen} exceeds experts={experts}; lower it": family.is_moe
-        and chosen > experts,
-        f"vocab={create.vocab} leaves no room for text; use at least {least}": (
-            create.vocab or least
-        )
-        < least,
-    }
-    refuse(problems, "model.create: ")
+    refuse(
+        (
+            remainder,
+            f"hidden={create.hidden} is not divisible by heads={heads}; change one, or set "
+            "head_dim",
+        ),
+        (
+            head_dim % 2,
+            f"head_dim={head_dim} is odd, but rotary embeddings need it even; change it",
+        ),
+        (
+            heads % create.kv_heads,
+            f"heads={heads} is not divisible by kv_heads={create.kv_heads}; change one",
+        ),
+        (
+            family.is_moe != (experts > 0),
+            f"family={create.family}, but experts={experts}; {remedy}",
+        ),
+        (
+            family.is_moe and chosen > experts,
+            f"experts_per_token={chosen} exceeds experts={experts}; lower it",
+        ),
+        (
+            (create.vocab or least) < least,
+            f"vocab={create.vocab} leaves no room for text; use at least {least}",
+        ),
+        start="model.create: ",
+    )
     return family

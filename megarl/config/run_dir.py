@@ -1,36 +1,59 @@
 """The configs of a run directory: one for each part of a run that was resumed with other settings.
 
-    config.yaml, config_2.yaml, ... --the newest--> compared with the new config --> refused, or config_<n>.yaml
+    config.yaml, config_2.yaml, ... --the newest--> compared with the new config
+                                                    --> refused, or config_<n>.yaml
 
-A resumed run continues what it has begun, so a setting that changes what is trained may not change by accident.
+A resumed run continues what it has begun, so a setting that changes what is trained may not change
+by accident.
 """
-
-from __future__ import annotations
 
 import json
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from megarl.config.load import flat, load_config, resolved_yaml, run_dir
 from megarl.config.schema import Config
 
+LEDGER = "ledger.jsonl"  # what became of every prompt (data/ledger.py)
+
 # Keys and sections that may change when a run is resumed.
 FREE = {
     "names": ("run.name", "run.dir"),
     "length of the run": ("train.steps", "sft.until_accuracy", "sft.patience"),
-    "what is recorded, and how often": ("eval.every", "eval.size", "eval.temperature", "checkpoint", "telemetry"),
-    "refusals": ("checks", "model.trust_remote_code"),
-    "layout: the same result to rounding": ("parallel", "launch", "sync", "rollout.tensor", "rollout.expert",
-                                            "rollout.replicas", "moe.dispatcher"),
-    "memory and speed: the same result to rounding": (
-        "train.max_tokens_per_microbatch", "train.logprob_chunk", "train.recompute", "train.recompute_modules",
-        "train.offload", "train.optimizer_cpu_offload", "rollout.gpu_memory_utilization", "rollout.cpu_kv_cache_gb",
-        "rollout.enforce_eager", "rollout.sleep_level",
+    "what is recorded, and how often": (
+        "eval.every",
+        "eval.size",
+        "eval.temperature",
+        "checkpoint",
+        "telemetry",
     ),
-}  # fmt: skip
+    "refusals": ("checks", "model.trust_remote_code"),
+    "layout: the same result to rounding": (
+        "parallel",
+        "launch",
+        "sync",
+        "rollout.tensor",
+        "rollout.expert",
+        "rollout.replicas",
+        "moe.dispatcher",
+    ),
+    "memory and speed: the same result to rounding": (
+        "train.max_tokens_per_microbatch",
+        "train.logprob_chunk",
+        "train.recompute",
+        "train.recompute_modules",
+        "train.offload",
+        "train.optimizer_cpu_offload",
+        "rollout.gpu_memory_utilization",
+        "rollout.cpu_kv_cache_gb",
+        "rollout.enforce_eager",
+        "rollout.sleep_level",
+    ),
+}
 
 
 def make_run_dir(config: Config) -> None:
@@ -47,8 +70,11 @@ def make_run_dir(config: Config) -> None:
 
 
 def resumed_run(config: Config) -> Path | None:
-    """Returns the directory of the run whose checkpoint a run of `config` would resume; None if it starts afresh."""
-    resume, folder = config.checkpoint.resume, run_dir(config)
+    """Returns the directory of the run whose checkpoint a run of `config` would resume; None if it
+    starts afresh.
+    """
+    resume = config.checkpoint.resume
+    folder = run_dir(config)
     if resume not in ("auto", "never"):
         return Path(resume).resolve().parent.parent
     return folder if resume == "auto" and any((folder / "checkpoints").glob("step_*")) else None
@@ -65,24 +91,30 @@ def check_resumed(config: Config) -> None:
         raise ValueError(
             f"cannot compare with the run to be resumed: {error}; pass --resume-changed"
         ) from None
-    changes = {
-        key: values
-        for key, values in _changes(old, config).items()
-        if not any(f"{key}.".startswith(f"{free}.") for keys in FREE.values() for free in keys)
-    }
+    free = tuple(f"{key}." for key in chain.from_iterable(FREE.values()))
+    changes = {}
+    for key, values in _changes(old, config).items():
+        if not f"{key}.".startswith(free):
+            changes[key] = values
     if changes:
         raise ValueError(
-            f"the run to be resumed began with other settings ({file}): {_text(changes)}; pass --resume-changed to "
-            "continue with the new ones, or start over with checkpoint.resume=never or another run.name"
+            f"the run to be resumed began with other settings ({file}): {_text(changes)}; pass "
+            "--resume-changed to "
+            "continue with the new ones, or start over with checkpoint.resume=never or another "
+            "run.name"
         )
 
 
 def prepare_run_dir(config: Config, command: str) -> Path:
-    """Write the resolved config, and remove the exit record of an earlier run; returns the config's file."""
-    folder, text = run_dir(config), resolved_yaml(config)
+    """Write the resolved config, and remove the exit record of an earlier run; returns the config's
+    file.
+    """
+    folder = run_dir(config)
+    text = resolved_yaml(config)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     (folder / "exit.json").unlink(missing_ok=True)
-    newest, resumed = _newest(folder), resumed_run(config)
+    newest = _newest(folder)
+    resumed = resumed_run(config)
     if newest is None or command != "train" or resumed is None or not resumed.samefile(folder):
         for file in folder.glob("config_*.yaml"):
             file.unlink()
@@ -112,7 +144,9 @@ def _number(file: Path) -> int:
 
 
 def _changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
-    """{dotted key: (old, new)}; for a model in another folder, the values of its config.json as well."""
+    """{dotted key: (old, new)}; for a model in another folder, the values of its config.json as
+    well.
+    """
     before, after = (dict(flat(config.model_dump(mode="json"))) for config in (old, new))
     old_model, new_model = (Path(config.model.path or "") for config in (old, new))
     if old_model.resolve() == new_model.resolve() or (
@@ -121,7 +155,8 @@ def _changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     ):  # of model.create, named by its values
         before["model.path"] = after["model.path"]
     else:
-        before, after = before | _model_values(old_model), after | _model_values(new_model)
+        before = before | _model_values(old_model)
+        after = after | _model_values(new_model)
     keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
     return {key: (before.get(key), after.get(key)) for key in keys}
 

@@ -1,15 +1,15 @@
-"""Collates groups of samples, or prompts with answers, into a flat batch. Tokens are shifted into labels only here.
+"""Collates groups of samples, or prompts with answers, into a flat batch.
+
+Tokens are shifted into labels only here.
 
 tokens     p0 p1 r0 r1 r2         labels   p1 r0 r1 r2  0
 trainable   F  F  T  T  T         mask      F  T  T  T  F       an outcome reward sits at the last T
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import fields, replace
-from itertools import pairwise
+from dataclasses import replace
+from itertools import chain, pairwise
 from typing import TypeVar
 
 import torch
@@ -18,11 +18,13 @@ from torch import Tensor
 from megarl.data.tokenizer import Tokenizer
 from megarl.types import FINISH, Group, Prompt, Sample, TokenBatch, TrainBatch
 
-Batch = TypeVar("Batch", bound=TrainBatch)
+AnyBatch = TypeVar("AnyBatch", bound=TrainBatch)
 
 
-def token_batch(rows: Sequence[tuple[Tensor, Tensor]], *, temperature: float) -> TokenBatch:
-    """Returns the batch of `rows`, each (tokens [L] int64, trainable [L] bool: True where the token is learned)."""
+def token_batch(rows: Sequence[tuple[Tensor, Tensor]], *, temperature: float = 1.0) -> TokenBatch:
+    """Returns the batch of `rows`, each (tokens [L] int64, trainable [L] bool: True where the token
+    is learned).
+    """
     cu_seqlens = torch.tensor([0, *(tokens.numel() for tokens, _ in rows)]).cumsum(0)
     tokens_T = _flat([tokens for tokens, _ in rows], torch.int64)
     return TokenBatch(
@@ -35,7 +37,9 @@ def token_batch(rows: Sequence[tuple[Tensor, Tensor]], *, temperature: float) ->
 
 
 def supervised_batch(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> TokenBatch:
-    """Returns one row per example, or per prompt, whose answer and end token are learned; ValueError without answer."""
+    """Returns one row per example, or per prompt, whose answer and end token are learned;
+    ValueError without answer.
+    """
     rows = []
     for prompt in prompts:
         if prompt.learned:
@@ -43,15 +47,17 @@ def supervised_batch(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> TokenBa
             continue
         if prompt.answer is None:
             raise ValueError(
-                f"problem {prompt.prompt_id} ({prompt.text[:40]!r}) has no answer, but stage: sft trains on answers; "
-                "add an answer to every row of the task"
+                f"problem {prompt.prompt_id} ({prompt.text[:40]!r}) has no answer, but stage: sft "
+                "trains on answers; add an answer to every row of the task"
             )
         rows.append(answer_row(tokenizer, prompt, prompt.answer))
-    return token_batch(rows, temperature=1.0)
+    return token_batch(rows)
 
 
 def answer_row(tokenizer: Tokenizer, prompt: Prompt, answer: str) -> tuple[Tensor, Tensor]:
-    """The tokens [L] of prompt, answer and end token, and which are learned [L]: all but the prompt's."""
+    """The tokens [L] of prompt, answer and end token, and which are learned [L]: all but the
+    prompt's.
+    """
     tokens = torch.tensor([*prompt.tokens, *tokenizer.encode_answer(answer)])
     return tokens, torch.arange(tokens.numel()) >= len(prompt.tokens)
 
@@ -59,16 +65,18 @@ def answer_row(tokenizer: Tokenizer, prompt: Prompt, answer: str) -> tuple[Tenso
 def collate(
     groups: Sequence[Group], *, temperature: float, mask_truncated: bool = False
 ) -> TrainBatch:
-    """Returns one row per sample, in order: N samples with T tokens in all. Every sample must be scored.
+    """Returns one row per sample, in order: N samples with T tokens in all.
 
-    With `mask_truncated`, the mask of samples that reached the token limit is False, so they are not trained on.
+    Every sample must be scored.
+
+    With `mask_truncated`, the mask of samples that reached the token limit is False, so they are
+    not trained on.
     """
-    samples = [sample for group in groups for sample in group.samples]
-    learned = [
-        sample.trainable & (not (mask_truncated and sample.finish == "length"))
-        for sample in samples
-    ]
-    rows = [(sample.tokens, learned_L) for sample, learned_L in zip(samples, learned, strict=True)]
+    samples = list(chain.from_iterable(group.samples for group in groups))
+    rows = []
+    for sample in samples:
+        is_masked = mask_truncated and sample.finish == "length"
+        rows.append((sample.tokens, sample.trainable & (not is_masked)))
     routes = tuple(sample.routes for sample in samples)
     tokens = replace(
         token_batch(rows, temperature=temperature), routes=routes if any(routes) else ()
@@ -83,7 +91,7 @@ def collate(
     sizes = torch.tensor([len(group.samples) for group in groups], dtype=torch.int64)
     baselines = torch.tensor([group.baseline or 0.0 for group in groups], dtype=torch.float32)
     return TrainBatch(
-        **tokens.token_fields(),
+        **vars(tokens),
         rollout_logprobs=torch.where(tokens.mask, logprobs_T, 0.0),
         token_rewards=token_rewards,
         step_ends=step_ends,
@@ -97,21 +105,23 @@ def collate(
     )
 
 
-def take_rows(batch: Batch, rows: Sequence[int]) -> Batch:
+def take_rows(batch: AnyBatch, rows: Sequence[int]) -> AnyBatch:
     """Returns the batch of these rows alone, in this order."""
-    rows_N, lengths_N = torch.tensor(rows, dtype=torch.int64), batch.cu_seqlens.diff()
+    rows_N = torch.tensor(rows, dtype=torch.int64)
+    lengths_N = batch.cu_seqlens.diff()
     cu_seqlens = torch.cat([lengths_N.new_zeros(1), lengths_N[rows_N].cumsum(0)])
     shift_N = batch.cu_seqlens[rows_N] - cu_seqlens[:-1]
     index_T = torch.arange(int(cu_seqlens[-1])) + shift_N.repeat_interleave(lengths_N[rows_N])
-    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    values = dict(vars(batch))
     for name, value in values.items():
         if isinstance(value, Tensor):
             values[name] = value[index_T if value.shape[0] == batch.num_tokens else rows_N]
-    outcome_at = torch.where(values["outcome_at"] >= 0, values["outcome_at"] - shift_N, -1)
-    routes = tuple(batch.routes[row] for row in rows) if batch.routes else ()
-    return replace(
-        batch, **values | {"cu_seqlens": cu_seqlens, "outcome_at": outcome_at, "routes": routes}
-    )
+    values |= {
+        "cu_seqlens": cu_seqlens,
+        "outcome_at": torch.where(values["outcome_at"] >= 0, values["outcome_at"] - shift_N, -1),
+        "routes": tuple(batch.routes[row] for row in rows) if batch.routes else (),
+    }
+    return replace(batch, **values)
 
 
 def _flat(rows: list[Tensor], dtype: torch.dtype) -> Tensor:
@@ -126,27 +136,27 @@ def _shifted(x_T: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def _place_rewards(samples: Sequence[Sample], tokens: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns rewards [T], step ends [T] and the positions [N] of the outcome rewards, -1 where there is none.
+    """Returns rewards [T], step ends [T] and the positions [N] of the outcome rewards, -1 where
+    there is none.
 
-    The reward of a masked position moves to the trained one before it. If there is none, the row is not trained on:
-    its mask is set to False in place. The outcome is a step that ends at the last trained position, even if it is 0;
-    a process step that ends there as well is merged with it, and their rewards add up.
+    The reward of a masked position moves to the trained one before it. If there is none, the row is
+    not trained on: its mask is set to False in place. The outcome is a step that ends at the last
+    trained position, even if it is 0; a process step that ends there as well is merged with it, and
+    their rewards add up.
     """
-    trained_K = tokens.mask.nonzero().flatten()
-    bounds, trained = torch.searchsorted(trained_K, tokens.cu_seqlens).tolist(), trained_K.tolist()
-    positions_N = [trained[first:end] for first, end in pairwise(bounds)]
-    outcomes, steps = list[int](), list[tuple[int, float]]()
-    for sample, positions, start in zip(
-        samples, positions_N, tokens.cu_seqlens.tolist(), strict=False
-    ):
+    outcomes = []
+    steps = []
+    for sample, (start, end) in zip(samples, pairwise(tokens.cu_seqlens.tolist()), strict=True):
         assert sample.reward is not None, (
             f"sample {sample.index} of prompt {sample.prompt_id} was not scored"
         )
+        positions = (start + tokens.mask[start:end].nonzero().flatten()).tolist()
         if positions and any(start + token <= positions[0] for token, _ in sample.step_rewards):
             tokens.mask[positions] = False
             positions = []
         outcomes.append(positions[-1] if positions and sample.has_outcome else -1)
-        steps += [(outcomes[-1], sample.reward)] if outcomes[-1] >= 0 else []
+        if outcomes[-1] >= 0:
+            steps.append((outcomes[-1], sample.reward))
         if positions:  # token t + 1 is trained at position t
             steps += [
                 (positions[bisect_left(positions, start + t) - 1], reward)

@@ -1,14 +1,13 @@
-"""Examples to learn from (stage sft) that have several turns, or a completion: their tokens, and which are learned.
+"""Examples to learn from (stage sft) that have several turns, or a completion: their tokens, and
+which are learned.
 
     {"messages": [...]}                       the turns of sft.roles
-    {"prompt": [...], "completion": [...]}    those in the completion; of texts, the completion and the end token
+    {"prompt": [...], "completion": [...]}    those in it; of texts, it and the end token
 
-A template may render a turn differently once others follow. So the rendered turns before, and up to, a learned one must
-begin the rendered conversation; the text between is encoded by itself, as an engine samples it. A template with
-{% generation %} tags marks the assistant's turns itself.
+A template may render a turn differently once others follow. So the rendered turns before, and up
+to, a learned one must begin the rendered conversation; the text between is encoded by itself, as an
+engine samples it. A template with {% generation %} tags marks the assistant's turns itself.
 """
-
-from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,28 +15,28 @@ from functools import partial
 from itertools import pairwise
 
 from megarl.config.schema import Task
-from megarl.data.tasks import Problem, is_message
-from megarl.data.tokenizer import HfTokenizer, Tokenizer, prompt_encoder
+from megarl.data.tasks import Problem, is_message, messages_of
+from megarl.data.tokenizer import Example, HfTokenizer, Tokenizer, prompt_encoder
 
-Message = Mapping[str, str]
-Example = tuple[
-    tuple[int, ...], tuple[bool, ...]
-]  # tokens of a whole example, and which of them are learned
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\b")
 
 
 def example_encoder(
     tokenizer: Tokenizer, task: Task, roles: Sequence[str]
 ) -> Callable[[Problem], Example | None]:
-    """Returns the encoder of conversations and completions; it returns None for problems with an answer."""
+    """Returns the encoder of conversations and completions; it returns None for problems with an
+    answer.
+    """
     encode = prompt_encoder(tokenizer, task)
 
     def example(problem: Problem) -> Example | None:
-        question, completion = problem.question, problem.extra.get("completion")
+        question = problem.question
+        completion = problem.extra.get("completion")
         if problem.answer is not None or (completion is None and isinstance(question, str)):
             return None
         if isinstance(completion, str):
-            prompt, answer = encode(question), tokenizer.encode_answer(completion)
+            prompt = encode(question)
+            answer = tokenizer.encode_answer(completion)
             return (*prompt, *answer), (False,) * len(prompt) + (True,) * len(answer)
         if completion is not None and not (
             isinstance(completion, list) and all(map(is_message, completion))
@@ -45,22 +44,20 @@ def example_encoder(
             raise ValueError(
                 f"completion must be text or a list of messages, not {str(completion)[:60]!r}"
             )
-        messages = (
-            [{"role": "user", "content": question}] if isinstance(question, str) else [*question]
-        )
-        first, messages = len(messages) if completion else 0, messages + (completion or [])
+        messages = messages_of(question)
+        first = len(messages) if completion else 0
+        messages += completion or []
         if task.system_prompt and messages[0]["role"] != "system":
-            messages, first = (
-                [{"role": "system", "content": task.system_prompt}, *messages],
-                first + 1,
-            )
+            messages = [{"role": "system", "content": task.system_prompt}, *messages]
+            first += 1
         learned = [turn for turn in range(first, len(messages)) if messages[turn]["role"] in roles]
         shown = " / ".join(
             f"{message['role']}: {message['content'][:30]!r}" for message in messages[:4]
         )
         if not learned:
             raise ValueError(
-                f"a conversation has no turn of sft.roles={list(roles)}: {shown}; correct one of them"
+                f"a conversation has no turn of sft.roles={list(roles)}: {shown}; correct one of "
+                "them"
             )
         if (
             task.template == "plain"
@@ -84,23 +81,26 @@ def example_encoder(
 def _by_turns(
     tokenizer: HfTokenizer,
     render: Callable[..., str],
-    messages: Sequence[Message],
+    messages: Sequence[Mapping[str, str]],
     learned: Sequence[int],
     shown: str,
 ) -> Example:
     encode_text = partial(tokenizer.inner.encode, add_special_tokens=False)
-    whole, cuts = render(messages), [0]
+    whole = render(messages)
+    cuts = [0]
     for turn in learned:
         is_reply = messages[turn]["role"] == "assistant"
         before = render(messages[:turn], generation=is_reply) if turn or is_reply else ""
         for text in (before, render(messages[: turn + 1])):
             if not whole.startswith(text) or len(text) < cuts[-1]:
                 raise ValueError(
-                    f"the model's chat template renders turn {turn + 1} or one before it differently once others "
-                    f"follow: {shown}; split the conversation, or use a template with generation tags"
+                    f"the model's chat template renders turn {turn + 1} or one before it "
+                    f"differently once others follow: {shown}; split the conversation, or use a "
+                    "template with generation tags"
                 )
             cuts.append(len(text))
-    tokens, mask = list[int](), list[bool]()
+    tokens = []
+    mask = []
     for number, (start, end) in enumerate(pairwise([*cuts, len(whole)])):
         part = encode_text(whole[start:end])
         # nothing is sampled after an end token, so nothing is learned there

@@ -1,15 +1,16 @@
-"""What people or judges say of responses, as rows of a task. No torch: all rows are checked before ranks start.
+"""What people or judges say of responses, as rows of a task.
 
-    {"prompt": ..., "chosen": ..., "rejected": ..., "margin": 1.0}      one pair; the margin is optional
-    {"prompt": ..., "responses": [...]}                                 a ranking, best first
-    {"prompt": ..., "responses": [...], "ranks": [2, 1, 1]}             1 is best; equal ranks give no pair
-    {"prompt": ..., "responses": [...], "scores": [0.1, 0.9, 0.9]}      the highest is best
-    {"prompt": ..., "completions": ["step 1", "step 2"], "labels": [true, false]}    steps, as in TRL
+No torch: all rows are checked before ranks start.
 
-A response is text or a list of chat messages that ends with the assistant's; it may repeat the prompt's messages.
+    {"prompt": ..., "chosen": ..., "rejected": ..., "margin": 1.0}   one pair; the margin: optional
+    {"prompt": ..., "responses": [...]}                              a ranking, best first
+    {"prompt": ..., "responses": [...], "ranks": [2, 1, 1]}          1 is best; equal ranks: no pair
+    {"prompt": ..., "responses": [...], "scores": [0.1, 0.9, 0.9]}   the highest is best
+    {"prompt": ..., "completions": ["step 1", "step 2"], "labels": [true, false]}   steps, as in TRL
+
+A response is text or a list of chat messages that ends with the assistant's; it may repeat the
+prompt's messages.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,9 +22,8 @@ from megarl.data.tasks import Source
 
 def check_feedback(source: Source, *, steps: bool) -> None:
     """Raises ValueError, with file and line, for a problem without rankings, or without `steps`."""
-    for problem in chain(
-        [source.problem(0)], source.problems()
-    ):  # an endless source has the first alone
+    # an endless source has the first alone
+    for problem in chain([source.problem(0)], source.problems()):
         if steps:
             labelled_steps(problem.extra, problem.where)
         else:
@@ -33,7 +33,9 @@ def check_feedback(source: Source, *, steps: bool) -> None:
 def ranked_responses(
     extra: Mapping[str, Any], text: str, where: str
 ) -> tuple[list[str], list[float], float]:
-    """Returns the responses to the prompt `text`, their ranks (the lowest is best) and the margin of its pairs."""
+    """Returns the responses to the prompt `text`, their ranks (the lowest is best) and the margin
+    of its pairs.
+    """
     keys = [key for key in ("chosen", "rejected", "responses") if extra.get(key) is not None]
     if keys == ["chosen", "rejected"]:
         margin = (
@@ -44,13 +46,15 @@ def ranked_responses(
         return [_response(extra[key], text, f"{where}: {key}") for key in keys], [0.0, 1.0], margin
     if keys != ["responses"]:
         raise ValueError(
-            f"{where} has {' and '.join(keys) or 'no responses'}, but preferences are learned from `chosen` and "
-            "`rejected`, or from `responses`; write one or the other in every row of the task"
+            f"{where} has {' and '.join(keys) or 'no responses'}, but preferences are learned from "
+            "`chosen` and `rejected`, or from `responses`; write one or the other in every row of "
+            "the task"
         )
     values = extra["responses"]
     if not isinstance(values, Sequence) or isinstance(values, str) or len(values) < 2:
         raise ValueError(
-            f"{where}: responses must be a list of two or more, best first, not {str(values)[:60]!r}"
+            f"{where}: responses must be a list of two or more, best first, not "
+            f"{str(values)[:60]!r}"
         )
     orders = [key for key in ("ranks", "scores") if extra.get(key) is not None]
     if len(orders) > 1:
@@ -86,9 +90,9 @@ def _response(value: Any, prompt: str, where: str) -> str:
     is_list = isinstance(value, Sequence) and all(isinstance(message, Mapping) for message in value)
     last = value[-1] if is_list and value else {}
     if last.get("role") != "assistant" or not isinstance(last.get("content"), str):
-        shown = str(value)[:60]
         raise ValueError(
-            f"{where} must be text, or messages that end with the assistant's, not {shown!r}; correct it"
+            f"{where} must be text, or messages that end with the assistant's, not "
+            f"{str(value)[:60]!r}; correct it"
         )
     texts = [str(message.get("content")) for message in value[:-1]]
     both = "\n".join(
@@ -96,8 +100,8 @@ def _response(value: Any, prompt: str, where: str) -> str:
     )
     if texts and prompt not in (both, texts[-1]):
         raise ValueError(
-            f"{where} begins with {len(texts)} messages that are not the prompt's; a response is one message, alone or "
-            "after the prompt's"
+            f"{where} begins with {len(texts)} messages that are not the prompt's; a response is "
+            "one message, alone or after the prompt's"
         )
     return last["content"]
 
@@ -113,7 +117,8 @@ def labelled_steps(extra: Mapping[str, Any], where: str) -> list[tuple[str, bool
     are_texts = are_lists and all(isinstance(text, str) and text.strip() for text in texts)
     if not are_texts or any(label not in (0, 1) for label in labels):
         raise ValueError(
-            f"{where} has completions={str(texts)[:60]} and labels={str(labels)[:60]}, but a process reward model "
-            "learns from a list of texts, and true or false for each; correct the row"
+            f"{where} has completions={str(texts)[:60]} and labels={str(labels)[:60]}, but a "
+            "process reward model learns from a list of texts, and true or false for each; correct "
+            "the row"
         )
     return [(text, bool(label)) for text, label in zip(texts, labels, strict=True)]

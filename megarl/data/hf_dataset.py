@@ -1,17 +1,19 @@
-"""Rows of `hf:` tasks: datasets on the Hugging Face hub, and local folders and files, read with `datasets`. No torch.
+"""Rows of `hf:` tasks: datasets on the Hugging Face hub, and local folders and files, read with
+`datasets`. No torch.
 
     hub id --snapshot--> folder named by its commit -+
-    local folder or file ----------------------------+--> Arrow files, memory-mapped --> Rows: (question, answer, extra)
+    local folder or file ----------------------------+--> Arrow files, memory-mapped --> DatasetRows
 
-A hub id is downloaded first: offline, `datasets` itself would read whatever revision it prepared last."""
-
-from __future__ import annotations
+A hub id is downloaded first: offline, `datasets` itself would read whatever revision it prepared
+last.
+"""
 
 import operator
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +23,12 @@ from megarl.config.section import Pattern, Section, did_you_mean
 from megarl.platform.env import is_installed
 from megarl.platform.hub import Repository
 
-FORMATS = {
-    ".jsonl": "json",
-    ".json": "json",
-    ".parquet": "parquet",
-    ".csv": "csv",
-}  # of a single file
-QUESTION_COLUMNS = (
-    "prompt",
-    "question",
-    "problem",
-    "messages",
-)  # the first that exists, if none is configured
-EMPTY = (
-    "corresponds to no data",
-    "BatchSize must be greater than 0",
-    "StopIteration",
-)  # as datasets reports no rows
+# of a single file
+FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+# the first that exists, if none is configured
+QUESTION_COLUMNS = ("prompt", "question", "problem", "messages")
+# as datasets reports no rows
+EMPTY = ("corresponds to no data", "BatchSize must be greater than 0", "StopIteration")
 BATCH = 1000  # rows read at once in a scan
 Row = tuple[Any, Any, dict[str, Any]]  # question, answer, the other columns
 
@@ -49,17 +40,14 @@ class DatasetOptions(Section):
     eval_split: str | None = None  # None: some problems of `split` are held out
     held_out: float = Field(default=0.05, ge=0, lt=1)  # their share, without eval_split
     config: str | None = None  # a subset, as datasets.load_dataset's `name`
-    revision: str | None = (
-        None  # branch, tag or commit of a hub id; None: main. A run records the commit
-    )
+    # branch, tag or commit of a hub id; None: main. A run records the commit
+    revision: str | None = None
     data_files: str | None = None  # a glob: reads, and downloads, only these files
     prompt: str | list[str] | None = None  # text or chat messages; several columns are joined
-    answer: str | None = (
-        None  # None: `answer`, if it exists. A dot enters a struct, as in reward_model.ground_truth
-    )
-    answer_pattern: Pattern | None = (
-        None  # a regular expression; group 1 of its last match is the answer
-    )
+    # None: `answer`, if it exists. A dot enters a struct, as in reward_model.ground_truth
+    answer: str | None = None
+    # a regular expression; group 1 of its last match is the answer
+    answer_pattern: Pattern | None = None
 
     @field_validator("answer_pattern")
     @classmethod
@@ -69,8 +57,8 @@ class DatasetOptions(Section):
         return value
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+@dataclass(frozen=True)
+class DatasetRows:
     """The rows of one split; `name` is the task's, for errors."""
 
     name: str
@@ -86,24 +74,43 @@ class Rows:
         return self._row(index, self.dataset[index])
 
     def scan(self, whole: bool) -> Iterator[Row]:
-        """Reads all rows, or only their questions; and checks that the pattern matches all answers."""
+        """Reads all rows, or only their questions; and checks that the pattern
+        matches all answers.
+        """
         columns = (
             self.dataset.column_names
             if whole
             else {*self.prompt, *(self.answer[:1] if self.pattern else ())}
         )
-        batches = self.dataset.select_columns(sorted(columns)).iter(batch_size=BATCH)
         rows = (
             dict(zip(batch, row, strict=True))
-            for batch in batches
+            for batch in self.dataset.select_columns(sorted(columns)).iter(batch_size=BATCH)
             for row in zip(*batch.values(), strict=True)
         )
-        return (self._row(index, row, whole=whole) for index, row in enumerate(rows))
+        return map(self._row, count(), rows)
 
-    def _row(self, index: int, row: dict[str, Any], *, whole: bool = True) -> Row:
-        question = self._question(index, [row[column] for column in self.prompt])
+    def _row(self, index: int, row: dict[str, Any]) -> Row:
+        """Joins the texts of several prompts by an empty line, or concatenates their messages."""
+        values = [row[column] for column in self.prompt]
+        if all(isinstance(value, str) for value in values):
+            question = "\n\n".join(values)
+        elif all(isinstance(value, list) for value in values):
+            # without the keys that Arrow added to messages as None
+            question = [
+                {k: v for k, v in m.items() if v is not None} if isinstance(m, Mapping) else m
+                for m in chain.from_iterable(values)
+            ]
+        elif len(values) == 1:
+            question = values[0]
+        else:
+            kinds = ", ".join(
+                f"{c}: {type(v).__name__}" for c, v in zip(self.prompt, values, strict=True)
+            )
+            raise ValueError(
+                f"{self.name} row {index}: prompts must be all text or all messages, not {kinds}"
+            )
         answer = None
-        if self.answer and (self.pattern or whole):
+        if self.answer and self.answer[0] in row:
             answer = reduce(
                 lambda value, key: None if value is None else value[key], self.answer, row
             )
@@ -115,31 +122,12 @@ class Rows:
             )
             if not matches:
                 raise ValueError(
-                    f"{self.name} row {index}: task.options.answer_pattern={self.pattern!r} does not match the answer "
-                    f"{str(answer)[-60:]!r}; change the pattern"
+                    f"{self.name} row {index}: task.options.answer_pattern={self.pattern!r} does "
+                    f"not match the answer {str(answer)[-60:]!r}; change the pattern"
                 )
             answer = matches[-1].strip()
         used = (*self.prompt, *(self.answer if len(self.answer) == 1 else ()))
         return question, answer, {key: value for key, value in row.items() if key not in used}
-
-    def _question(self, index: int, values: list[Any]) -> Any:
-        """Joins texts by an empty line; concatenates messages, without the keys that Arrow added to them as None."""
-        if len(values) > 1 and all(isinstance(value, str) for value in values):
-            return "\n\n".join(values)
-        if not all(isinstance(value, list) for value in values):
-            if len(values) > 1:
-                kinds = ", ".join(
-                    f"{c}: {type(v).__name__}" for c, v in zip(self.prompt, values, strict=True)
-                )
-                raise ValueError(
-                    f"{self.name} row {index}: prompts must be all text or all messages, not {kinds}"
-                )
-            return values[0]
-        messages = [message for value in values for message in value]
-        return [
-            {k: v for k, v in m.items() if v is not None} if isinstance(m, Mapping) else m
-            for m in messages
-        ]
 
 
 def parse_options(name: str, options: Mapping[str, Any]) -> DatasetOptions:
@@ -155,13 +143,13 @@ def parse_options(name: str, options: Mapping[str, Any]) -> DatasetOptions:
             raise ValueError(
                 f"task.options.{key} is not an option of task.name=hf:{name}; {remedy}"
             ) from None
-        reason = first["msg"].removeprefix("Value error, ")
         raise ValueError(
-            f"task.options.{key}={first['input']!r} of task.name=hf:{name}: {reason}"
+            f"task.options.{key}={first['input']!r} of task.name=hf:{name}: "
+            f"{first['msg'].removeprefix('Value error, ')}"
         ) from None
 
 
-def load_rows(name: str, options: DatasetOptions, split: str) -> Rows:
+def load_rows(name: str, options: DatasetOptions, split: str) -> DatasetRows:
     """Loads one split. Raises ValueError or FileNotFoundError with the value and the remedy."""
     dataset = _read(name, options, split)
     columns = dataset.column_names
@@ -169,8 +157,8 @@ def load_rows(name: str, options: DatasetOptions, split: str) -> Rows:
     prompt = prompt or [column for column in QUESTION_COLUMNS if column in columns][:1]
     if not prompt:
         raise ValueError(
-            f"task.name=hf:{name} has none of the columns {', '.join(QUESTION_COLUMNS)}; set task.options.prompt to "
-            f"one of: {', '.join(columns)}"
+            f"task.name=hf:{name} has none of the columns {', '.join(QUESTION_COLUMNS)}; set "
+            f"task.options.prompt to one of: {', '.join(columns)}"
         )
     answer = options.answer or ("answer" if "answer" in columns else "")
     path = (answer,) if answer in columns else tuple(filter(None, answer.split(".")))
@@ -178,15 +166,16 @@ def load_rows(name: str, options: DatasetOptions, split: str) -> Rows:
         try:
             reduce(operator.getitem, column, dataset.features)
         except (KeyError, TypeError):  # a feature that is no struct
-            setting, known = f"task.options.{key}={'.'.join(column)}", ", ".join(columns)
             raise ValueError(
-                f"{setting} is not a column of hf:{name}; choose from: {known}"
+                f"task.options.{key}={'.'.join(column)} is not a column of hf:{name}; "
+                f"choose from: {', '.join(columns)}"
             ) from None
     if options.answer_pattern and not path:
         raise ValueError(
-            f"task.options.answer_pattern={options.answer_pattern!r} needs task.options.answer; set it"
+            f"task.options.answer_pattern={options.answer_pattern!r} needs task.options.answer; "
+            "set it"
         )
-    return Rows(f"hf:{name}", dataset, tuple(prompt), path, options.answer_pattern)
+    return DatasetRows(f"hf:{name}", dataset, tuple(prompt), path, options.answer_pattern)
 
 
 def _read(name: str, options: DatasetOptions, split: str) -> Any:
@@ -195,18 +184,21 @@ def _read(name: str, options: DatasetOptions, split: str) -> Any:
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
+    path = str(folder)
+    data_files = options.data_files
     if folder.is_file():
         if folder.stat().st_size == 0:
             raise ValueError(
-                f"task.name=hf:{name} is an empty file; write one row per line, or choose another file"
+                f"task.name=hf:{name} is an empty file; write one row per line, or choose another "
+                "file"
             )
         if folder.suffix not in FORMATS:
             raise ValueError(
-                f"task.name=hf:{name} is not a file of a known format; choose from {', '.join(FORMATS)}"
+                f"task.name=hf:{name} is not a file of a known format; choose from "
+                f"{', '.join(FORMATS)}"
             )
-        path, data_files = FORMATS[folder.suffix], str(folder)
-    else:
-        path, data_files = str(folder), options.data_files
+        data_files = path
+        path = FORMATS[folder.suffix]
     try:
         builder = datasets.load_dataset_builder(path, options.config, data_files=data_files)
         builder.download_and_prepare()
@@ -220,17 +212,25 @@ def _explain_reading(error: Exception, name: str, options: DatasetOptions, split
     listed = re.search(r"\[(.*?)\]", cause)
     known = listed[1].replace("'", "") if listed else "none"
     if "BuilderConfig" in cause or "Config name is missing" in cause:
-        return f"task.options.config={options.config} does not name a subset of hf:{name}; choose from: {known}"
+        return (
+            f"task.options.config={options.config} does not name a subset of hf:{name}; "
+            f"choose from: {known}"
+        )
     key = "split" if split == options.split else "eval_split"
     if any(text in cause for text in EMPTY):
-        return f"task.name=hf:{name} has no rows in split {split}; correct its files, or task.options.{key}"
+        return (
+            f"task.name=hf:{name} has no rows in split {split}; correct its files, or "
+            f"task.options.{key}"
+        )
     if "Unknown split" in cause:
         return f"task.options.{key}={split} is not a split of hf:{name}; choose from: {known}"
     return f"task.name=hf:{name} cannot be read ({cause}); correct its files, or task.options"
 
 
 def resolve(name: str, options: DatasetOptions) -> Path:
-    """Returns the local file or folder, or downloads a hub id; returns its folder, named by the commit."""
+    """Returns the local file or folder, or downloads a hub id; returns its folder, named by the
+    commit.
+    """
     if not is_installed("datasets"):
         raise ValueError(
             f"task.name=hf:{name} needs the package datasets; pip install 'datasets>=4,<6'"

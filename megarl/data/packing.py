@@ -1,17 +1,16 @@
-"""Packs rows into micro-batches under a token budget: equal cost and the same number of micro-batches on every rank.
+"""Packs rows into micro-batches under a token budget: equal cost and the same number of
+micro-batches on every rank.
 
-    rows -> updates (groups stay together) -> ranks (equal cost) -> bins of at most `max_tokens`, in order
+    rows -> updates (groups stay together) -> ranks (equal cost) -> bins of `max_tokens`, in order
 
-A row of L tokens costs L + L^2 / ATTENTION_LENGTH: matrix products are linear in its length, attention is quadratic.
-Pure: every rank computes the same plan from the same lengths.
+A row of L tokens costs L + L^2 / ATTENTION_LENGTH: matrix products are linear in its length,
+attention is quadratic. Pure: every rank computes the same plan from the same lengths.
 """
-
-from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Iterable, Sequence
+from itertools import chain, groupby
 from random import Random
 
 import numpy as np
@@ -20,12 +19,11 @@ from megarl.config.schema import Train
 from megarl.layout import Layout
 from megarl.types import MicrobatchPlan, PreferenceBatch, TokenBatch, TrainBatch
 
-Rows = tuple[int, ...]
-PlannedRows = tuple[tuple[tuple[Rows, ...], ...], ...]  # [update][dp rank][micro-batch]
+RowIndices = tuple[int, ...]
+PlannedRows = tuple[tuple[tuple[RowIndices, ...], ...], ...]  # [update][dp rank][micro-batch]
 
-ATTENTION_LENGTH = (
-    24576  # tokens; where attention costs as much as a layer's products: about 12 x the hidden size
-)
+# tokens; where attention costs as much as a layer's products: about 12 x the hidden size
+ATTENTION_LENGTH = 24576
 MAX_SWAPS = 1000
 
 
@@ -39,8 +37,8 @@ def plan_microbatches(
 ) -> MicrobatchPlan:
     """Plans which rows each rank runs in each micro-batch of each update.
 
-    Rows of one unit (consecutive equal ids; of a PreferenceBatch, its groups) stay in one micro-batch. `shuffle` seeds
-    a random order of groups; None keeps that of the batch.
+    RowIndices of one unit (consecutive equal ids; of a PreferenceBatch, its groups) stay in one
+    micro-batch. `shuffle` seeds a random order of groups; None keeps that of the batch.
     """
     units = batch.group.tolist() if isinstance(batch, PreferenceBatch) else units
     lengths = batch.cu_seqlens.diff().tolist()
@@ -54,15 +52,25 @@ def plan_microbatches(
         multiple=microbatch_multiple(layout),
         shuffle=shuffle,
     )
-    trained_N = np.diff(np.append(0, np.cumsum(batch.mask.numpy()))[batch.cu_seqlens.numpy()])
+    trained = [int(mask.sum()) for mask in batch.mask.split(lengths)]
     num_tokens = tuple(
-        int(sum(trained_N[list(bin)].sum() for rank in update for bin in rank)) for update in rows
+        _sum_of(trained, chain.from_iterable(chain.from_iterable(update))) for update in rows
     )
-    return MicrobatchPlan(rows, num_tokens, _efficiency(rows, lengths))
+    padded = 0  # tokens if every micro-batch were as full as the fullest rank's
+    for update in rows:
+        for microbatch in zip(*update, strict=True):
+            padded += len(update) * max(_sum_of(lengths, bin) for bin in microbatch)
+    return MicrobatchPlan(rows, num_tokens, sum(lengths) / padded if padded else 1.0)
+
+
+def _sum_of(numbers: Sequence[int], rows: Iterable[int]) -> int:
+    return sum(numbers[row] for row in rows)
 
 
 def microbatch_multiple(layout: Layout) -> int:
-    """Returns the divisor of the number of micro-batches: the pipeline size for interleaved 1F1B."""
+    """Returns the divisor of the number of micro-batches: the pipeline size for
+    interleaved 1F1B.
+    """
     return layout.pp.size if layout.vpp.size > 1 else 1
 
 
@@ -79,42 +87,49 @@ def plan_rows(
 ) -> PlannedRows:
     """Returns ``rows[update][dp_rank][microbatch]``, which contains every row once.
 
-    Rows of one group (consecutive equal ids) stay in one update, so that there may be fewer than `updates`, and rows of
-    one unit in one micro-batch. Every rank has the same number of micro-batches, a multiple of `multiple`, some empty
-    if there are too few rows. A row (or unit) longer than `max_tokens` runs alone.
+    Rows of one group (consecutive equal ids) stay in one update, so that there may be fewer than
+    `updates`, and rows of one unit in one micro-batch. Every rank has the same number of
+    micro-batches, a multiple of `multiple`, some empty if there are too few rows. A row (or unit)
+    longer than `max_tokens` runs alone.
     """
     all_rows = range(len(lengths))
-    row_units, row_groups = units or all_rows, groups or all_rows
+    row_units = units or all_rows
+    row_groups = groups or all_rows
     rows_of_unit = [tuple(rows) for _, rows in groupby(all_rows, key=lambda row: row_units[row])]
     if shuffle is not None:
-        units_of_group = [
-            list(part) for _, part in groupby(rows_of_unit, key=lambda rows: row_groups[rows[0]])
-        ]
+        by_group = groupby(rows_of_unit, key=lambda rows: row_groups[rows[0]])
+        units_of_group = [list(part) for _, part in by_group]
         Random(shuffle).shuffle(units_of_group)
-        rows_of_unit = [rows for part in units_of_group for rows in part]
-    lengths_U = np.array(
-        [sum(lengths[row] for row in rows) for rows in rows_of_unit], dtype=np.int64
-    )
-    ranges = _split_groups([row_groups[rows[0]] for rows in rows_of_unit], updates)
-    planned = [
-        _plan_update(np.asarray(part, np.int64), lengths_U, dp, max_tokens, multiple)
-        for part in ranges
-    ]
-    return tuple(
-        tuple(
-            tuple(tuple(row for unit in bin for row in rows_of_unit[unit]) for bin in rank)
-            for rank in update
-        )
-        for update in planned
-    )
+        rows_of_unit = list(chain.from_iterable(units_of_group))
+    lengths_U = np.array([_sum_of(lengths, rows) for rows in rows_of_unit], dtype=np.int64)
+
+    def rows_of_bin(units: RowIndices) -> RowIndices:
+        return tuple(chain.from_iterable(rows_of_unit[unit] for unit in units))
+
+    planned = []
+    for part in _split_groups([row_groups[rows[0]] for rows in rows_of_unit], updates):
+        part_units = np.array(part, np.int64)
+        part_lengths = lengths_U[part_units]
+        costs = _costs(part_lengths)
+        ranks = [sorted(items) for items in partition(costs, dp)]
+        fewest_bins = [first_fit_decreasing(part_lengths[items], max_tokens) for items in ranks]
+        num_bins = -(-max(1, *map(len, fewest_bins)) // multiple) * multiple
+        update = []
+        for items, fallback in zip(ranks, fewest_bins, strict=True):
+            bins = _even_bins(part_lengths[items], costs[items], num_bins, max_tokens) or fallback
+            rank_units = part_units[items]
+            filled = [tuple(sorted(rank_units[bin].tolist())) for bin in bins if bin]
+            update.append(tuple(map(rows_of_bin, _pipeline_order(filled, lengths_U, num_bins))))
+        planned.append(tuple(update))
+    return tuple(planned)
 
 
 def _split_groups(groups: Sequence[int], updates: int) -> list[range]:
-    """At most `updates` ranges of rows, of nearly equal sizes, none of which splits a group."""
-    boundaries = [row for row in range(1, len(groups)) if groups[row] != groups[row - 1]] + [
-        len(groups)
-    ]
-    ranges, start = [], 0
+    """Returns at most `updates` ranges of rows, of nearly equal sizes; none splits a group."""
+    boundaries = [row for row in range(1, len(groups)) if groups[row] != groups[row - 1]]
+    boundaries.append(len(groups))
+    ranges = []
+    start = 0
     for remaining in range(updates, 0, -1):
         target = start + (len(groups) - start) / remaining
         end = min(
@@ -128,35 +143,26 @@ def _split_groups(groups: Sequence[int], updates: int) -> list[range]:
     return ranges or [range(0)]
 
 
-def _plan_update(
-    rows: np.ndarray, lengths_N: np.ndarray, dp: int, max_tokens: int, multiple: int
-) -> tuple[tuple[Rows, ...], ...]:
-    lengths = lengths_N[rows]
-    costs = _costs(lengths)
-    ranks = [np.sort(np.asarray(items, dtype=np.int64)) for items in partition(costs, dp)]
-    fewest_bins = [first_fit_decreasing(lengths[items], max_tokens) for items in ranks]
-    num_bins = -(-max(1, *map(len, fewest_bins)) // multiple) * multiple
-    planned = []
-    for items, fallback in zip(ranks, fewest_bins, strict=True):
-        bins = _even_bins(lengths[items], costs[items], num_bins, max_tokens) or fallback
-        filled = [tuple(sorted(rows[items[bin]].tolist())) for bin in bins if bin]
-        planned.append(_pipeline_order(filled, lengths_N, num_bins))
-    return tuple(planned)
-
-
 def _costs(lengths: np.ndarray) -> np.ndarray:
     """Returns integers, so that every rank and machine breaks ties the same way."""
     return lengths * ATTENTION_LENGTH + lengths * lengths
 
 
 def first_fit_decreasing(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
-    """Packs items, given by index, by first-fit-decreasing; an item larger than `capacity` gets its own bin."""
-    # fills one bin after the other with the largest remaining item that fits: the bins of the usual loop over items
-    capped_N = np.minimum(np.asarray(lengths, dtype=np.int64), capacity)
+    """Packs items, given by index, by first-fit-decreasing; an item larger than `capacity` gets its
+    own bin.
+    """
+    # fills one bin after the other with the largest remaining item that fits: the bins of the usual
+    # loop over items
+    capped_N = np.minimum(lengths, capacity)
     order = np.argsort(capped_N, kind="stable")
-    items, sizes, bins = order.tolist(), capped_N[order].tolist(), list[list[int]]()
+    items = order.tolist()
+    sizes = capped_N[order].tolist()
+    bins = []
     while sizes:
-        members, room, index = list[int](), capacity, len(sizes) - 1
+        members = []
+        room = capacity
+        index = len(sizes) - 1
         while index >= 0:
             members.append(items.pop(index))
             room -= sizes.pop(index)
@@ -166,18 +172,21 @@ def first_fit_decreasing(lengths: Sequence[int] | np.ndarray, capacity: int) -> 
 
 
 def partition(costs: Sequence[int] | np.ndarray, parts: int) -> list[list[int]]:
-    """Partitions items, given by index, into `parts` of nearly equal cost: the largest first, then by swaps."""
+    """Partitions items, given by index, into `parts` of nearly equal cost: the largest first, then
+    by swaps.
+    """
     costs_N = np.asarray(costs, dtype=np.int64)
-    assigned, heap = [list[int]() for _ in range(parts)], [(0, part) for part in range(parts)]
-    cost_of = costs_N.tolist()
+    assigned = [[] for _ in range(parts)]
+    heap = [(0, part) for part in range(parts)]
     for item in np.argsort(-costs_N, kind="stable").tolist():
         load, part = heap[0]
         assigned[part].append(item)
-        heapq.heapreplace(heap, (load + cost_of[item], part))
+        heapq.heapreplace(heap, (load + int(costs_N[item]), part))
     members = [np.asarray(part, dtype=np.int64) for part in assigned]
     loads = np.array([costs_N[part].sum() for part in members])
     for _ in range(MAX_SWAPS):
-        most, least = int(loads.argmax()), int(loads.argmin())
+        most = int(loads.argmax())
+        least = int(loads.argmin())
         swap = _best_swap(
             costs_N[members[most]], costs_N[members[least]], int(loads[most] - loads[least])
         )
@@ -191,7 +200,9 @@ def partition(costs: Sequence[int] | np.ndarray, parts: int) -> list[list[int]]:
 
 
 def _best_swap(high: np.ndarray, low: np.ndarray, gap: int) -> tuple[int, int, int] | None:
-    """Returns the two items whose exchange brings the gap in load closest to 0, and the load it moves."""
+    """Returns the two items whose exchange brings the gap in load closest to 0, and the load it
+    moves.
+    """
     if gap < 2 or not low.size:
         return None
     order = np.argsort(low, kind="stable")
@@ -206,9 +217,12 @@ def _best_swap(high: np.ndarray, low: np.ndarray, gap: int) -> tuple[int, int, i
 def _even_bins(
     lengths: np.ndarray, costs: np.ndarray, num_bins: int, max_tokens: int
 ) -> list[list[int]] | None:
-    """`num_bins` bins of nearly equal cost within the token budget, or None if the greedy search finds none."""
-    bins = [list[int]() for _ in range(num_bins)]
-    room_B, cost_B = np.full(num_bins, max_tokens), np.zeros(num_bins, np.int64)
+    """`num_bins` bins of nearly equal cost within the token budget, or None if the greedy search
+    finds none.
+    """
+    bins = [[] for _ in range(num_bins)]
+    room_B = np.full(num_bins, max_tokens)
+    cost_B = np.zeros(num_bins, np.int64)
     for item in np.argsort(-costs, kind="stable").tolist():
         fitting = np.flatnonzero(room_B >= min(lengths[item], max_tokens))
         if not fitting.size:
@@ -220,18 +234,12 @@ def _even_bins(
     return bins
 
 
-def _pipeline_order(bins: list[Rows], lengths_N: np.ndarray, num_bins: int) -> tuple[Rows, ...]:
-    """Small bins first and last, where a pipeline fills and drains; all ranks run bins of similar cost together."""
+def _pipeline_order(
+    bins: list[RowIndices], lengths_N: np.ndarray, num_bins: int
+) -> tuple[RowIndices, ...]:
+    """Small bins first and last, where a pipeline fills and drains; all ranks run bins of similar
+    cost together.
+    """
     by_cost = sorted(bins, key=lambda bin: (int(_costs(lengths_N[list(bin)]).sum()), bin))
     by_cost = [()] * (num_bins - len(by_cost)) + by_cost
     return tuple(by_cost[::2] + by_cost[1::2][::-1])
-
-
-def _efficiency(rows: PlannedRows, lengths: Sequence[int]) -> float:
-    """Real tokens as a fraction of those if every micro-batch were as full as the fullest rank's."""
-    padded = sum(
-        len(update) * max(sum(lengths[row] for row in bin) for bin in microbatch)
-        for update in rows
-        for microbatch in zip(*update, strict=True)
-    )
-    return sum(lengths) / padded if padded else 1.0

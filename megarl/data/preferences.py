@@ -1,18 +1,18 @@
 """Prompts with compared responses or labelled steps (feedback.py) -> batches, and earlier rankings.
 
-As a policy moves, its reward model learns from rankings of fresh samples, and from a share of earlier ones:
+As a policy moves, its reward model learns from rankings of fresh samples, and from a share of
+earlier ones:
 
-scored groups --rankings--> fresh --Replay.mixed--> fresh + ceil(share x all) of the history --ranking_batch--> batch
+    scored groups --rankings--> fresh --Replay.mixed--> fresh + ceil(share x all) of the history
+                  --ranking_batch--> batch
 """
-
-from __future__ import annotations
 
 import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from itertools import permutations
+from itertools import chain, permutations
 from typing import Any, Literal
 
 import torch
@@ -24,9 +24,11 @@ from megarl.data.tokenizer import Tokenizer
 from megarl.types import Group, PreferenceBatch, Prompt, StepBatch
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Ranking:
-    """Responses to one prompt: (tokens [L] int64, trainable [L] bool) and the label of each; the highest is best."""
+    """Responses to one prompt: (tokens [L] int64, trainable [L] bool) and the label of each; the
+    highest is best.
+    """
 
     rows: tuple[tuple[Tensor, Tensor], ...]
     labels: tuple[float, ...]
@@ -35,9 +37,12 @@ class Ranking:
 
 def ranking_batch(rankings: Sequence[Ranking]) -> PreferenceBatch:
     """Returns a row for each response, and every pair of unequal labels."""
-    pairs, group, margins = [], [], []
+    pairs = []
+    group = []
+    margins = []
     for number, ranking in enumerate(rankings):
-        labels, first = ranking.labels, len(group)
+        labels = ranking.labels
+        first = len(group)
         pairs += [
             (first + i, first + j)
             for i, j in permutations(range(len(labels)), 2)
@@ -45,9 +50,9 @@ def ranking_batch(rankings: Sequence[Ranking]) -> PreferenceBatch:
         ]
         margins += [ranking.margin] * (len(pairs) - len(margins))
         group += [number] * len(labels)
-    tokens = token_batch([row for ranking in rankings for row in ranking.rows], temperature=1.0)
+    tokens = token_batch(list(chain.from_iterable(ranking.rows for ranking in rankings)))
     return PreferenceBatch(
-        **tokens.token_fields(),
+        **vars(tokens),
         group=torch.tensor(group, dtype=torch.int64),
         pairs=torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2),
         margins=torch.tensor(margins, dtype=torch.float32),
@@ -55,10 +60,13 @@ def ranking_batch(rankings: Sequence[Ranking]) -> PreferenceBatch:
 
 
 def rankings(groups: Sequence[Group], pairs: Literal["all", "best_worst"] = "all") -> list[Ranking]:
-    """Ranks the samples of each group by reward, or only its first best and worst; equal rewards give no ranking."""
+    """Ranks the samples of each group by reward, or only its first best and worst; equal rewards
+    give no ranking.
+    """
     result = []
     for group in groups:
-        samples, labels = group.samples, [float(sample.reward or 0.0) for sample in group.samples]
+        samples = group.samples
+        labels = [float(sample.reward or 0.0) for sample in samples]
         if len(set(labels)) > 1:
             ranked = (
                 range(len(labels))
@@ -71,14 +79,17 @@ def rankings(groups: Sequence[Group], pairs: Literal["all", "best_worst"] = "all
 
 
 def preference_batch(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> PreferenceBatch:
-    """Returns a row for each response, which ends with the end token and is learned, and every pair of unequal ones.
+    """Returns a row for each response, which ends with the end token and is learned, and every pair
+    of unequal ones.
 
-    Prompts whose responses are all tied have no rows. Raises ValueError with the problem's number and the remedy.
+    Prompts whose responses are all tied have no rows. Raises ValueError with the problem's number
+    and the remedy.
     """
     rankings = []
     for prompt in prompts:
-        where = f"problem {prompt.prompt_id} ({prompt.text[:40]!r})"
-        responses, ranks, margin = ranked_responses(prompt.extra, prompt.text, where)
+        responses, ranks, margin = ranked_responses(
+            prompt.extra, prompt.text, f"problem {prompt.prompt_id} ({prompt.text[:40]!r})"
+        )
         if len(set(ranks)) > 1:
             rows = tuple(answer_row(tokenizer, prompt, response) for response in responses)
             rankings.append(Ranking(rows, tuple(-rank for rank in ranks), margin))
@@ -86,8 +97,13 @@ def preference_batch(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> Prefere
 
 
 def step_batch(tokenizer: Tokenizer, prompts: Sequence[Prompt], *, separator: str) -> StepBatch:
-    """Returns one row per prompt, each step followed by `separator`, which belongs to it. Raises ValueError."""
-    rows, ends, right = [], [], []
+    """Returns one row per prompt, each step followed by `separator`, which belongs to it.
+
+    Raises ValueError.
+    """
+    rows = []
+    ends = []
+    right = []
     for prompt in prompts:
         tokens = list(prompt.tokens)
         for text, label in labelled_steps(
@@ -97,10 +113,12 @@ def step_batch(tokenizer: Tokenizer, prompts: Sequence[Prompt], *, separator: st
             ends.append(sum(len(row) for row, _ in rows) + len(tokens) - 1)
             right.append(label)
         rows.append((torch.tensor(tokens), torch.zeros(len(tokens), dtype=torch.bool)))
-    flat, end_K = token_batch(rows, temperature=1.0), torch.tensor(ends, dtype=torch.int64)
-    is_right_T = flat.mask.index_put((end_K,), torch.tensor(right, dtype=torch.bool))
-    scored = replace(flat, mask=flat.mask.index_fill(0, end_K, True))
-    return StepBatch(**scored.token_fields(), is_right=is_right_T)
+    flat = token_batch(rows)
+    end_K = torch.tensor(ends, dtype=torch.int64)
+    return StepBatch(
+        **vars(replace(flat, mask=flat.mask.index_fill(0, end_K, True))),
+        is_right=flat.mask.index_put((end_K,), torch.tensor(right, dtype=torch.bool)),
+    )
 
 
 @dataclass
@@ -113,7 +131,9 @@ class Replay:
     history: list[Ranking] = field(default_factory=list)
 
     def mixed(self, fresh: Sequence[Ranking], key: str) -> list[Ranking]:
-        """Returns n rankings: `fresh`, and ceil(share x n) (or all) of the history, drawn by `key` without repeats."""
+        """Returns n rankings: `fresh`, and ceil(share x n) (or all) of the history, drawn by `key`
+        without repeats.
+        """
         share = Fraction(str(self.share))  # 0.1 x 70 in floats is more than 7
         count = min(math.ceil(share * len(fresh) / (1 - share)), len(self.history))
         return [*fresh, *random.Random(f"{self.seed}/{key}").sample(self.history, count)]
@@ -122,16 +142,13 @@ class Replay:
         self.history = [*self.history, *fresh][-self.capacity :]
 
     def state(self) -> dict[str, Any]:
-        rows = [
-            [(x.tolist(), mask.tolist()) for x, mask in ranking.rows] for ranking in self.history
-        ]
+        rows = []
+        for ranking in self.history:
+            rows.append([(x.tolist(), mask.tolist()) for x, mask in ranking.rows])
         return {"rows": rows, "labels": [list(ranking.labels) for ranking in self.history]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.history = [
-            Ranking(
-                tuple((torch.tensor(x), torch.tensor(mask, dtype=torch.bool)) for x, mask in rows),
-                tuple(labels),
-            )
-            for rows, labels in zip(state["rows"], state["labels"], strict=True)
-        ]
+        self.history = []
+        for stored, labels in zip(state["rows"], state["labels"], strict=True):
+            rows = [(torch.tensor(x), torch.tensor(mask, dtype=torch.bool)) for x, mask in stored]
+            self.history.append(Ranking(tuple(rows), tuple(labels)))

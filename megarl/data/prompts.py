@@ -1,9 +1,8 @@
 """A task's problems as an endless stream of tokenised prompts; its position is one number.
 
-Sources -> mixture (by weight) -> order (a fresh permutation each epoch) -> tokens -> Prompt(prompt_id = position)
+Sources -> mixture (by weight) -> order (a fresh permutation each epoch) -> tokens ->
+Prompt(prompt_id = position)
 """
-
-from __future__ import annotations
 
 import heapq
 import logging
@@ -17,9 +16,8 @@ from itertools import count as count_from
 from itertools import islice
 from typing import Any
 
-from megarl.data.conversations import Example
 from megarl.data.tasks import Problem, Source
-from megarl.data.tokenizer import Encode
+from megarl.data.tokenizer import Encode, Example
 from megarl.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -31,17 +29,14 @@ RECENT = 1 << 16  # positions that are found again without counting from the sta
 def interleave(weights: Sequence[float]) -> Iterator[tuple[int, int]]:
     """Yields (part, position within the part) without end, in proportion to `weights`.
 
-    Problem n of a part is due at time (n + 1/2) / weight, as in Webster's apportionment: each part's count is always
-    within half the number of parts of its exact share.
+    Problem n of a part is due at time (n + 1/2) / weight, as in Webster's apportionment: each
+    part's count is always within half the number of parts of its exact share.
     """
 
     def due(part: int, weight: float) -> Iterator[tuple[float, int, int]]:
         return (((number + 0.5) / weight, part, number) for number in count_from())
 
-    return (
-        (part, number)
-        for _, part, number in heapq.merge(*(due(*item) for item in enumerate(weights)))
-    )
+    return ((part, number) for _, part, number in heapq.merge(*map(due, count_from(), weights)))
 
 
 @dataclass
@@ -55,27 +50,26 @@ class PromptStream:
     position: int = 0
     skipped: int = 0
     kept: dict[str, float] = field(default_factory=dict)  # what a stage learns of the data
-    example: Callable[[Problem], Example | None] = lambda problem: (
-        None
-    )  # stage sft: tokens of a whole example
-    _orders: dict[int, tuple[int, list[int]]] = field(
-        default_factory=dict, repr=False
-    )  # part -> epoch, permutation
-    _parts: tuple[int, Iterator[tuple[int, int]]] = field(
-        default=(-1, iter(())), repr=False
-    )  # from a position on
-    _recent: deque[tuple[int, int]] = field(
-        default_factory=partial(deque, maxlen=RECENT), repr=False
-    )  # before it
+    # stage sft: tokens of a whole example
+    example: Callable[[Problem], Example | None] = lambda problem: None
+    # part -> epoch, permutation
+    _orders: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
+    # from a position on
+    _parts: tuple[int, Iterator[tuple[int, int]]] = (-1, iter(()))
+    # before it
+    _recent: deque[tuple[int, int]] = field(default_factory=partial(deque, maxlen=RECENT))
 
     def take(self, count: int, *, repeat: bool = True) -> list[Prompt]:
-        """The next `count` prompts. Without `repeat`, no problem twice: fewer once all problems were seen.
+        """The next `count` prompts.
+
+        Without `repeat`, no problem twice: fewer once all problems were seen.
 
         Raises ValueError if too many prompts in a row are longer than `max_tokens`.
         """
-        taken: list[Prompt] = []
+        taken = []
         unseen = sum(math.inf if source.size is None else source.size for source in self.sources)
-        skips, max_skips = 0, min(MAX_SKIPS, unseen)
+        skips = 0
+        max_skips = min(MAX_SKIPS, unseen)
         while len(taken) < count and (repeat or unseen):
             part, number = self._next()
             source = self.sources[part]
@@ -97,17 +91,18 @@ class PromptStream:
                 )
                 skips = 0
                 continue
-            skips, self.skipped = skips + 1, self.skipped + 1
+            skips += 1
+            self.skipped += 1
             if self.skipped == 1:
                 log.warning(
-                    "skipped a prompt of %d tokens; prompts must have 1 to %d",
-                    len(tokens),
-                    self.max_tokens,
+                    f"skipped a prompt of {len(tokens)} tokens; "
+                    f"prompts must have 1 to {self.max_tokens}"
                 )
             if skips == max_skips:
                 raise ValueError(
-                    f"{skips} prompts in a row are empty or longer than rollout.max_prompt_tokens={self.max_tokens} "
-                    f"(the last has {len(tokens)}); raise it, or choose a task with shorter prompts"
+                    f"{skips} prompts in a row are empty or longer than rollout.max_prompt_tokens="
+                    f"{self.max_tokens} (the last has {len(tokens)}); raise it, or choose a task "
+                    "with shorter prompts"
                 )
         return taken
 
@@ -122,7 +117,8 @@ class PromptStream:
         return {"position": self.position, "skipped": self.skipped, "kept": dict(self.kept)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.position, self.skipped = int(state["position"]), int(state["skipped"])
+        self.position = int(state["position"])
+        self.skipped = int(state["skipped"])
         self.kept.update(state.get("kept", {}))
 
     def _next(self) -> tuple[int, int]:
@@ -141,7 +137,9 @@ class PromptStream:
         return self._recent[-1]
 
     def _index(self, part: int, number: int) -> int:
-        """Index of a part's problem; a finite source is shuffled each epoch, an endless one is not."""
+        """Index of a part's problem; a finite source is shuffled each epoch, an
+        endless one is not.
+        """
         size = self.sources[part].size
         if size is None:
             return number

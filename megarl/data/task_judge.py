@@ -1,14 +1,14 @@
 """reasoning-gym's own judges, in processes of their own; some of them evaluate an answer as Python.
 
-    trainer: TaskJudge(name, options, entry) + text --JudgePool--> child: in the expected form? -> score_answer -> float
+    trainer: TaskJudge(name, options, entry) + text --JudgePool--> child
+    child: in the expected form? -> score_answer -> float
 
-Nine judges call `eval` or sympy's parse_expr, by which an answer could write its own verdict, even there. They only see
-answers in an honest form: for `eval`, literals or what Python cannot parse; for parse_expr, arithmetic with the names
-of the problem. Any other answer is judged as nonsense. The arithmetic puzzles are also checked with exact numbers:
-puzzle24 accepts other numbers than it gave, and truncates 24.9 to 24.
+Nine judges call `eval` or sympy's parse_expr, by which an answer could write its own verdict, even
+there. They only see answers in an honest form: for `eval`, literals or what Python cannot parse;
+for parse_expr, arithmetic with the names of the problem. Any other answer is judged as nonsense.
+The arithmetic puzzles are also checked with exact numbers: puzzle24 accepts other numbers than it
+gave, and truncates 24.9 to 24.
 """
-
-from __future__ import annotations
 
 import ast
 import operator
@@ -22,73 +22,80 @@ from typing import Any
 
 from megarl.jail.judging import JudgePool, Verdict
 
+GymEntry = Mapping[str, Any]  # a problem, as reasoning-gym returns it
 TIMEOUT_S = 10.0  # CPU seconds of one answer, when a reward function calls the judge
 NONSENSE = "?"
 TOKEN = re.compile(r"\s|[0-9]+(?:\.[0-9]+)?|[A-Za-z_]\w*|[-+*/^()]")
-FUNCTIONS = "sin cos tan sec csc cot asin acos atan sinh cosh tanh asinh acosh atanh exp log ln sqrt Abs abs"
+FUNCTIONS = (
+    "sin cos tan sec csc cot asin acos atan sinh cosh tanh asinh acosh atanh exp log ln sqrt "
+    "Abs abs"
+)
 OPERATIONS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
 }
-POOL = JudgePool.of(
-    "megarl.data.task_judge:make_judge", "megarl.data.task_judge:import_reasoning_gym"
-)
+POOL = JudgePool("megarl.data.task_judge:make_judge", "megarl.data.task_judge:import_reasoning_gym")
 
 
 @dataclass(frozen=True)
 class TaskJudge:
-    """Judges answers to one problem: ``judge(text) -> float``, with 0 for a text that ends its judge."""
+    """Judges answers to one problem: ``judge(text) -> float``, with 0 for a text that ends its
+    judge.
+    """
 
     name: str
     options: Mapping[str, Any]
-    entry: Mapping[str, Any] = field(repr=False)
+    entry: GymEntry = field(repr=False)
 
     def __call__(self, text: str) -> float:
-        verdict = judge_answers([self], [text], timeout_s=TIMEOUT_S)[0]
+        verdict = judge_answers([(self, text)], timeout_s=TIMEOUT_S)[0]
         if verdict.value is None:
             raise RuntimeError(verdict.detail)
         return verdict.value
 
 
-def judge_answers(
-    judges: Sequence[TaskJudge], texts: Sequence[str], *, timeout_s: float
-) -> list[Verdict]:
-    """One verdict per answer, each with its own judge. `timeout_s` is in CPU seconds of one answer."""
-    rows_of_task: dict[str, list[int]] = {}
-    for row, judge in enumerate(judges):
+def judge_answers(answers: Sequence[tuple[TaskJudge, str]], *, timeout_s: float) -> list[Verdict]:
+    """One verdict per answer, each with its own judge.
+
+    `timeout_s` is in CPU seconds of one answer.
+    """
+    rows_of_task = {}
+    for row, (judge, _) in enumerate(answers):
         rows_of_task.setdefault(f"{judge.name} {judge.options}", []).append(row)
-    verdicts: dict[int, Verdict] = {}
+    verdicts = {}
     for rows in rows_of_task.values():
-        task = (judges[rows[0]].name, judges[rows[0]].options)
-        items = [(texts[row], judges[row].entry) for row in rows]
+        judge, _ = answers[rows[0]]
+        items = [(text, judge.entry) for judge, text in map(answers.__getitem__, rows)]
+        task = (judge.name, judge.options)
         verdicts |= zip(rows, POOL.judge(task, items, timeout_s=timeout_s), strict=True)
-    return [verdicts[row] for row in range(len(texts))]
+    return [verdicts[row] for row in range(len(answers))]
 
 
-# --- the judge's process ------------------------------------------------------------------------------------------
+# --- the judge's process
+# ------------------------------------------------------------------------------------------
 
 
 def import_reasoning_gym() -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", SyntaxWarning
-        )  # from a package it imports, once per installation
+        # from a package it imports, once per installation
+        warnings.simplefilter("ignore", SyntaxWarning)
         import reasoning_gym
     return reasoning_gym
 
 
 def make_judge(
     context: tuple[str, Mapping[str, Any]],
-) -> Callable[[str, Mapping[str, Any]], float | Verdict]:
+) -> Callable[[str, GymEntry], float | Verdict]:
     name, options = context
     dataset = import_reasoning_gym().create_dataset(name, **options)
 
-    def judge(text: str, entry: Mapping[str, Any]) -> float | Verdict:
+    def judge(text: str, entry: GymEntry) -> float | Verdict:
         task = entry.get("metadata", {}).get("source_dataset") or name  # name may be a composite
-        forms = [FORMS[kind] for kind in {name, task} & FORMS.keys()]
-        is_safe = text == entry["answer"] or all(form(text, entry) for form in forms)
+        is_safe = text == entry["answer"] or all(
+            FORMS[kind](text, entry) for kind in {name, task} & FORMS.keys()
+        )
         score = float(dataset.score_answer(text if is_safe else NONSENSE, entry=entry))
         if not is_safe:
             return Verdict(
@@ -103,8 +110,8 @@ def make_judge(
     return judge
 
 
-def is_inert(text: str, entry: Mapping[str, Any]) -> bool:
-    """Whether ``eval`` of the text, stripped or not, could only make literals, or fail to parse."""
+def is_inert(text: str, entry: GymEntry) -> bool:
+    """Returns True if ``eval`` of the text, stripped or not, could only make literals, or fail."""
     for expression in (text.lstrip(" \t"), text.strip()):
         try:
             ast.parse(expression, mode="eval")
@@ -117,22 +124,27 @@ def is_inert(text: str, entry: Mapping[str, Any]) -> bool:
     return True
 
 
-def is_expression(text: str, entry: Mapping[str, Any]) -> bool:
-    """Only numbers, operators, parentheses and names of the problem: no attribute, index or other function."""
-    problem, tokens = entry["metadata"], TOKEN.findall(text)
+def is_expression(text: str, entry: GymEntry) -> bool:
+    """Only numbers, operators, parentheses and names of the problem: no attribute, index or other
+    function.
+    """
+    problem = entry["metadata"]
+    tokens = TOKEN.findall(text)
     names = problem.get("variables") or [*FUNCTIONS.split(), "C", "E", "pi", problem["variable"]]
     words = {token for token in tokens if token[0].isalpha() or token[0] == "_"}
     return "".join(tokens) == text and words <= {*map(str, names)}
 
 
-def is_arithmetic(text: str, entry: Mapping[str, Any]) -> bool:
+def is_arithmetic(text: str, entry: GymEntry) -> bool:
     return (
         re.fullmatch(r"[-+*/()0-9 ]*", text) is not None and "**" not in text and "//" not in text
     )
 
 
 def solves(text: str, problem: Mapping[str, Any]) -> bool:
-    """Whether an arithmetic expression equals the target exactly and uses each given number once."""
+    """Returns True if an arithmetic expression equals the target exactly and uses each given
+    number once.
+    """
     try:
         tree = ast.parse(text.strip(), mode="eval").body
         used = Counter(node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
@@ -152,7 +164,7 @@ def _value(tree: ast.AST) -> Fraction:
     raise ValueError(f"{type(tree).__name__} is not arithmetic")
 
 
-FORMS: dict[str, Callable[[str, Mapping[str, Any]], bool]] = {
+FORMS: dict[str, Callable[[str, GymEntry], bool]] = {
     **dict.fromkeys(("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"), is_inert),
     **dict.fromkeys(
         ("simple_integration", "intermediate_integration", "polynomial_multiplication"),
@@ -160,7 +172,5 @@ FORMS: dict[str, Callable[[str, Mapping[str, Any]], bool]] = {
     ),
     **dict.fromkeys(("countdown", "puzzle24"), is_arithmetic),
 }
-INEXACT = {
-    "countdown": 0.05,
-    "puzzle24": 0.01,
-}  # what reasoning-gym gives an expression with another value
+# what reasoning-gym gives an expression with another value
+INEXACT = {"countdown": 0.05, "puzzle24": 0.01}

@@ -1,9 +1,13 @@
-"""Sources of problems: `reasoning_gym:<name>`, `jsonl:FILE`, `hf:DATASET`, or a user's function. No torch.
+"""Sources of problems: `reasoning_gym:<name>`, `jsonl:FILE`, `hf:DATASET`, or a user's function.
 
-    config.Task --load_sources(split)--> Source, or one for each part of a mixture: problem(index) -> Problem
+No torch.
 
-Training and held-out problems never share a question. A hash of its text assigns a generated problem, or one of a
-dataset without `eval_split`, to a split; the held-out problems of a second file or split are removed from the first.
+    config.Task --load_sources(split)--> Source, or one for each part of a mixture
+    Source.problem(index) -> Problem
+
+Training and held-out problems never share a question. A hash of its text assigns a generated
+problem, or one of a dataset without `eval_split`, to a split; the held-out problems of a second
+file or split are removed from the first.
 """
 
 from __future__ import annotations
@@ -12,9 +16,9 @@ import hashlib
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from itertools import compress
+from itertools import chain, compress, count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,9 +37,11 @@ ATTEMPTS = 1000  # to draw a problem of the requested split
 QUESTION_KEYS = ("prompt", "question", "messages")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Problem:
-    """Reward functions get the fields of `extra` by name; a function ``extra["score"]`` is the task's own judge."""
+    """Reward functions get the fields of `extra` by name; a function ``extra["score"]`` is the
+    task's own judge.
+    """
 
     question: Question
     answer: str | None = None
@@ -52,7 +58,7 @@ class Problem:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Source:
     """``problem(i)`` for 0 <= i < `size`; always the same problem, on every rank."""
 
@@ -83,7 +89,8 @@ def load_sources(
 ) -> tuple[Source, ...]:
     """Loads a task, or every part of a mixture; no stored problem of `eval_tasks` is trained on.
 
-    What a hash holds out of one part may be in a part that no hash splits. Raises ValueError or FileNotFoundError.
+    What a hash holds out of one part may be in a part that no hash splits. Raises ValueError or
+    FileNotFoundError.
     """
     parts = [
         (
@@ -102,7 +109,9 @@ def load_sources(
 
 @contextmanager
 def _errors_of(where: str) -> Iterator[None]:
-    """Names the part of the config that `task.name` and `task.options` in an error stand for, unless it is the task."""
+    """Names the part of the config that `task.name` and `task.options` in an error stand for,
+    unless it is the task.
+    """
     try:
         yield
     except (FileNotFoundError, ValueError) as error:
@@ -121,8 +130,9 @@ def eval_task(task: Task, part: EvalSet) -> Task:
         "jsonl": {"eval_file": rest},
         "hf": {"eval_split": part.options.get("split", "train")},
     }.get(kind, {})
-    update = {"name": part.task, "options": whole | part.options, "mixture": (), "size": None}
-    return task.model_copy(update=update)
+    return task.model_copy(
+        update={"name": part.task, "options": whole | part.options, "mixture": (), "size": None}
+    )
 
 
 def load_task(task: Task, split: Split = "train", eval_tasks: Sequence[Task] = ()) -> Source:
@@ -134,11 +144,22 @@ def load_task(task: Task, split: Split = "train", eval_tasks: Sequence[Task] = (
         source = _user_function(task, split)
     else:
         raise ValueError(
-            f"task.name={task.name!r} is not a task; write reasoning_gym:<name>, jsonl:FILE, hf:DATASET, or "
-            "package.module:function"
+            f"task.name={task.name!r} is not a task; write reasoning_gym:<name>, jsonl:FILE, "
+            "hf:DATASET, or package.module:function"
         )
     if split == "train" and kind in ("jsonl", "hf"):
-        source = _without_held_out(source, [task, *eval_tasks])
+        # whatever the white space and roles of a question that is in a second file or split
+        stored = [
+            load_task(other, "eval")
+            for other in (task, *eval_tasks)
+            if other.options.keys() & {"eval_file", "eval_split"}
+        ]
+        held_out = set(
+            map(_words_of, chain.from_iterable(part.problems(whole=False) for part in stored))
+        )
+        if held_out:
+            keep = [_words_of(problem) not in held_out for problem in source.problems(whole=False)]
+            source = replace(source.select(keep), held_out=source.held_out + keep.count(False))
     if source.size == 0:
         reason = f", as {source.held_out} are held out" if source.held_out else ""
         raise ValueError(
@@ -146,9 +167,7 @@ def load_task(task: Task, split: Split = "train", eval_tasks: Sequence[Task] = (
         )
     if split == "eval" or task.size is None:
         return source
-    return replace(
-        source, size=task.size if source.size is None else min(task.size, source.size), scan=None
-    )
+    return replace(source, size=min(task.size, source.size or task.size), scan=None)
 
 
 def check_tasks(
@@ -158,11 +177,14 @@ def check_tasks(
     held_out: bool = False,
     check: Callable[[Source], object] | None = None,
 ) -> Iterator[str]:
-    """Loads everything once, so that errors surface before anything starts; yields what the user should know.
+    """Loads everything once, so that errors surface before anything starts; yields what the user
+    should know.
 
-    `held_out`: whether the command evaluates; `check`: of the task's sources. Raises like `load_task`.
+    `held_out`: whether the command evaluates; `check`: of the task's sources. Raises like
+    `load_task`.
     """
-    eval_tasks, notes = [eval_task(task, part) for part in evaluated.sets], []
+    eval_tasks = [eval_task(task, part) for part in evaluated.sets]
+    notes = []
     # first, because training problems are compared with these
     for part, other in zip(evaluated.sets, eval_tasks, strict=True) if held_out else ():
         where = f"eval.sets: {part.name}"
@@ -173,8 +195,10 @@ def check_tasks(
     ):
         check(source) if check else source.problem(0)
         if source.held_out:
-            count = f"{source.held_out} of {source.held_out + (source.size or 0)} problems"
-            yield f"{part.name}: {count} are held out for evaluation, and never trained on"
+            yield (
+                f"{part.name}: {source.held_out} of {source.held_out + (source.size or 0)} "
+                "problems are held out for evaluation, and never trained on"
+            )
     if held_out and evaluated.size:
         yield from _check_eval(task, "eval.size", evaluated.size, check)
     yield from notes
@@ -193,30 +217,15 @@ def _check_eval(
         yield f"{key}={size}, but there are {sum(sizes)} problems: all are used"
 
 
-def _without_held_out(source: Source, tasks: Iterable[Task]) -> Source:
-    """Removes the questions of second files and splits, whatever their white space and roles."""
-    stored = [
-        load_task(task, "eval")
-        for task in tasks
-        if task.options.keys() & {"eval_file", "eval_split"}
-    ]
-    held_out = {_words_of(problem) for part in stored for problem in part.problems(whole=False)}
-    if not held_out:
-        return source
-    keep = [_words_of(problem) not in held_out for problem in source.problems(whole=False)]
-    return replace(source.select(keep), held_out=source.held_out + keep.count(False))
-
-
 def _words_of(problem: Problem) -> str:
-    question = problem.question
-    texts = (
-        [question] if isinstance(question, str) else [message["content"] for message in question]
-    )
-    return " ".join(" ".join(texts).split())
+    text = " ".join(message["content"] for message in messages_of(problem.question))
+    return " ".join(text.split())
 
 
 def _reasoning_gym(name: str, task: Task, split: Split) -> Source:
-    """Hashes (index, attempt) to a dataset index, for attempt 0, 1, ..., until the question belongs to `split`."""
+    """Hashes (index, attempt) to a dataset index, for attempt 0, 1, ..., until the question belongs
+    to `split`.
+    """
     try:
         reasoning_gym = import_reasoning_gym()
         from reasoning_gym.factory import DATASETS
@@ -233,11 +242,15 @@ def _reasoning_gym(name: str, task: Task, split: Split) -> Source:
         options = {"seed": 0} | task.options
         dataset = reasoning_gym.create_dataset(name, **options)
     except (TypeError, AssertionError, ValueError) as error:
-        reason = str(error) or type(error).__name__
         raise ValueError(
-            f"reasoning_gym:{name} rejects task.options={task.options}: {reason}"
+            f"reasoning_gym:{name} rejects task.options={task.options}: "
+            f"{str(error) or type(error).__name__}"
         ) from None
-    num_indices = len(dataset) if "size" in task.options else _num_indices(dataset)
+    num_indices = len(dataset)
+    if "size" not in task.options:
+        with suppress(IndexError, KeyError):  # nearly all accept any index, a few are lists
+            dataset[2**31 - 1]
+            num_indices = 2**31
 
     def problem(index: int) -> Problem:
         for attempt in range(ATTEMPTS):
@@ -249,20 +262,11 @@ def _reasoning_gym(name: str, task: Task, split: Split) -> Source:
                     entry["question"], answer, {"score": TaskJudge(name, options, entry)}
                 )
         raise ValueError(
-            f"task.name={task.name!r} gave no {split} problem in {ATTEMPTS} draws: it has too few distinct questions "
-            f"to hold some out; widen task.options={task.options}"
+            f"task.name={task.name!r} gave no {split} problem in {ATTEMPTS} draws: it has too few "
+            f"distinct questions to hold some out; widen task.options={task.options}"
         )
 
     return Source(problem, None)
-
-
-def _num_indices(dataset: Any) -> int:
-    """The number of indices a dataset accepts: nearly all accept any index, a few are lists."""
-    try:
-        dataset[2**31 - 1]
-    except (IndexError, KeyError):
-        return len(dataset)
-    return 2**31
 
 
 def hash31(text: str) -> int:
@@ -279,23 +283,23 @@ def _dataset(name: str, task: Task, split: Split) -> Source:
     def problem(index: int, row: Row) -> Problem:
         return _make_problem(*row, where=f"{task.name} split {stored} row {index}")
 
-    def scan(whole: bool) -> Iterator[Problem]:
-        return (problem(index, row) for index, row in enumerate(rows.scan(whole)))
-
-    source = Source(lambda index: problem(index, rows[index]), len(rows), scan)
+    source = Source(
+        lambda index: problem(index, rows[index]),
+        len(rows),
+        lambda whole: map(problem, count(), rows.scan(whole)),
+    )
     if options.eval_split is not None:
         return source
-    limit = options.held_out * 2**31
     is_eval = [
-        hash31(f"held out? {_words_of(problem)}") < limit
+        hash31(f"held out? {_words_of(problem)}") < options.held_out * 2**31
         for problem in source.problems(whole=False)
     ]
     if split == "train":
         return replace(source.select([not value for value in is_eval]), held_out=sum(is_eval))
     if not any(is_eval):
         raise ValueError(
-            f"task.name={task.name!r} holds out none of its {len(rows)} problems with task.options.held_out="
-            f"{options.held_out:g}; raise it, or set task.options.eval_split"
+            f"task.name={task.name!r} holds out none of its {len(rows)} problems with "
+            f"task.options.held_out={options.held_out:g}; raise it, or set task.options.eval_split"
         )
     return source.select(is_eval)
 
@@ -303,24 +307,21 @@ def _dataset(name: str, task: Task, split: Split) -> Source:
 def _jsonl(file: str, task: Task, split: Split) -> Source:
     if names := ", ".join(sorted(task.options.keys() - {"eval_file"})):
         raise ValueError(
-            f"task.options has {names}, but task.name={task.name!r} takes eval_file only; remove {names}"
+            f"task.options has {names}, but task.name={task.name!r} takes eval_file only; remove "
+            f"{names}"
         )
     held_out = task.options.get("eval_file")
     if split == "eval" and held_out is None:
         raise ValueError(
             f"task.name={task.name!r} has no held-out problems; set task.options.eval_file=FILE"
         )
-    problems = _read_jsonl(Path(file if split == "train" else str(held_out)))
-    return Source(problems.__getitem__, len(problems))
-
-
-def _read_jsonl(file: Path) -> list[Problem]:
-    if not file.is_file():
+    path = Path(file if split == "train" else str(held_out))
+    if not path.is_file():
         raise FileNotFoundError(
-            f"task file {file} does not exist; use a file with one JSON object per line"
+            f"task file {path} does not exist; use a file with one JSON object per line"
         )
     problems = []
-    with file.open(encoding="utf-8", errors="replace") as lines:
+    with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
@@ -328,30 +329,32 @@ def _read_jsonl(file: Path) -> list[Problem]:
                 row = parse_json(line)
             except ValueError as error:
                 raise ValueError(
-                    f"{file} line {number} is not JSON ({error}): {_short(line)}; fix the line"
+                    f"{path} line {number} is not JSON ({error}): {_short(line)}; fix the line"
                 ) from None
-            problems.append(_problem(row, f"{file} line {number}"))
+            problems.append(_problem(row, f"{path} line {number}"))
     if not problems:
         raise ValueError(
-            f"{file} has no problems; write one JSON object per line, such as {_EXAMPLE}"
+            f"{path} has no problems; write one JSON object per line, such as {_EXAMPLE}"
         )
-    return problems
+    return Source(problems.__getitem__, len(problems))
 
 
 def _user_function(task: Task, split: Split) -> Source:
-    """``f(split=..., **options)`` returns a sequence of rows like those of a jsonl file, which may be lazy."""
+    """``f(split=..., **options)`` returns a sequence of rows like those of a jsonl file, which may
+    be lazy.
+    """
     function = import_function(task.name, setting="task.name")
     try:
         rows = function(split=split, **task.options)
     except (TypeError, ValueError) as error:
-        reason = str(error) or type(error).__name__
         raise ValueError(
-            f"{task.name} rejects task.options={task.options}: {reason}; change them"
+            f"{task.name} rejects task.options={task.options}: "
+            f"{str(error) or type(error).__name__}; change them"
         ) from None
     if not isinstance(rows, Sequence) or isinstance(rows, str | bytes):
-        kind = type(rows).__name__
         raise ValueError(
-            f"task.name={task.name!r} returned a {kind}; return a sequence of rows, such as [{_EXAMPLE}]"
+            f"task.name={task.name!r} returned a {type(rows).__name__}; return a sequence of rows, "
+            f"such as [{_EXAMPLE}]"
         )
     return Source(lambda index: _problem(rows[index], f"{task.name} row {index}"), len(rows))
 
@@ -360,14 +363,17 @@ _EXAMPLE = '{"prompt": "1 + 1 =", "answer": "2"}'
 
 
 def _problem(row: Any, where: str) -> Problem:
-    """Makes a problem of a row; all fields but question and answer go into `extra`. `where` appears in errors."""
+    """Makes a problem of a row; all fields but question and answer go into `extra`.
+
+    `where` appears in errors.
+    """
     if not isinstance(row, Mapping):
         raise ValueError(f"{where} is a {type(row).__name__}, not an object; write {_EXAMPLE}")
     keys = [key for key in QUESTION_KEYS if key in row]
     if len(keys) != 1:
-        present = ", ".join(keys) or ", ".join(map(str, row)) or "nothing"
         raise ValueError(
-            f"{where} needs exactly one of {', '.join(QUESTION_KEYS)}; it has {present}"
+            f"{where} needs exactly one of {', '.join(QUESTION_KEYS)}; it has "
+            f"{', '.join(keys) or ', '.join(map(str, row)) or 'nothing'}"
         )
     question = row[keys[0]]
     if keys[0] != "messages" and not isinstance(question, str) and "completion" not in row:
@@ -379,21 +385,28 @@ def _problem(row: Any, where: str) -> Problem:
 def _make_problem(question: Any, answer: Any, extra: Mapping[str, Any], *, where: str) -> Problem:
     if isinstance(question, list) and question and all(map(is_message, question)):
         question = tuple(question)
-        texts = [text for message in question for text in message.values()]
+        texts = list(chain.from_iterable(message.values() for message in question))
     elif isinstance(question, str) and question.strip():
         texts = [question]
     else:
-        messages = 'messages must be a list of {"role": ..., "content": ...}'
-        raise ValueError(f"{where}: the prompt must be text, or {messages}, not {_short(question)}")
+        raise ValueError(
+            f"{where}: the prompt must be text, or messages must be a list of "
+            f'{{"role": ..., "content": ...}}, not {_short(question)}'
+        )
     answer = None if answer is None else str(answer)
     for text in (*texts, answer):
         try:
             text.encode() if isinstance(text, str) else None
         except UnicodeEncodeError as error:
-            shown = _short(text[max(0, error.start - 10) : error.end + 10])
-            reason = "has half of a surrogate pair, which no tokenizer can read"
-            raise ValueError(f"{where} {reason}: {shown}; remove it") from None
+            raise ValueError(
+                f"{where} has half of a surrogate pair, which no tokenizer can read: "
+                f"{_short(text[max(0, error.start - 10) : error.end + 10])}; remove it"
+            ) from None
     return Problem(question, answer, extra, where)
+
+
+def messages_of(question: Question) -> list[Mapping[str, str]]:
+    return [{"role": "user", "content": question}] if isinstance(question, str) else [*question]
 
 
 def is_message(message: Any) -> bool:
@@ -417,16 +430,15 @@ def random_tokens(
     first: int = 4,
     seed: int = 0,
 ) -> list[dict[str, str]]:
-    """Draws prompts of `least` to `most` random token ids, none below `first`, for models without a tokenizer."""
+    """Draws prompts of `least` to `most` random token ids, none below `first`, for models without a
+    tokenizer.
+    """
     draw = random.Random(f"{split}/{seed}")
-    return [
-        {
-            "prompt": " ".join(
-                str(draw.randrange(first, vocab)) for _ in range(draw.randint(least, most))
-            )
-        }
-        for _ in range(size)
-    ]
+    rows = []
+    for _ in range(size):
+        ids = [str(draw.randrange(first, vocab)) for _ in range(draw.randint(least, most))]
+        rows.append({"prompt": " ".join(ids)})
+    return rows
 
 
 def ranked_tokens(
@@ -439,13 +451,16 @@ def ranked_tokens(
     first: int = 4,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """Draws prompts of random token ids, with `responses` of `length` ids each: the more even ids, the better."""
+    """Draws prompts of random token ids, with `responses` of `length` ids each: the more even ids,
+    the better.
+    """
     draw = random.Random(f"ranked/{split}/{seed}")
-    ids = [[token for token in range(first, vocab) if token % 2 == odd] for odd in (0, 1)]
+    even = range(first + first % 2, vocab, 2)
+    odd = range(first | 1, vocab, 2)
     rows = random_tokens(split=split, vocab=vocab, size=size, first=first, seed=seed)
 
     def response(num_even: int) -> str:
-        tokens = draw.choices(ids[0], k=num_even) + draw.choices(ids[1], k=length - num_even)
+        tokens = draw.choices(even, k=num_even) + draw.choices(odd, k=length - num_even)
         return " ".join(map(str, draw.sample(tokens, length)))
 
     best_first = [sorted(draw.sample(range(length + 1), responses), reverse=True) for _ in rows]

@@ -7,67 +7,70 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from jinja2 import meta
 
 from megarl.config.schema import Task
-from megarl.data.tasks import Question
+from megarl.data.tasks import Question, messages_of
 from megarl.models.config_json import read_config
 from megarl.platform.alarm import Alarm, alarm
 from megarl.platform.env import is_installed
 
-Template = Literal["chat", "plain"]
-MODELS = (
-    "tokenizer.model",
-    "tiktoken.model",
-)  # vocabularies that transformers converts with the help of a package
+# vocabularies that transformers converts with the help of a package
+MODELS = ("tokenizer.model", "tiktoken.model")
 FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", *MODELS)
 Encode = Callable[[Question], tuple[int, ...]]
-ALWAYS_GIVEN = {
-    "messages",
-    "add_generation_prompt",
-}  # variables of a chat template that task.template_args cannot set
+# tokens of a whole example, and which of them are learned
+Example = tuple[tuple[int, ...], tuple[bool, ...]]
+# variables of a chat template that task.template_args cannot set
+ALWAYS_GIVEN = {"messages", "add_generation_prompt"}
 
 TEMPLATE_TIMEOUT_S = 10.0  # for one prompt
 MAX_PROMPT_CHARACTERS = 1 << 24
 
 
 def check_tokenizer(folder: Path, *, trust_remote_code: bool) -> None:
-    """Raises ValueError for a tokenizer that needs code of the model or a missing package. Imports nothing heavy."""
+    """Raises ValueError for a tokenizer that needs code of the model or a missing package.
+
+    Imports nothing heavy.
+    """
     if (folder / "tokenizer.json").is_file():
         return
     auto_map = read_config(folder / "tokenizer_config.json").raw.get("auto_map")
-    code = (
-        auto_map.get("AutoTokenizer") if isinstance(auto_map, dict) else auto_map
-    )  # formerly a list
+    # formerly a list
+    code = auto_map.get("AutoTokenizer") if isinstance(auto_map, dict) else auto_map
     if code and not trust_remote_code:
         name = next(filter(None, code), code) if isinstance(code, list) else code
         raise ValueError(
             f"{folder}: the tokenizer is code ({name}); set model.trust_remote_code=true to run it"
         )
-    for file in (folder / name for name in MODELS if not code and (folder / name).is_file()):
-        with file.open("rb") as stream:
-            is_protobuf = (
-                stream.read(1) == b"\n"
-            )  # tag and type of the first field; tiktoken's is a text file
+    for name in MODELS:
+        file = folder / name
+        if code or not file.is_file():
+            continue
+        # tag and type of the first field; tiktoken's is a text file
+        is_protobuf = file.read_bytes()[:1] == b"\n"
         packages = ("sentencepiece", "protobuf") if is_protobuf else ("tiktoken",)
         if missing := [name for name in packages if not is_installed(name)]:
             raise ValueError(
-                f"{file} cannot be read without {' and '.join(missing)}; pip install {' '.join(missing)}"
+                f"{file} cannot be read without {' and '.join(missing)}; pip install "
+                f"{' '.join(missing)}"
             )
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Tokenizer:
-    """Loads the tokenizer in folder `path`, with the end tokens of generation_config.json too. Raises ValueError."""
+    """Loads the tokenizer in folder `path`, with the end tokens of generation_config.json too.
+
+    Raises ValueError.
+    """
     folder = Path(path)
     check_tokenizer(folder, trust_remote_code=trust_remote_code)
-    config, generation = (
-        read_config(folder / "config.json"),
-        read_config(folder / "generation_config.json"),
-    )
+    config = read_config(folder / "config.json")
+    generation = read_config(folder / "generation_config.json")
     eos = {*config.token_ids("eos_token_id"), *generation.token_ids("eos_token_id")}
     files = [name for name in FILES if (folder / name).is_file()]
     if not files:
@@ -82,19 +85,18 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Toke
                 folder, trust_remote_code=trust_remote_code
             )
     except (ImportError, KeyError, OSError, TypeError, ValueError) as error:
-        needs_code = not trust_remote_code and "trust_remote_code" in str(error)
-        remedy = (
-            "set model.trust_remote_code=true"
-            if needs_code
-            else "install what it needs, or repair its files"
-        )
+        remedy = "install what it needs, or repair its files"
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            remedy = "set model.trust_remote_code=true"
         raise ValueError(f"{folder}: the tokenizer cannot be loaded ({error}); {remedy}") from error
     own: Any = inner.eos_token_id
     return HfTokenizer(inner, tuple(sorted(eos | {own} - {None})))
 
 
 def prompt_encoder(tokenizer: Tokenizer, task: Task) -> Encode:
-    """Returns the function that encodes questions; ValueError for a setting that the chat template would ignore."""
+    """Returns the function that encodes questions; ValueError for a setting that the chat template
+    would ignore.
+    """
     chat = {
         key: value for key in ("system_prompt", "template_args") if (value := getattr(task, key))
     }
@@ -105,44 +107,46 @@ def prompt_encoder(tokenizer: Tokenizer, task: Task) -> Encode:
             else "the model's tokenizer has none"
         )
         raise ValueError(
-            f"task.{next(iter(chat))} needs a chat template, but {reason}; remove it, or use a chat model"
+            f"task.{next(iter(chat))} needs a chat template, but {reason}; remove it, or use a "
+            "chat model"
         )
-    known = (
-        tokenizer.template_variables()
-        if task.template_args and isinstance(tokenizer, HfTokenizer)
-        else ()
-    )
-    if unknown := next((name for name in task.template_args if name not in known), None):
-        raise ValueError(
-            f"task.template_args has {unknown}, which the model's chat template never reads "
-            f"(it reads {', '.join(known) or 'no such variables'}); remove {unknown}"
-        )
+    if task.template_args and isinstance(tokenizer, HfTokenizer):
+        known = tokenizer.template_variables()
+        for name in task.template_args:
+            if name not in known:
+                raise ValueError(
+                    f"task.template_args has {name}, which the model's chat template never reads "
+                    f"(it reads {', '.join(known) or 'no such variables'}); remove {name}"
+                )
     return partial(tokenizer.encode_prompt, template=task.template, **chat)
 
 
 def stop_token_ids(tokenizer: Tokenizer, stop: Sequence[str]) -> tuple[int, ...]:
     """Returns every token id that ends a response: each EOS, and the tokens of the texts `stop`.
 
-    Raises ValueError for a text that is not one token: the engine would cut it, and the trainer not see its tokens.
+    Raises ValueError for a text that is not one token: the engine would cut it, and the trainer not
+    see its tokens.
     """
     ids = set(tokenizer.eos)
     for text in stop:
         tokens = tokenizer.split(text)
         if [piece for _, piece in tokens] != [text]:
-            pieces = " ".join(repr(piece) for _, piece in tokens)
             count = f"{len(tokens)} tokens" if len(tokens) != 1 else "an unknown token"
             raise ValueError(
-                f"rollout.stop has {text!r}, which is {count} of the model's tokenizer ({pieces}), but a response ends "
-                "with one token; choose a text that is a single token, or remove it"
+                f"rollout.stop has {text!r}, which is {count} of the model's tokenizer "
+                f"({' '.join(repr(piece) for _, piece in tokens)}), but a response ends with one "
+                "token; choose a text that is a single token, or remove it"
             )
         ids.add(tokens[0][0])
     return tuple(sorted(ids))
 
 
 def pad_token(tokenizer: Tokenizer) -> tuple[int, str | None]:
-    """Returns a token to pad rows with, and its text if there is a tokenizer; never the token that ends an answer.
+    """Returns a token to pad rows with, and its text if there is a tokenizer; never the token that
+    ends an answer.
 
-    transformers scores the last token that is not padding, which would then be the one before the end.
+    transformers scores the last token that is not padding, which would then be the one before the
+    end.
     """
     end = tokenizer.encode_answer("")
     if isinstance(tokenizer, TokenIds):
@@ -159,14 +163,17 @@ def pad_token(tokenizer: Tokenizer) -> tuple[int, str | None]:
 
 @contextmanager
 def _limited(problem: str) -> Iterator[None]:
-    """Runs a model's chat template, a program in Jinja's sandbox. Raises ValueError if it fails or takes too long."""
+    """Runs a model's chat template, a program in Jinja's sandbox.
+
+    Raises ValueError if it fails or takes too long.
+    """
     try:
         with alarm(TEMPLATE_TIMEOUT_S):
             yield
     except Alarm:
         raise ValueError(
-            f"the model's chat template took longer than {TEMPLATE_TIMEOUT_S} s; set task.template=plain, or choose "
-            "another model"
+            f"the model's chat template took longer than {TEMPLATE_TIMEOUT_S} s; set "
+            "task.template=plain, or choose another model"
         ) from None
     except Exception as error:  # noqa: BLE001 (a template can fail like any program)
         raise ValueError(
@@ -185,35 +192,34 @@ class HfTokenizer:
     def encode_prompt(
         self,
         question: Question,
-        template: Template | None,
+        template: str | None,
         *,
         system_prompt: str | None = None,
         template_args: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
-        """Encodes a question as plain text, or in the tokenizer's chat template up to the start of the answer.
+        """Encodes a question as plain text, or in the tokenizer's chat template up to the start of
+        the answer.
 
-        `template` None: chat if there is one. Raises ValueError if it is missing, or rejects or drops a message.
+        `template` None: chat if there is one. Raises ValueError if it is missing, or rejects or
+        drops a message.
         """
-        if (template or ("chat" if self.chat_template else "plain")) == "plain":
-            text = (
-                question if isinstance(question, str) else "\n".join(m["content"] for m in question)
-            )
+        messages = messages_of(question)
+        if template == "plain" or not (template or self.chat_template):
+            text = "\n".join(message["content"] for message in messages)
             return tuple(self.inner(text)["input_ids"])
         if not self.chat_template:
             raise ValueError(
                 "task.template=chat, but the model's tokenizer has no chat template; use plain"
             )
-        messages = (
-            [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
-        )
-        is_added = system_prompt is not None and messages[0]["role"] != "system"
-        if is_added:
+        if messages[0]["role"] == "system":
+            system_prompt = None
+        if system_prompt:
             messages = [{"role": "system", "content": system_prompt}, *messages]
         text = self.render(messages, generation=True, **(template_args or {}))
-        if is_added and str(system_prompt).strip() not in text:
+        if system_prompt and system_prompt.strip() not in text:
             raise ValueError(
-                f"task.system_prompt={system_prompt!r} is not in the prompt, because the model's chat template ignores "
-                "system messages; put it into the questions"
+                f"task.system_prompt={system_prompt!r} is not in the prompt, because the model's "
+                "chat template ignores system messages; put it into the questions"
             )
         return tuple(self.inner(text, add_special_tokens=False)["input_ids"])
 
@@ -224,20 +230,23 @@ class HfTokenizer:
         generation: bool = False,
         **template_args: Any,
     ) -> str:
-        """Renders messages in the chat template; with `generation`, up to the start of the assistant's next turn."""
+        """Renders messages in the chat template; with `generation`, up to the start of the
+        assistant's next turn.
+        """
         with _limited("rejects the prompt"):
-            args = {"add_generation_prompt": generation, "tokenize": False, **template_args}
-            text = self.inner.apply_chat_template(list(messages), **args)
+            text = self.inner.apply_chat_template(
+                list(messages), add_generation_prompt=generation, tokenize=False, **template_args
+            )
             if len(text) > MAX_PROMPT_CHARACTERS:
                 raise ValueError(
                     f"it makes {len(text)} characters of it, more than {MAX_PROMPT_CHARACTERS}"
                 )
         return text
 
-    def encode_tagged(
-        self, messages: list[Any], **kw: Any
-    ) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-        """Encodes a conversation; returns its tokens, and which are between the template's {% generation %} tags."""
+    def encode_tagged(self, messages: list[Any], **kw: Any) -> Example:
+        """Encodes a conversation; returns its tokens, and which are between the template's {%
+        generation %} tags.
+        """
         with _limited("rejects the conversation"):
             turns = self.inner.apply_chat_template(
                 messages, return_dict=True, return_assistant_tokens_mask=True, **kw
@@ -246,9 +255,8 @@ class HfTokenizer:
 
     def template_variables(self) -> list[str]:
         """The variables that the chat template reads, other than those that it is always given."""
-        from transformers.utils.chat_template_utils import (
-            _compile_jinja_template,
-        )  # with its extensions of Jinja
+        # with its extensions of Jinja
+        from transformers.utils.chat_template_utils import _compile_jinja_template
 
         assert self.chat_template is not None
         with _limited("is not valid"):
@@ -258,21 +266,14 @@ class HfTokenizer:
 
     def encode_answer(self, text: str) -> tuple[int, ...]:
         """Encodes the text and adds the end token, as in a finished response."""
-        end = (
-            self.inner.eos_token_id
-            if self.inner.eos_token_id is not None
-            else next(iter(self.eos), None)
-        )
-        return (
-            *self.inner(text, add_special_tokens=False)["input_ids"],
-            *(() if end is None else (end,)),
-        )
+        ends = [end for end in (self.inner.eos_token_id, *self.eos) if end is not None]
+        return (*self.inner(text, add_special_tokens=False)["input_ids"], *ends[:1])
 
     def split(self, text: str) -> list[tuple[int, str]]:
         """The tokens of `text`: the id and the text of each."""
-        ids = self.inner(text, add_special_tokens=False)["input_ids"]
         return [
-            (token, self.inner.decode([token], clean_up_tokenization_spaces=False)) for token in ids
+            (token, self.inner.decode([token], clean_up_tokenization_spaces=False))
+            for token in self.inner(text, add_special_tokens=False)["input_ids"]
         ]
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -281,19 +282,22 @@ class HfTokenizer:
         )
 
 
+@dataclass(frozen=True)
 class TokenIds:
-    """Stands in for the tokenizer of a model that has none: a text is token ids, separated by spaces."""
+    """Stands in for the tokenizer of a model that has none: a text is token ids, separated by
+    spaces.
+    """
 
     chat_template = None
 
-    def __init__(self, eos: tuple[int, ...], vocab: int) -> None:
-        self.eos = eos
-        self.vocab = vocab
+    eos: tuple[int, ...]
+    vocab: int
 
-    def encode_prompt(self, question: Question, template: Template | None) -> tuple[int, ...]:
+    def encode_prompt(self, question: Question, template: str | None) -> tuple[int, ...]:
         if template == "chat" or not isinstance(question, str):
             raise ValueError(
-                "without a tokenizer there is no chat template; use task.template: plain and text prompts"
+                "without a tokenizer there is no chat template; use task.template: plain and text "
+                "prompts"
             )
         return self._parse(question)
 
@@ -310,8 +314,9 @@ class TokenIds:
         for word in text.split():
             if not word.isdecimal() or int(word) >= self.vocab:
                 raise ValueError(
-                    f"the model has no tokenizer, so text must be token ids 0..{self.vocab - 1} separated by spaces, "
-                    f"not {word!r}; use a model with a tokenizer, or a task of ids (megarl.data.tasks:random_tokens)"
+                    f"the model has no tokenizer, so text must be token ids 0..{self.vocab - 1} "
+                    f"separated by spaces, not {word!r}; use a model with a tokenizer, or a task "
+                    "of ids (megarl.data.tasks:random_tokens)"
                 )
         return tuple(map(int, text.split()))
 
@@ -326,5 +331,6 @@ def check_vocabulary(own: Tokenizer, other: Tokenizer, name: str) -> None:
     )
     if differ := len(mine.items() ^ others.items()):
         raise ValueError(
-            f"{name} has another tokenizer than the policy ({differ} entries differ); use one with it, or a server"
+            f"{name} has another tokenizer than the policy ({differ} entries differ); use one with "
+            "it, or a server"
         )

@@ -1,6 +1,6 @@
-"""Imports a user's function, named in the config as `package.module:function` or `package.module.function`."""
-
-from __future__ import annotations
+"""Imports a user's function, named in the config as `package.module:function` or
+`package.module.function`.
+"""
 
 import importlib
 import sys
@@ -14,7 +14,10 @@ def is_dotted(name: str) -> bool:
 
 
 def import_function(path: str, *, setting: str) -> Callable[..., Any]:
-    """Returns the function at `path`, also of the working directory. Raises ValueError, naming the key `setting`."""
+    """Returns the function at `path`, also of the working directory.
+
+    Raises ValueError, naming the key `setting`.
+    """
     module_name, _, function_name = path.partition(":") if ":" in path else path.rpartition(".")
     if not module_name or not function_name:
         raise ValueError(
@@ -27,8 +30,8 @@ def import_function(path: str, *, setting: str) -> Callable[..., Any]:
     except Exception as error:  # noqa: BLE001 (user code may fail in any way)
         kind = "" if isinstance(error, ModuleNotFoundError) else f"{type(error).__name__}: "
         raise ValueError(
-            f"{setting}={path!r} cannot be imported ({kind}{error}); run from the folder that contains "
-            f"{module_name.split('.')[0]}, or install it"
+            f"{setting}={path!r} cannot be imported ({kind}{error}); run from the folder that "
+            f"contains {module_name.split('.')[0]}, or install it"
         ) from None
     for name in function_name.split("."):
         if not hasattr(function, name):
@@ -37,8 +40,10 @@ def import_function(path: str, *, setting: str) -> Callable[..., Any]:
                 for key, value in vars(function).items()
                 if callable(value) and not key.startswith("_")
             ]
-            names = ", ".join(known[:10]) or "no functions"
-            raise ValueError(f"{setting}={path!r}: {module_name} has no {name!r}; it has {names}")
+            raise ValueError(
+                f"{setting}={path!r}: {module_name} has no {name!r}; "
+                f"it has {', '.join(known[:10]) or 'no functions'}"
+            )
         function = getattr(function, name)
     if not callable(function):
         raise ValueError(

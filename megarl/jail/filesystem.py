@@ -1,13 +1,12 @@
-"""The files of untrusted code: a root of its own with Python and an empty folder, and Landlock over it.
+"""The files of untrusted code: its own root with Python and an empty folder, and Landlock over it.
 
     new mount namespace --tmpfs--> / --bind mounts--> what is readable
-                                   `--> the folder: another tmpfs, whose bytes and files the kernel limits
+                                   `--> the folder: another tmpfs with limited bytes and files
 
-Nothing else exists there, not even names, sizes and times of other files. Where the kernel refuses the namespace (in
-some containers), Landlock alone denies reading and writing other files, but not `stat`; the caller measures the folder.
+Nothing else exists there, not even names, sizes and times of other files. Where the kernel refuses
+the namespace (in some containers), Landlock alone denies reading and writing other files, but not
+`stat`; the caller measures the folder.
 """
-
-from __future__ import annotations
 
 import ctypes
 import os
@@ -17,22 +16,37 @@ from megarl.jail.syscalls import LIBC, check
 
 MAX_FILES = 1000  # in the folder
 DEVICES = ("/dev/null", "/dev/urandom")
-CLONE_NEWNS, CLONE_NEWUSER = 0x20000, 0x10000000
-MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = (
-    2,
-    4,
-    8,
-    0x1000,
-    0x4000,
-    0x40000,
-    2,
-)
+CLONE_NEWNS = 0x20000
+CLONE_NEWUSER = 0x10000000
+MS_NOSUID = 2
+MS_NODEV = 4
+MS_NOEXEC = 8
+MS_BIND = 0x1000
+MS_REC = 0x4000
+MS_PRIVATE = 0x40000
+MNT_DETACH = 2
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+LANDLOCK_CREATE_RULESET = 444
+LANDLOCK_ADD_RULE = 445
+LANDLOCK_RESTRICT_SELF = 446
+WRITE_FILE = 1 << 1
+READ_FILE = 1 << 2
+READ_DIR = 1 << 3
+REMOVE_FILE = 1 << 5
+MAKE_REG = 1 << 8
+TRUNCATE = 1 << 14
+RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # access rights of a Landlock version; 16 from version 5
+NETWORK = 0b11  # TCP bind and connect, from version 4
+SCOPE = 0b11  # abstract sockets and signals, from version 6
 
 
 def enter_mount_namespace() -> bool:
-    """Returns whether this took a user namespace, as it does without root. Raises OSError if the kernel refuses."""
-    user, group = os.geteuid(), os.getegid()
+    """Returns whether this took a user namespace, as it does without root.
+
+    Raises OSError if the kernel refuses.
+    """
+    user = os.geteuid()
+    group = os.getegid()
     if LIBC.unshare(CLONE_NEWNS) == 0:
         return False
     check(LIBC.unshare(CLONE_NEWNS | CLONE_NEWUSER))
@@ -47,24 +61,26 @@ def enter_mount_namespace() -> bool:
 
 
 def private_root(folder: str, readable: list[str], disk_bytes: int) -> None:
-    """Replace / by a root with the readable paths, two devices and `folder`, empty and writable.
+    """Replaces / by a root with the readable paths, two devices and `folder`, empty and writable.
 
-    Needs a mount namespace. Raises OSError, and leaves / and `folder` as they were, if the kernel refuses.
+    Needs a mount namespace. Raises OSError, and leaves / and `folder` as they were, if the kernel
+    refuses.
     """
     root = folder  # the new root is built on it
     _mount("none", "/", "", MS_REC | MS_PRIVATE)
     _mount_tmpfs(root, 1 << 20, 1000)
     try:
-        bound: list[str] = []
+        bound = []
         for path in sorted({*readable, *DEVICES}):
-            if not os.path.exists(path) or any(path.startswith(f"{above}/") for above in bound):
+            if any(path.startswith(f"{above}/") for above in bound) or not os.path.exists(path):
                 continue
-            os.makedirs(
-                root + (path if os.path.isdir(path) else os.path.dirname(path)), exist_ok=True
-            )
-            if not os.path.isdir(path):
-                os.close(os.open(root + path, os.O_CREAT | os.O_WRONLY))
-            _mount(path, root + path, "", MS_BIND | MS_REC)
+            target = root + path
+            if os.path.isdir(path):
+                os.makedirs(target, exist_ok=True)
+            else:
+                os.makedirs(os.path.dirname(target), exist_ok=True)
+                os.close(os.open(target, os.O_CREAT | os.O_WRONLY))
+            _mount(path, target, "", MS_BIND | MS_REC)
             bound.append(path)
         os.makedirs(root + folder)
         _mount_tmpfs(root + folder, disk_bytes, MAX_FILES)
@@ -79,56 +95,43 @@ def private_root(folder: str, readable: list[str], disk_bytes: int) -> None:
 
 
 def _mount_tmpfs(folder: str, size_bytes: int, files: int) -> None:
-    options = f"size={size_bytes},nr_inodes={files + 1},mode=700"
-    _mount("tmpfs", folder, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
+    flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
+    _mount("tmpfs", folder, "tmpfs", flags, f"size={size_bytes},nr_inodes={files + 1},mode=700")
 
 
 def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    words = [os.fsencode(text) for text in (source, target, kind)]
+    words = map(os.fsencode, (source, target, kind))
     check(LIBC.mount(*words, ctypes.c_ulong(flags), os.fsencode(options)))
 
 
-WRITE_FILE, READ_FILE, READ_DIR, REMOVE_FILE, MAKE_REG, TRUNCATE = (
-    1 << bit for bit in (1, 2, 3, 5, 8, 14)
-)
-RIGHTS = {
-    1: 13,
-    2: 14,
-    3: 15,
-    4: 15,
-}  # number of access rights by Landlock version; 16 from version 5
-NETWORK, SCOPE = (
-    0b11,
-    0b11,
-)  # TCP bind and connect, from version 4; abstract sockets and signals, from version 6
-
-
 def landlock(folder: str, readable: list[str]) -> None:
-    """Allow only to read below `readable`, and to read and write files in `folder`. Raises OSError without Landlock."""
-    create, add, restrict = 444, 445, 446
-    version = check(LIBC.syscall(create, None, 0, 1))
+    """Allows only to read below `readable`, and to read and write files in `folder`.
+
+    Raises OSError without Landlock.
+    """
+    version = check(LIBC.syscall(LANDLOCK_CREATE_RULESET, None, 0, 1))
     known = (1 << RIGHTS.get(version, 16)) - 1
-    handled = struct.pack("=QQQ", known, NETWORK, SCOPE)[
-        : 24 if version >= 6 else 16 if version >= 4 else 8
-    ]
-    rules = check(LIBC.syscall(create, ctypes.create_string_buffer(handled), len(handled), 0))
+    handled = struct.pack("=Q", known)
+    if version >= 4:
+        handled += struct.pack("=Q", NETWORK)
+    if version >= 6:
+        handled += struct.pack("=Q", SCOPE)
+    attributes = ctypes.create_string_buffer(handled)
+    rules = check(LIBC.syscall(LANDLOCK_CREATE_RULESET, attributes, len(handled), 0))
+
     allowed = [(path, READ_FILE | READ_DIR) for path in readable]
     allowed += [(folder, READ_FILE | READ_DIR | WRITE_FILE | REMOVE_FILE | MAKE_REG | TRUNCATE)]
     allowed += zip(DEVICES, (READ_FILE | WRITE_FILE, READ_FILE), strict=True)
     for path, rights in allowed:
         if not os.path.exists(path):
             continue
-        rights &= known if os.path.isdir(path) else READ_FILE | WRITE_FILE
+        if os.path.isdir(path):
+            rights &= known
+        else:
+            rights &= READ_FILE | WRITE_FILE
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        check(
-            LIBC.syscall(
-                add,
-                rules,
-                1,
-                ctypes.create_string_buffer(struct.pack("=Qi", rights, descriptor)),
-                0,
-            )
-        )
+        rule = ctypes.create_string_buffer(struct.pack("=Qi", rights, descriptor))
+        check(LIBC.syscall(LANDLOCK_ADD_RULE, rules, 1, rule, 0))
         os.close(descriptor)
-    check(LIBC.syscall(restrict, rules, 0))
+    check(LIBC.syscall(LANDLOCK_RESTRICT_SELF, rules, 0))
     os.close(rules)

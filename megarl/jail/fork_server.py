@@ -1,15 +1,14 @@
-"""Forks a process per job from a warm, clean Python, which costs milliseconds where a fresh one costs a start.
+"""Forks a process per job from a warm, clean Python, which takes milliseconds.
 
     caller --descriptors (SCM_RIGHTS)--> server --fork--> child: function(spec, *descriptors)
        |  <------- pid, exit status ------- |                ^
        +-- target, spec: on the job's own control socket ----+
 
-The server has an empty environment and none of the caller's descriptors. It imports the modules to preload, and never
-reads what a child writes: results travel on the job's descriptors. A child shares nothing writable with its siblings
-and leads its own session. It is killed when its control socket is closed, or when the server or the caller dies.
+The server has an empty environment and none of the caller's descriptors. It imports the modules to
+preload, and never reads what a child writes: results travel on the job's descriptors. A child
+shares nothing writable with its siblings and leads its own session. It is killed when its control
+socket is closed, or when the server or the caller dies.
 """
-
-from __future__ import annotations
 
 import ctypes
 import gc
@@ -35,11 +34,16 @@ START_S = 60.0  # for the server to preload its modules, and to fork on a busy m
 MAX_DESCRIPTORS = 16
 NUMBER = struct.Struct("=q")
 PR_SET_PDEATHSIG = 1
-ENVIRONMENT = {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}
-ENVIRONMENT |= {
+ENVIRONMENT = {
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",
+    "PYTHONUTF8": "1",
+    # threads would make a fork unsafe
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
-}  # threads would make a fork unsafe
+}
+# the server has ended, or a child was killed
+DISCONNECTED = (BrokenPipeError, ConnectionResetError)
 
 
 class ForkServerError(Exception):
@@ -48,7 +52,7 @@ class ForkServerError(Exception):
 
 @dataclass
 class Child:
-    """A running job. `returncode` is as in subprocess: negative for a signal, None while it runs."""
+    """A running job. `returncode` is as in subprocess: minus a signal, None while the job runs."""
 
     pid: int
     control: socket.socket
@@ -56,9 +60,8 @@ class Child:
 
     def wait(self, timeout_s: float | None = None) -> int:
         """Returns the exit status. Raises TimeoutError, and ForkServerError if the server ended."""
-        if (
-            self.returncode is None and self.control.fileno() >= 0
-        ):  # closed once the server is known to have ended
+        # the socket is closed once the server is known to have ended
+        if self.returncode is None and self.control.fileno() >= 0:
             self.control.settimeout(timeout_s)
             self.returncode = _receive_number(self.control)
             self.control.close()
@@ -76,7 +79,7 @@ class Child:
 
 @dataclass
 class ForkServer:
-    """Starts its server at the first request, and again if it has died. Any thread may call `start`."""
+    """Starts its server at the first request, and again if it died. Any thread may call `start`."""
 
     modules: Sequence[str] = ()  # to preload: "module", or "module:function" to call once
     path: Sequence[str] = ()  # added to the server's sys.path
@@ -85,28 +88,25 @@ class ForkServer:
     requests: socket.socket | None = None
 
     def start(self, target: str, spec: Any, descriptors: Sequence[int] = ()) -> Child:
-        """Runs ``function(spec, *descriptors)`` in a forked child; `target` is "module:function", `spec` is pickled.
+        """Runs ``function(spec, *descriptors)`` in a forked child; `target` is "module:function".
 
-        The exit status is the function's result (None: 0), or 1 if it raises. Raises ForkServerError.
+        `spec` is pickled. The exit status is the function's result (None: 0), or 1 if it raises.
+        Raises ForkServerError.
         """
         assert len(descriptors) < MAX_DESCRIPTORS
         job = pickle.dumps((target, spec))
         for _ in range(2):
             control, server_end = socket.socketpair()
             control.settimeout(START_S)
-            pid, requests = None, None
+            pid = 0  # the server ended
+            requests = None
             try:
-                with (
-                    server_end,
-                    self.lock,
-                    suppress(BrokenPipeError, ConnectionResetError),
-                ):  # the server has ended
+                with server_end, self.lock, suppress(*DISCONNECTED):
                     requests = self._running()
                     socket.send_fds(requests, [b"job"], [server_end.fileno(), *descriptors])
-                if (pid := _receive_number(control)) is not None and pid > 0:
-                    with suppress(
-                        BrokenPipeError, ConnectionResetError
-                    ):  # it was killed; `wait` reports how
+                pid = _receive_number(control) or 0
+                if pid > 0:
+                    with suppress(*DISCONNECTED):  # it was killed; `wait` reports how
                         control.sendall(NUMBER.pack(len(job)) + job)
                     return Child(pid, control)
             except TimeoutError:
@@ -114,26 +114,21 @@ class ForkServer:
                     f"the fork server did not fork within {START_S:.0f} s"
                 ) from None
             finally:
-                if pid is None or pid <= 0:
+                if pid <= 0:
                     control.close()
-            if pid is not None:
+            if pid < 0:
                 raise ForkServerError(f"the fork server cannot fork: {os.strerror(-pid)}")
             with self.lock:
                 if self.requests is requests:
-                    self._stop()
+                    self.stop()
         raise ForkServerError(
             f"the fork server of {', '.join(self.modules) or 'no modules'} ended twice"
         )
 
-    def close(self) -> None:
-        """Ends the server and all its children."""
-        with self.lock:
-            self._stop()
-
     def _running(self) -> socket.socket:
         # in a fork of the caller, poll() finds no such child, hence a fork starts its own server
         if self.requests is None or self.process is None or self.process.poll() is not None:
-            self._stop()
+            self.stop()
             self.requests, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self.requests.settimeout(START_S)
             with server_end:
@@ -161,14 +156,17 @@ class ForkServer:
             with suppress(TimeoutError, ConnectionResetError):
                 reply = self.requests.recv(1 << 16)
             if reply != b"ready":
-                self._stop()
+                self.stop()
                 raise ForkServerError(
-                    f"the fork server does not start: {reply.decode() or 'it ended, or is too slow'}"
+                    "the fork server does not start: "
+                    f"{reply.decode() or 'it ended, or is too slow'}"
                 )
         return self.requests
 
-    def _stop(self) -> None:
-        process, self.process = self.process, None
+    def stop(self) -> None:
+        """Ends the server and all its children; not while another thread starts one."""
+        process = self.process
+        self.process = None
         if self.requests is not None:
             self.requests.close()
             self.requests = None
@@ -183,106 +181,96 @@ def _receive_number(connection: socket.socket) -> int | None:
         data = connection.recv(NUMBER.size, socket.MSG_WAITALL)
     except ConnectionResetError:
         return None
-    return NUMBER.unpack(data)[0] if len(data) == NUMBER.size else None
+    if len(data) < NUMBER.size:
+        return None
+    return NUMBER.unpack(data)[0]
 
 
-# --- the server's process -----------------------------------------------------------------------------------------
+# --- the server's process -------------------------------------------------------------------------
 
 
-@dataclass
-class _Server:
-    requests: socket.socket
-    poll: select.poll = field(default_factory=select.poll)
-    controls: dict[int, int] = field(
-        default_factory=dict
-    )  # descriptor of a control socket -> child
-    children: dict[int, tuple[int, int]] = field(
-        default_factory=dict
-    )  # descriptor of a child -> (its pid, control)
-
-    def serve(self, parent: int) -> None:
-        """Returns when the process behind the descriptor `parent` ends or closes its socket."""
-        for descriptor in (parent, self.requests.fileno()):
-            self.poll.register(descriptor, select.POLLIN)
-        while True:
-            for descriptor, _ in self.poll.poll():
-                if descriptor == parent:
+def _serve(requests: socket.socket, parent: int) -> None:
+    """Returns when the process behind the descriptor `parent` ends or closes its socket."""
+    controls = {}  # {descriptor of a control socket: pid of its child}
+    children = {}  # {descriptor of a child: descriptor of its control socket}
+    poll = select.poll()
+    for descriptor in (parent, requests.fileno()):
+        poll.register(descriptor, select.POLLIN)
+    while True:
+        for descriptor, _ in poll.poll():
+            if descriptor == parent:
+                return
+            if descriptor == requests.fileno():
+                message, descriptors, _, _ = socket.recv_fds(requests, 16, MAX_DESCRIPTORS)
+                if not message:
                     return
-                if descriptor == self.requests.fileno():
-                    message, descriptors, _, _ = socket.recv_fds(self.requests, 16, MAX_DESCRIPTORS)
-                    if not message:
-                        return
-                    self._start(*descriptors)
-                elif descriptor in self.children:
-                    self._reap(descriptor)
-                elif descriptor in self.controls:
-                    self._kill(descriptor)
+                control = descriptors[0]
+                pid = _fork(*descriptors)
+                if pid > 0:
+                    child = os.pidfd_open(pid)
+                    controls[control] = pid
+                    children[child] = control
+                    poll.register(child, select.POLLIN)
+                    poll.register(control, select.POLLRDHUP)
+            elif descriptor in children:
+                control = children.pop(descriptor)
+                pid = controls.pop(control)
+                with suppress(ProcessLookupError):
+                    # whatever it left behind; its own id is not reused before waitpid
+                    os.killpg(pid, signal.SIGKILL)
+                status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                with suppress(KeyError):  # the caller closed it
+                    poll.unregister(control)
+                poll.unregister(descriptor)
+                _send_number(control, status)
+                os.close(descriptor)
+                os.close(control)
+            elif descriptor in controls:
+                # the caller closed the control socket: the child is killed, and reaped as any other
+                poll.unregister(descriptor)
+                # os.kill, because a child that has not yet made its session is in the server's
+                for kill in (os.killpg, os.kill):
+                    with suppress(ProcessLookupError):
+                        kill(controls[descriptor], signal.SIGKILL)
 
-    def _start(self, control: int, *descriptors: int) -> None:
-        server = os.getpid()
-        try:
-            if (pid := os.fork()) == 0:
-                _run_child(server, control, descriptors)
-        except OSError as error:
-            pid = -(error.errno or 1)
-        for descriptor in descriptors:
-            os.close(descriptor)
-        _send_number(control, pid)
-        if pid < 0:
-            os.close(control)
-            return
-        child = os.pidfd_open(pid)
-        self.controls[control], self.children[child] = pid, (pid, control)
-        self.poll.register(child, select.POLLIN)
-        self.poll.register(control, select.POLLRDHUP)
 
-    def _kill(self, control: int) -> None:
-        """The caller closed the control socket. The child is reaped as any other."""
-        self.poll.unregister(control)
-        pid = self.controls.pop(control)
-        for kill in (
-            os.killpg,
-            os.kill,
-        ):  # a child that has not yet made its session is in the server's
-            with suppress(ProcessLookupError):
-                kill(pid, signal.SIGKILL)
-
-    def _reap(self, child: int) -> None:
-        pid, control = self.children.pop(child)
-        with suppress(ProcessLookupError):
-            os.killpg(
-                pid, signal.SIGKILL
-            )  # whatever it left behind; its own id is not reused before waitpid
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        if self.controls.pop(control, None) is not None:
-            self.poll.unregister(control)
-        self.poll.unregister(child)
-        _send_number(control, status)
-        os.close(child)
+def _fork(control: int, *descriptors: int) -> int:
+    """Returns the pid of a child that runs the job, or minus an errno; the caller gets it too."""
+    server = os.getpid()
+    try:
+        pid = os.fork()
+        if pid == 0:
+            _run_child(server, control, descriptors)
+    except OSError as error:
+        pid = -(error.errno or 1)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    _send_number(control, pid)
+    if pid < 0:
         os.close(control)
+    return pid
 
 
 def _send_number(descriptor: int, number: int) -> None:
-    with suppress(BrokenPipeError, ConnectionResetError):
+    with suppress(*DISCONNECTED):
         os.write(descriptor, NUMBER.pack(number))
 
 
 def _run_child(server: int, control: int, descriptors: Sequence[int]) -> None:
+    """Runs the job that arrives on the control socket, with no other descriptors, and exits."""
     status = 1
     try:
         os.setsid()
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != server:
             return
-        for below, above in pairwise(
-            [2, *sorted((control, *descriptors)), os.sysconf("SC_OPEN_MAX")]
-        ):
+        kept = [2, *sorted((control, *descriptors)), os.sysconf("SC_OPEN_MAX")]
+        for below, above in pairwise(kept):
             os.closerange(below + 1, above)
         with open(control, "rb") as stream:
             size = NUMBER.unpack(stream.read(NUMBER.size))[0]
-            target, spec = pickle.loads(
-                stream.read(size)
-            )  # from the caller; the child cannot write to it
+            # from the caller; the child cannot write to it
+            target, spec = pickle.loads(stream.read(size))
         status = resolve_name(target)(spec, *descriptors) or 0
     except BaseException:  # noqa: BLE001 (nothing may return into the server's loop)
         with suppress(BaseException):
@@ -292,7 +280,8 @@ def _run_child(server: int, control: int, descriptors: Sequence[int]) -> None:
 
 
 def main() -> None:
-    requests, parent_pid = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    requests = socket.socket(fileno=int(sys.argv[1]))
+    parent_pid = int(sys.argv[2])
     parent = os.pidfd_open(parent_pid)
     if os.getppid() != parent_pid:
         return
@@ -310,7 +299,7 @@ def main() -> None:
         return
     gc.freeze()  # children do not copy pages by collecting garbage
     requests.send(b"ready")
-    _Server(requests).serve(parent)
+    _serve(requests, parent)
 
 
 if __name__ == "__main__":

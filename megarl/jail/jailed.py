@@ -4,13 +4,12 @@ The sandbox asks a fork server for a process that runs `run`; only the standard 
 
     source, requests are read --> drop_rights() --> the code runs (untrusted.py)
 
-Dropped for every thread: capabilities; memory, CPU seconds, threads, file sizes and open files beyond the rlimits; all
-files outside Python's own and the folder (filesystem.py), which raise PermissionError; system calls that Python does
-not need (syscalls.py): a new process, a socket (unless a pair of streams) or a signal to others ends it with SIGSYS.
-Files can be created in the folder, subfolders cannot.
+Every thread loses: capabilities; memory, CPU seconds, threads, file sizes and open files beyond the
+rlimits; all files outside Python's own and the folder (filesystem.py), which raise PermissionError;
+system calls that Python does not need (syscalls.py): a new process, a socket (unless a pair of
+streams) or a signal to others ends it with SIGSYS. Files can be created in the folder, subfolders
+cannot.
 """
-
-from __future__ import annotations
 
 import atexit
 import os
@@ -19,46 +18,54 @@ import signal
 import struct
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from megarl.jail import untrusted
 from megarl.jail.filesystem import enter_mount_namespace, landlock, private_root
 from megarl.jail.syscalls import LIBC, check, filter_rows, install
+from megarl.jail.values import JailMessage
 
-PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
+PR_SET_PDEATHSIG = 1
+PR_SET_NO_NEW_PRIVS = 38
 MAX_THREADS = 64
 REAL_USERS = 0x70000000  # plus the process id: a real user id that no other process has
+CAPABILITY_VERSION_3 = 0x20080522
+SECCOMP = "network and processes (seccomp)"
 
 
-def set_rlimits(spec: dict[str, Any], is_counted: bool) -> None:
+def set_rlimits(spec: JailMessage, is_counted: bool) -> None:
     limits = {
-        "AS": spec["memory_bytes"],
-        "CPU": spec["cpu_s"],
-        "FSIZE": spec["disk_bytes"],
-        "NOFILE": 64,
+        resource.RLIMIT_AS: spec["memory_bytes"],
+        resource.RLIMIT_CPU: spec["cpu_s"],
+        resource.RLIMIT_FSIZE: spec["disk_bytes"],
+        resource.RLIMIT_NOFILE: 64,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
     }
-    limits |= {"CORE": 0, "MEMLOCK": 0} | ({"NPROC": MAX_THREADS} if is_counted else {})
-    for name, limit in limits.items():
-        number = getattr(resource, f"RLIMIT_{name}")
+    if is_counted:
+        limits[resource.RLIMIT_NPROC] = MAX_THREADS
+    for number, limit in limits.items():
         hard = resource.getrlimit(number)[1]
-        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(
-            number, (limit, limit + (name == "CPU"))
-        )  # SIGXCPU first, SIGKILL a second later
+        if hard != resource.RLIM_INFINITY:
+            limit = min(limit, hard)
+        # SIGXCPU first, SIGKILL a second later
+        resource.setrlimit(number, (limit, limit + int(number == resource.RLIMIT_CPU)))
 
 
 def die_with(parent: int) -> None:
-    """Kill this process when `parent` dies, even if that was before this call."""
+    """Kills this process when `parent` dies, even if that was before this call."""
     check(LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def separate_user() -> bool:
-    """Give this process a real user id of its own, so that RLIMIT_NPROC counts its threads; root's are never counted.
+    """Gives this process its own real user id, so that RLIMIT_NPROC counts its threads.
 
-    The effective user id, which decides access to files, stays. Returns False without root.
+    Root's threads are never counted. The effective user id, which decides access to files, stays.
+    Returns False without root.
     """
     with suppress(OSError):
         os.setresuid(REAL_USERS + os.getpid(), -1, -1)
@@ -66,15 +73,16 @@ def separate_user() -> bool:
     return False
 
 
-def drop_rights(spec: dict[str, Any]) -> dict[str, str]:
-    """Apply every limit, in the required order. Returns the limits that this machine lacks, each with its error.
+def drop_rights(spec: JailMessage) -> dict[str, str]:
+    """Applies every limit, in the required order. Returns {limit that this machine lacks: error}.
 
-    `spec` has `folder`, afterwards the empty current folder, `readable` paths, `memory_bytes`, `cpu_s`, `disk_bytes`.
-    The process must have one thread.
+    `spec` has `folder`, afterwards the empty current folder, `readable` paths, `memory_bytes`,
+    `cpu_s`, `disk_bytes`. The process must have one thread.
     """
-    missing, parent = {}, os.getppid()
+    missing = {}
+    parent = os.getppid()
 
-    def attempt(limit: str, function: Any, *arguments: Any) -> None:
+    def attempt(limit: str, function: Callable[..., object], *arguments: Any) -> None:
         try:
             function(*arguments)
         except (OSError, ValueError, AttributeError) as error:
@@ -86,20 +94,19 @@ def drop_rights(spec: dict[str, Any]) -> dict[str, str]:
         private_root(spec["folder"], spec["readable"], spec["disk_bytes"])
     os.chdir(spec["folder"])
     attempt("privileges", lambda: check(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)))
-    attempt(
-        "capabilities", lambda: check(LIBC.capset(struct.pack("=Ii", 0x20080522, 0), bytes(24)))
-    )  # to none
+    header = struct.pack("=Ii", CAPABILITY_VERSION_3, 0)
+    attempt("capabilities", lambda: check(LIBC.capset(header, bytes(24))))
     attempt("files (Landlock)", landlock, spec["folder"], spec["readable"])
     attempt("memory, time, sizes (rlimits)", set_rlimits, spec, is_counted)
     attempt("kill with the parent (pdeathsig)", die_with, parent)
-    attempt("network and processes (seccomp)", lambda: install(filter_rows()))
-    if "network and processes (seccomp)" in missing:  # no processes, no threads
-        attempt("processes (rlimits)", lambda: resource.setrlimit(resource.RLIMIT_NPROC, (0, 0)))
+    attempt(SECCOMP, lambda: install(filter_rows()))
+    if SECCOMP in missing:  # no processes, no threads
+        attempt("processes (rlimits)", resource.setrlimit, resource.RLIMIT_NPROC, (0, 0))
     return missing
 
 
-def run(spec: dict[str, Any], stdin: int, stdout: int, report: int) -> None:
-    """The whole life of a jailed process: a job of the fork server."""
+def run(spec: JailMessage, stdin: int, stdout: int, report: int) -> None:
+    """Runs a jailed process from its start to its end, as a job of the fork server."""
     os.dup2(stdin, 0)
     os.dup2(stdout, 1)
     os.closerange(3, report)
@@ -108,7 +115,8 @@ def run(spec: dict[str, Any], stdin: int, stdout: int, report: int) -> None:
     os.chdir(spec["folder"])
     spec["report"] = report
     untrusted.main(spec, drop_rights)
-    wait_for_threads = threading._shutdown  # pyright: ignore[reportAttributeAccessIssue] (as Python itself at exit)
+    # as Python itself does at exit
+    wait_for_threads = threading._shutdown  # pyright: ignore[reportAttributeAccessIssue]
     for step in (wait_for_threads, atexit._run_exitfuncs, sys.stdout.flush):
         with suppress(BaseException):
             step()

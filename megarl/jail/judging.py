@@ -1,12 +1,12 @@
-"""Trusted judges of untrusted texts, in processes that are forked for a batch of texts and have dropped their rights.
+"""Trusted judges of untrusted texts, in forked processes that have dropped their rights.
 
-    items --batches--> child of a fork server: judge = factory(context); drop_rights(); a line per item --> Verdicts
+    items --batches--> child of a fork server: judge = factory(context); drop_rights()
+                                               --a line per item--> Verdicts
 
-A text that makes its judge raise an error, never end or fill the memory is worth 0, and the texts after it are judged
-by a new child. If a judge cannot start, which is not the text's fault, there is no value.
+A text that makes its judge raise an error, never end or fill the memory is worth 0, and the texts
+after it are judged by a new child. If a judge cannot start, which is not the text's fault, there is
+no value.
 """
-
-from __future__ import annotations
 
 import math
 import os
@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -27,11 +28,14 @@ from megarl.jail.fork_server import Child, ForkServer, ForkServerError
 from megarl.jail.jailed import drop_rights
 from megarl.jail.sandbox import BY_SIGNAL, SYSTEM
 
-BATCHES = (16, 128)  # fewest and most texts judged by one child
+# fewest and most texts judged by one child
+MIN_BATCH = 16
+MAX_BATCH = 128
 MAX_CHILDREN = 4
 START_S = 60.0  # for a child to make its judge
 BUSY_S = 20.0  # a child may wait this long for a processor, beyond its limit of CPU seconds
-MEMORY_BYTES, DISK_BYTES = 2 << 30, 1 << 20
+MEMORY_BYTES = 2 << 30
+DISK_BYTES = 1 << 20
 READY = "ready"
 KINDS = BY_SIGNAL | {int(signal.SIGPROF): "timeout"}
 
@@ -39,54 +43,57 @@ Item = tuple[Any, ...]
 Spec = tuple[str, Any, Sequence[Item], float]  # factory, context, items, timeout_s
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Verdict:
-    """`value` None: not judged, through no fault of the text. `cause` is one word, `detail` a sentence."""
+    """The value of a text, None if it was not judged through no fault of its own.
+
+    `cause` is one word, `detail` a sentence.
+    """
 
     value: float | None
     cause: str = ""
     detail: str = ""
 
 
-@dataclass(frozen=True)
 class JudgePool:
-    """Judges made by ``factory(context)``, "module:function"; ``judge(*item)`` is a float or a Verdict with a value."""
+    """Runs judges made by ``factory(context)``; `factory` is "module:function".
 
-    factory: str
-    server: ForkServer
+    ``judge(*item)`` returns a float or a Verdict with a value.
+    """
 
-    @classmethod
-    def of(cls, factory: str, *modules: str) -> JudgePool:
+    def __init__(self, factory: str, *modules: str) -> None:
+        self.factory = factory
         path = [str(Path(__file__).parents[2]), *filter(None, sys.path)]
-        return cls(factory, ForkServer([*modules, factory.partition(":")[0]], path))
+        self.server = ForkServer([*modules, factory.partition(":")[0]], path)
 
     def judge(self, context: Any, items: Sequence[Item], *, timeout_s: float) -> list[Verdict]:
-        """One verdict per item, in order. `timeout_s` is in CPU seconds of one item."""
+        """Returns one verdict per item, in order. `timeout_s` is in CPU seconds of one item."""
         children = min(MAX_CHILDREN, os.cpu_count() or 1)
-        size = sorted((*BATCHES, -(-len(items) // children)))[1]
+        size = min(max(math.ceil(len(items) / children), MIN_BATCH), MAX_BATCH)
         batches = [items[start : start + size] for start in range(0, len(items), size)]
-        if len(batches) <= 1:
-            return self._judge_batch(context, items, timeout_s)
-        with ThreadPoolExecutor(children) as threads:
-            results = threads.map(
-                lambda batch: self._judge_batch(context, batch, timeout_s), batches
-            )
-            return [verdict for result in results for verdict in result]
 
-    def _judge_batch(self, context: Any, items: Sequence[Item], timeout_s: float) -> list[Verdict]:
-        verdicts: list[Verdict] = []
-        try:
-            while len(verdicts) < len(items):
-                verdicts += _judge_in_child(
-                    self.server, (self.factory, context, items[len(verdicts) :], timeout_s)
-                )
-        except (ForkServerError, OSError) as error:
-            verdicts += [Verdict(None, "no_judge", str(error))] * (len(items) - len(verdicts))
-        return verdicts
+        def judge_batch(batch: Sequence[Item]) -> list[Verdict]:
+            verdicts = []
+            try:
+                while len(verdicts) < len(batch):
+                    spec = (self.factory, context, batch[len(verdicts) :], timeout_s)
+                    verdicts += _judge_in_child(self.server, spec)
+            except (ForkServerError, OSError) as error:
+                num_left = len(batch) - len(verdicts)
+                verdicts += [Verdict(None, "no_judge", str(error))] * num_left
+            return verdicts
+
+        if len(batches) <= 1:
+            return judge_batch(items)
+        with ThreadPoolExecutor(children) as threads:
+            return list(chain.from_iterable(threads.map(judge_batch, batches)))
 
 
 def _judge_in_child(server: ForkServer, spec: Spec) -> list[Verdict]:
-    """Verdicts on all items, or up to the first that ends the child. Raises ForkServerError if it made no judge."""
+    """Returns verdicts on all items, or up to the first that ends the child.
+
+    Raises ForkServerError if the child made no judge.
+    """
     factory, _, items, timeout_s = spec
     temporary = tempfile.TemporaryDirectory(prefix="megarl-judge-", ignore_cleanup_errors=True)
     reader, writer = os.pipe()
@@ -95,29 +102,40 @@ def _judge_in_child(server: ForkServer, spec: Spec) -> list[Verdict]:
             child = server.start("megarl.jail.judging:serve", (spec, folder), [writer])
         lines, status, is_late = _read_lines(child, reader, timeout_s)
     if lines[:1] != [READY]:
-        detail = lines[0] if lines else "too late" if is_late else f"exit status {status}"
+        detail = f"exit status {status}"
+        if lines:
+            detail = lines[0]
+        elif is_late:
+            detail = "too late"
         raise ForkServerError(f"the judge {factory} did not start: {detail}")
     verdicts = [_parse(line) for line in lines[1 : len(items) + 1]]
     if len(verdicts) < len(items):
         cause = "timeout" if is_late else KINDS.get(-status, "crashed")
-        limit = f" of {timeout_s:g} CPU seconds" if cause == "timeout" else ""
-        verdicts.append(Verdict(0.0, cause, f"its judge ended with status {status}{limit}"))
+        detail = f"its judge ended with status {status}"
+        if cause == "timeout":
+            detail += f" of {timeout_s:g} CPU seconds"
+        verdicts.append(Verdict(0.0, cause, detail))
     return verdicts
 
 
 def _read_lines(child: Child, reader: int, timeout_s: float) -> tuple[list[str], int, bool]:
-    """Returns what the child wrote, its exit status, and whether it was killed because a line took too long."""
-    poll, written, deadline, is_late = select.poll(), bytearray(), time.monotonic() + START_S, True
+    """Returns the child's lines, its exit status, and whether it was killed for a late line."""
+    poll = select.poll()
+    written = bytearray()
+    deadline = time.monotonic() + START_S
+    is_late = True
     poll.register(reader, select.POLLIN)
     while poll.poll(max(deadline - time.monotonic(), 0) * 1000):
-        if not (data := os.read(reader, 1 << 16)):
+        data = os.read(reader, 1 << 16)
+        if not data:
             is_late = False
             break
         written += data
         if b"\n" in data:
             deadline = time.monotonic() + timeout_s + BUSY_S
     status = child.kill() if is_late else child.wait(START_S)
-    return written.decode("utf-8", "replace").split("\n")[:-1], status, is_late
+    *lines, _ = written.decode("utf-8", "replace").split("\n")
+    return lines, status, is_late
 
 
 def _parse(line: str) -> Verdict:
@@ -126,31 +144,30 @@ def _parse(line: str) -> Verdict:
         number = float(value)
     except ValueError:
         number = math.nan
-    return (
-        Verdict(number, cause, detail)
-        if math.isfinite(number)
-        else Verdict(0.0, "raised", f"returned {value}")
-    )
+    if not math.isfinite(number):
+        return Verdict(0.0, "raised", f"returned {value}")
+    return Verdict(number, cause, detail)
 
 
-# --- the child ----------------------------------------------------------------------------------------------------
+# --- the child ------------------------------------------------------------------------------------
 
 
 def serve(job: tuple[Spec, str], out: int) -> None:
     """Writes a line when the judge is ready, then one per item."""
     (factory, context, items, timeout_s), folder = job
-    packages = [
-        path for path in sys.path if path.endswith("-packages")
-    ]  # some modules are imported late
-    limits = {
+    # some modules are imported late
+    packages = [path for path in sys.path if path.endswith("-packages")]
+    rights = {
         "memory_bytes": MEMORY_BYTES,
         "cpu_s": math.ceil(timeout_s * len(items)) + 1,
         "disk_bytes": DISK_BYTES,
+        "folder": folder,
+        "readable": [sys.base_prefix, *packages, *SYSTEM],
     }
     try:
         judge = resolve_name(factory)(context)
-        drop_rights({**limits, "folder": folder, "readable": [sys.base_prefix, *packages, *SYSTEM]})
-    except Exception as error:  # noqa: BLE001 (told to the caller)
+        drop_rights(rights)
+    except Exception as error:  # noqa: BLE001 (reported to the caller)
         _write(out, f"{type(error).__name__}: {error}")
         return
     _write(out, READY)
@@ -175,4 +192,4 @@ def _line(judge: Any, item: Item) -> str:
 
 
 def _write(out: int, line: str) -> None:
-    os.write(out, line.replace("\n", " ").encode("utf-8", "replace") + b"\n")
+    os.write(out, (line.replace("\n", " ") + "\n").encode("utf-8", "replace"))

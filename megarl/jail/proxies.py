@@ -1,11 +1,12 @@
-"""The tests of a problem, in a jail of their own: names of the solution are proxies that ask its jail.
+"""The tests of a problem, in their own jail: names of the solution are proxies that ask its jail.
 
-    request {"run": text} --exec--> proxy --{"ask": ...} on the report pipe--> trainer --> solution's jail
+    request {"run": text} --exec--> proxy --{"ask": ...} on the report pipe--> trainer --> solution
                                <--reply on the standard input-- trainer <-- plain values
     report {"verdict": kind of failure, "why"}
 
-No code or object of the solution is in this process, and no expected value leaves it. Functions return plain data; only
-classes (capitalised names) give objects, which are used in the solution's jail. One equals nothing but itself.
+No code or object of the solution is in this process, and no expected value leaves it. Functions
+return plain data; only classes (capitalised names) give objects, which are used in the solution's
+jail. One equals nothing but itself.
 """
 
 from __future__ import annotations
@@ -14,16 +15,15 @@ import builtins
 import json
 import os
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any, BinaryIO
 
-from megarl.jail.values import decode, encode
+from megarl.jail.values import JailMessage, decode, encode, failure
 
-PREDICATES = tuple(
-    name
-    for kind in (str, set, float)
-    for name in dir(kind)
-    if name.startswith(("is", "start", "end"))
-)
+# of plain data
+PREDICATES = [
+    name for name in dir(str) + dir(set) + dir(float) if name.startswith(("is", "start", "end"))
+]
 
 
 class Unjudgeable(BaseException):
@@ -34,32 +34,38 @@ class Link:
     """The way to the solution's jail, through the trainer, which checks what passes."""
 
     def __init__(self, requests: BinaryIO, report: int, errors: Sequence[str]) -> None:
-        self.requests, self.report = requests, report
-        self.errors = {
-            name: type(name, (Exception,), {}) for name in errors
-        }  # classes that the tests expect
+        self.requests = requests
+        self.report = report
+        # classes that the tests expect
+        self.errors = {name: type(name, (Exception,), {}) for name in errors}
         self.objects: dict[int, Remote] = {}
 
-    def send(self, line: dict[str, Any]) -> None:
+    def send(self, line: JailMessage) -> None:
         data = json.dumps(line).encode() + b"\n"
         while data:
             data = data[os.write(self.report, data) :]
 
     def ask(
-        self, remote: Remote, do: str, arguments: tuple[Any, ...], keywords: dict[str, Any] | None = None, *,
-        level: int | None = None, in_place: bool = False,
-    ) -> Any:  # fmt: skip
+        self,
+        remote: Remote,
+        do: str,
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any] | None = None,
+        *,
+        level: int | None = None,
+        in_place: bool = False,
+    ) -> Any:
         """Returns plain data, or with `level` an object of that level.
 
-        With `in_place`, lists, dicts and sets among `arguments` become what the solution made of them.
+        With `in_place`, lists, dicts and sets among `arguments` get the items that the solution
+        gave them.
         """
+        keywords = keywords or {}
         operation = {
             "do": do,
             "target": remote._target,
             "arguments": [encode(argument, _number) for argument in arguments],
-            "keywords": {
-                name: encode(argument, _number) for name, argument in (keywords or {}).items()
-            },
+            "keywords": {name: encode(value, _number) for name, value in keywords.items()},
             "with_objects": level is not None,
             "in_place": in_place,
         }
@@ -75,9 +81,7 @@ class Link:
             value = decode(reply["value"], resolve)
             changed = [decode(argument, resolve) for argument in reply.get("arguments", ())]
         except Exception:  # noqa: BLE001 (a set of lists, a fraction over 0)
-            raise self.error(
-                {"raised": ["ValueError"], "text": "not a value", "kind": "exception"}
-            ) from None
+            raise self.error(failure("ValueError", "not a value")) from None
         for argument, new in zip(arguments, changed, strict=False):
             if isinstance(argument, list) and isinstance(new, list):
                 argument[:] = new
@@ -86,12 +90,16 @@ class Link:
                 argument.update(new)
         return value
 
-    def error(self, reply: dict[str, Any]) -> Exception:
-        """The solution's exception, as the nearest class that the tests know."""
-        known = (self.errors.get(name) or getattr(builtins, name, None) for name in reply["raised"])
-        kinds = (kind for kind in known if isinstance(kind, type) and issubclass(kind, Exception))
+    def error(self, reply: JailMessage) -> Exception:
+        """Returns the solution's exception, as the nearest class that the tests know."""
+        kind: type[Exception] = RuntimeError
+        for name in reply["raised"]:
+            known = self.errors.get(name) or getattr(builtins, name, None)
+            if isinstance(known, type) and issubclass(known, Exception):
+                kind = known
+                break
         try:
-            error = next(kinds, RuntimeError)(reply["text"])
+            error = kind(reply["text"])
         except TypeError:  # UnicodeDecodeError
             error = RuntimeError(reply["text"])
         error.kind_of_solution = reply["kind"]  # type: ignore[attr-defined]
@@ -99,9 +107,10 @@ class Link:
 
 
 class Remote:
-    """A name or object of the solution; `level` counts the attributes read since the name or the instance.
+    """A name or object of the solution.
 
-    Comparison, arithmetic and `in` would tell the solution an expected value, so they are not forwarded.
+    `level` counts the attributes read since the name or the instance. Comparison, arithmetic and
+    `in` would give the solution an expected value, so they are not forwarded.
     """
 
     __slots__ = ("_level", "_link", "_target")
@@ -110,21 +119,26 @@ class Remote:
     _target: str | int
 
     def __init__(self, link: Link, target: str | int, level: int = 0) -> None:
-        for slot, value in (("_link", link), ("_target", target), ("_level", level)):
-            object.__setattr__(self, slot, value)
+        object.__setattr__(self, "_link", link)
+        object.__setattr__(self, "_target", target)
+        object.__setattr__(self, "_level", level)
 
     def __call__(self, *arguments: Any, _in_place: bool = False, **keywords: Any) -> Any:
         if self._level > 1:
             raise TypeError("of the objects that a class returned, only methods can be called")
         is_class = isinstance(self._target, str) and self._target[:1].isupper()
         return self._link.ask(
-            self, "call", arguments, keywords, level=0 if is_class else None, in_place=_in_place
+            self,
+            "call",
+            arguments,
+            keywords,
+            level=0 if is_class else None,
+            in_place=_in_place,
         )
 
     def __getattr__(self, name: str) -> Any:
-        if (
-            name.startswith("__") or name in PREDICATES
-        ):  # a predicate of plain data is not the solution's to answer
+        # a predicate of plain data is not the solution's to answer
+        if name.startswith("__") or name in PREDICATES:
             raise AttributeError(name)
         return self._link.ask(self, "getattr", (name,), level=self._level + 1)
 
@@ -153,41 +167,48 @@ def _number(value: Any) -> int:
 
 def _call_test(function: Callable[..., Any]) -> None:
     """Calls a test function as pytest does, once per row of its parameters."""
-    rows: list[dict[str, Any]] = [{}]
+    rows = [{}]
     for mark in getattr(function, "pytestmark", ()):
-        if mark.name == "parametrize":
-            names, values = mark.args[:2]
-            names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
-            cells = [value if len(names) > 1 else [value] for value in values]
-            rows = [row | dict(zip(names, cell, strict=True)) for row in rows for cell in cells]
+        if mark.name != "parametrize":
+            continue
+        names, values = mark.args[:2]
+        if isinstance(names, str):
+            names = [name.strip() for name in names.split(",")]
+        if len(names) < 2:
+            values = [[value] for value in values]
+        parameters = [dict(zip(names, cells, strict=True)) for cells in values]
+        rows = [row | parameter for row, parameter in product(rows, parameters)]
     for row in rows:
         function(**row)
 
 
 def _verdict(error: BaseException) -> str:
-    if kind := getattr(error, "kind_of_solution", ""):
+    kind = getattr(error, "kind_of_solution", "")
+    if kind:
         return kind
     if isinstance(error, Unjudgeable):
         return "unjudgeable"
     if isinstance(error, SystemExit) and not error.code:
         return ""
-    return "bad_tests" if isinstance(error, ModuleNotFoundError) else "wrong_answer"
+    if isinstance(error, ModuleNotFoundError):
+        return "bad_tests"
+    return "wrong_answer"
 
 
 def run_tests(requests: BinaryIO, report: int) -> None:
     """Executes requests: {"names", "errors"} of the solution first, then {"run": text} each."""
     first = json.loads(requests.readline())
     link = Link(requests, report, first["errors"])
-    namespace: dict[str, Any] = {"__name__": "tests", "_call_test": _call_test, **link.errors}
+    namespace = {"__name__": "tests", "_call_test": _call_test, **link.errors}
     namespace |= {name: Remote(link, name) for name in first["names"]}
     link.send({"ready": True})
     for line in requests:
-        verdict, why = "", ""
+        verdict = ""
+        why = ""
         try:
-            exec(
-                compile(json.loads(line)["run"], "tests.py", "exec", annotations.compiler_flag),
-                namespace,
-            )
+            text = json.loads(line)["run"]
+            exec(compile(text, "tests.py", "exec", annotations.compiler_flag), namespace)
         except BaseException as error:  # noqa: BLE001 (tests may raise anything)
-            verdict, why = _verdict(error), f"{type(error).__name__}: {error}"[:200]
+            verdict = _verdict(error)
+            why = f"{type(error).__name__}: {error}"[:200]
         link.send({"verdict": verdict, "why": why})

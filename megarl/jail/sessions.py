@@ -1,12 +1,11 @@
-"""Calls the solution and runs the tests, each in a jail of its own; this process passes plain values between them.
+"""Calls the solution and runs the tests, each in its own jail; passes plain values between them.
 
     tests' jail --{"ask": call}--> checked here --call--> solution's jail
                 <----value-------- checked here <--value--      verdict: a report of the tests' jail
 
-The solution has no pipe to the tests' jail, and what it sends is passed on only as values.py describes it.
+The solution has no pipe to the tests' jail, and what it sends is passed on only as values.py
+describes it.
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -14,32 +13,30 @@ import select
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
-from megarl.jail.sandbox import JailedProcess, Limits, Run, known_kind
-from megarl.jail.values import is_encoded
+from megarl.jail.sandbox import JailedProcess, Limits, known_kind
+from megarl.jail.values import JailMessage, failure, is_encoded
 
 TESTS_OUTPUT_BYTES = 64 << 20  # arguments of one call, which trusted tests send
 
 
 class Ended(Exception):
-    """The process exceeded a limit, or ended: `kind` and `detail` of its Run."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__(run.detail)
-        self.kind, self.detail = run.kind or "exited", run.detail
+    """The process exceeded a limit, or ended: (kind of failure, detail)."""
 
 
 class Session:
-    """A jailed process that answers requests one by one; it must be closed, and raises Ended if it ends before."""
+    """A jailed process that answers requests one by one. It must be closed.
 
-    def __init__(
-        self, source: str, limits: Limits, mode: str, *, num_tests: int, deadline: float
-    ) -> None:
+    Its methods raise Ended if the process ends before.
+    """
+
+    mode: str  # of untrusted.main
+
+    def __init__(self, source: str, limits: Limits, *, num_tests: int, deadline: float) -> None:
         self._reader, self._requests = os.pipe()
         os.set_blocking(self._requests, False)
         self._process = JailedProcess(
-            source, limits, mode, requests=self._reader, num_turns=1 + num_tests
+            source, limits, self.mode, requests=self._reader, num_turns=1 + num_tests
         )
         self._steps = self._process.steps(deadline)
         self._num_read = 0
@@ -55,23 +52,25 @@ class Session:
             self._step()
         self._num_read = 1
 
-    def receive(self, until: float) -> dict[str, Any]:
-        """Returns the next report, which is untrusted; the process is killed at the time `until`."""
+    def receive(self, until: float) -> JailMessage:
+        """Returns the next report, which is untrusted. The process is killed at `until`."""
         process = self._process
-        process.turn_deadline, process.report_bytes = until, 0
+        process.turn_deadline = until
+        process.report_bytes = 0
         while len(process.reports) == self._num_read:
             self._step()
         report = process.reports[self._num_read]
-        process.reports[self._num_read] = (
-            {"end": str(report["end"])[:20]} if "end" in report else {}
-        )  # frees memory
+        kept = {}  # the rest is dropped, to free memory
+        if "end" in report:
+            kept["end"] = str(report["end"])[:20]
+        process.reports[self._num_read] = kept
         self._num_read += 1
         return report
 
-    def ask(self, request: dict[str, Any], until: float) -> dict[str, Any]:
+    def ask(self, request: JailMessage, until: float) -> JailMessage:
         """Sends a request and returns the reply."""
         if len(self._process.reports) > self._num_read:
-            raise Ended(Run("forbidden", detail="the code wrote to the report pipe"))
+            raise Ended("forbidden", "the code wrote to the report pipe")
         data = memoryview(json.dumps(request).encode() + b"\n")
         writable = select.poll()
         writable.register(self._requests, select.POLLOUT)
@@ -80,21 +79,21 @@ class Session:
                 data = data[os.write(self._requests, data) :]
             except BlockingIOError:
                 if not writable.poll(max(until - time.monotonic(), 0) * 1000):
-                    raise Ended(Run("timeout", detail="the code did not read a request")) from None
+                    raise Ended("timeout", "the code did not read a request") from None
             except BrokenPipeError:
                 break  # `receive` finds out why
         return self.receive(until)
 
     def _step(self) -> None:
         if next(self._steps, "ended"):
-            raise Ended(self._process.ended)
+            run = self._process.ended
+            raise Ended(run.kind or "exited", run.detail)
 
 
 class Solution(Session):
     """A solution that is called."""
 
-    def __init__(self, source: str, limits: Limits, *, num_tests: int, deadline: float) -> None:
-        super().__init__(source, limits, "solution", num_tests=num_tests, deadline=deadline)
+    mode = "solution"
 
     def load(self, turn: Callable[[], float]) -> None:
         """`turn` returns the end of a turn that begins now."""
@@ -103,33 +102,35 @@ class Solution(Session):
         while "loaded" not in self.receive(until):  # it reports how loading failed, and ends
             pass
 
-    def call(self, operation: dict[str, Any], until: float) -> dict[str, Any]:
-        """Applies an operation (untrusted.execute). Returns {"value", "arguments"?} or {"raised", "text", "kind"}."""
+    def call(self, operation: JailMessage, until: float) -> JailMessage:
+        """Applies an operation (untrusted.execute).
+
+        Returns {"value", "arguments"?} or {"raised", "text", "kind"}.
+        """
         reply = self.ask(operation, until)
         with_objects = operation.get("with_objects", False)
-        names, text, changed = (reply.get(key) for key in ("raised", "text", "arguments"))
-        if (
-            isinstance(names, list)
-            and isinstance(text, str)
-            and all(isinstance(name, str) for name in names)
-        ):
+        names = reply.get("raised")
+        text = reply.get("text")
+        are_texts = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        if are_texts and isinstance(text, str):
             return {"raised": names, "text": text, "kind": known_kind(reply.get("kind"))}
         if "value" not in reply or not is_encoded(reply["value"], with_objects=with_objects):
-            return {
-                "raised": ["ValueError"],
-                "text": "the reply is not a value",
-                "kind": "exception",
-            }
-        is_changed = operation.get("in_place") and isinstance(changed, list) and is_encoded(changed)
-        return {"value": reply["value"]} | ({"arguments": changed} if is_changed else {})
+            return failure("ValueError", "the reply is not a value")
+        result = {"value": reply["value"]}
+        changed = reply.get("arguments")
+        if operation.get("in_place") and isinstance(changed, list) and is_encoded(changed):
+            result["arguments"] = changed
+        return result
 
 
 class Tests(Session):
     """The tests of a problem."""
 
+    mode = "tests"
+
     def __init__(self, limits: Limits, *, num_tests: int, deadline: float) -> None:
         limits = replace(limits, output_bytes=limits.output_bytes + TESTS_OUTPUT_BYTES)
-        super().__init__("", limits, "tests", num_tests=num_tests, deadline=deadline)
+        super().__init__("", limits, num_tests=num_tests, deadline=deadline)
 
     def prepare(self, names: Sequence[str], errors: Sequence[str], until: float) -> None:
         """`names` are the solution's; `errors` are classes of exceptions that it should raise."""
@@ -137,11 +138,9 @@ class Tests(Session):
         self.ask({"names": names, "errors": errors}, until)
 
     def run(self, text: str, solution: Solution | None, until: float) -> tuple[str, str]:
-        """Executes statements. Returns the kind of their failure, empty if they passed, and a reason."""
+        """Executes statements. Returns the kind of their failure, empty if none, and a reason."""
         report = self.ask({"run": text}, until)
         while "ask" in report:
-            assert solution is not None, (
-                "only statements that use no name of the solution can run without it"
-            )
+            assert solution is not None, "only statements without its names can run without it"
             report = self.ask(solution.call(report["ask"], until), until)
         return report["verdict"], report["why"]

@@ -1,23 +1,35 @@
-"""Plain values as JSON, with tags for what JSON lacks: how tests and solution exchange arguments and results.
+"""Plain values as JSON, with tags for what JSON lacks: arguments and results of the solution.
 
-    1, "a", None, [1, 2]    {"tuple": [...]}, {"dict": [[key, value], ...]}, {"int": hex}, {"bytes": hex}, ...
+    1, "a", None, [1, 2]    {"tuple": [...]}, {"dict": [[key, value], ...]}, {"int": hex}, ...
     {"object": number}      an object that stays in the process of the solution
 
-The trainer never decodes one, so that it builds no set or dict of untrusted keys. Standard library only, for jails.
+The trainer never decodes one, so that it builds no set or dict of untrusted keys.
 """
 
-from __future__ import annotations
-
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
 
 MAX_DEPTH = 100  # of nested containers
 MAX_ITEMS = 10_000  # of an iterator, which may be endless
-SEQUENCES = ("tuple", "set", "frozenset", "complex", "fraction", "range", "iterator")
-TEXTS = ("int", "bytes", "decimal")
-LISTED = (deque, type({}.keys()), type({}.values()), type({}.items()))
+LISTED = (
+    deque,
+    type({}.keys()),
+    type({}.values()),
+    type({}.items()),
+)
+BUILDERS: dict[str, Callable[[list[Any]], Any]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "iterator": iter,
+    "complex": lambda items: complex(*items),
+    "range": lambda items: range(*items),
+}
+
+JailMessage = dict[str, Any]  # a JSON object that jail and trainer exchange
+Refer = Callable[[Any], int]
 
 
 class NotPlain(Exception):
@@ -28,47 +40,46 @@ def refuse(value: Any) -> int:
     raise NotPlain(f"{type(value).__name__} is not plain data")
 
 
-def encode(value: Any, refer: Callable[[Any], int] = refuse) -> Any:
-    """Encodes `value`, a subclass as its base; `refer` numbers what is not plain data, or raises NotPlain."""
+def failure(error: str, text: str = "") -> JailMessage:
+    """Returns the reply to an operation that raised an exception of a builtin class."""
+    return {"raised": [error], "text": text, "kind": "exception"}
+
+
+def encode(value: Any, refer: Refer = refuse) -> Any:
+    """Encodes `value`, a subclass as its base.
+
+    `refer` numbers what is not plain data, or raises NotPlain.
+    """
     if value is None or isinstance(value, (bool, float)):
         return value
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, int):
-        return (
-            int.__index__(value)
-            if -(2**63) <= value < 2**63
-            else {"int": int.__format__(value, "x")}
-        )
+        if -(2**63) <= value < 2**63:
+            return int.__index__(value)
+        return {"int": int.__format__(value, "x")}
     if isinstance(value, list):
-        return [encode(item, refer) for item in list.__iter__(value)]
+        return _encode_all(list.__iter__(value), refer)
     kind: Any
     for kind in (tuple, set, frozenset):
         if isinstance(value, kind):
-            return {kind.__name__: [encode(item, refer) for item in kind.__iter__(value)]}
+            return {kind.__name__: _encode_all(kind.__iter__(value), refer)}
     if isinstance(value, dict):
-        return {
-            "dict": [[encode(key, refer), encode(item, refer)] for key, item in dict.items(value)]
-        }
-    return _encode_rare(value, refer)
-
-
-def _encode_rare(value: Any, refer: Callable[[Any], int]) -> Any:
+        return {"dict": [_encode_all(pair, refer) for pair in dict.items(value)]}
     if isinstance(value, (bytes, bytearray)):
         return {"bytes": bytes(value).hex()}
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
     if isinstance(value, range):
-        return {
-            "range": [encode(number, refer) for number in (value.start, value.stop, value.step)]
-        }
+        return {"range": _encode_all((value.start, value.stop, value.step), refer)}
     if isinstance(value, LISTED):
-        return [encode(item, refer) for item in value]
+        return _encode_all(value, refer)
     if refer is refuse and hasattr(type(value), "__next__"):
-        return {"iterator": [encode(item, refer) for item in islice(value, MAX_ITEMS)]}
-    name = f"{type(value).__module__}.{type(value).__name__}"  # of classes that are imported only if the code does
+        return {"iterator": _encode_all(islice(value, MAX_ITEMS), refer)}
+    # by name, because these classes are imported only if the code does
+    name = f"{type(value).__module__}.{type(value).__name__}"
     if name == "fractions.Fraction":
-        return {"fraction": [encode(value.numerator, refer), encode(value.denominator, refer)]}
+        return {"fraction": _encode_all((value.numerator, value.denominator), refer)}
     if name == "decimal.Decimal":
         return {"decimal": str(value)}
     if hasattr(value, "tolist"):  # NumPy
@@ -76,8 +87,15 @@ def _encode_rare(value: Any, refer: Callable[[Any], int]) -> Any:
     return {"object": refer(value)}
 
 
+def _encode_all(values: Iterable[Any], refer: Refer) -> list[Any]:
+    return [encode(value, refer) for value in values]
+
+
 def decode(value: Any, resolve: Callable[[int], Any]) -> Any:
-    """Inverse of `encode`, for jails only; `resolve` returns the object of a number. May raise anything."""
+    """Inverts `encode`, in jails only; `resolve` returns the object of a number.
+
+    May raise anything.
+    """
     if isinstance(value, list):
         return [decode(item, resolve) for item in value]
     if not isinstance(value, dict):
@@ -100,13 +118,14 @@ def decode(value: Any, resolve: Callable[[int], Any]) -> Any:
         from fractions import Fraction
 
         return Fraction(*items)
-    if kind in ("complex", "range"):
-        return complex(*items) if kind == "complex" else range(*items)
-    return {"tuple": tuple, "set": set, "frozenset": frozenset, "iterator": iter}[kind](items)
+    return BUILDERS[kind](items)
 
 
 def is_encoded(value: Any, *, with_objects: bool = False) -> bool:
-    """Whether untrusted JSON has the form of an encoded value; in linear time, however deep it is."""
+    """Returns whether untrusted JSON has the form of an encoded value.
+
+    Takes linear time, however deep it is.
+    """
     todo = [(value, 0)]
     while todo:
         item, depth = todo.pop()
@@ -131,4 +150,6 @@ def _is_content(kind: str, content: Any, with_objects: bool) -> bool:
         return isinstance(content, list) and all(
             isinstance(pair, list) and len(pair) == 2 for pair in content
         )
-    return isinstance(content, str if kind in TEXTS else list) and kind in (*TEXTS, *SEQUENCES)
+    if kind in ("int", "bytes", "decimal"):
+        return isinstance(content, str)
+    return (kind in BUILDERS or kind == "fraction") and isinstance(content, list)

@@ -1,15 +1,13 @@
 """Rules that families share: embedding and head, attention, dense and expert feed-forward layers.
 
-In Transformer Engine's layer spec a norm is fused into the linear layer that follows it, and experts are grouped.
-"""
-
-from __future__ import annotations
+In Transformer Engine's layer spec a norm is fused into the linear layer that follows it, and
+experts are grouped."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from megarl.models.shape import ModelShape
+from megarl.models.shape import ModelShape, Shape
 from megarl.models.shards import (
     HF,
     MC,
@@ -17,6 +15,7 @@ from megarl.models.shards import (
     Qkv,
     Replicated,
     Rule,
+    Rules,
     ShardDim0,
     ShardDim1,
     Stack,
@@ -24,7 +23,7 @@ from megarl.models.shards import (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ExpertNames:
     """Checkpoint names of the modules of an MoE layer, after `model.layers.{layer}.`"""
 
@@ -42,10 +41,17 @@ def dense_table(shape: ModelShape, spec: LayerSpec, padded_vocab: int) -> Table:
 
 
 def moe_table(
-    shape: ModelShape, spec: LayerSpec, padded_vocab: int, names: ExpertNames = ExpertNames()
+    shape: ModelShape,
+    spec: LayerSpec,
+    padded_vocab: int,
+    names: ExpertNames = ExpertNames(),
 ) -> Table:
-    layer = (*attention(shape, spec), *expert_mlp(shape, names))
-    return decoder_table(shape, padded_vocab, layer=layer, expert=experts(shape, spec, names))
+    return decoder_table(
+        shape,
+        padded_vocab,
+        layer=(*attention(shape, spec), *expert_mlp(shape, names)),
+        expert=experts(shape, spec, names),
+    )
 
 
 def decoder_table(shape: ModelShape, padded_vocab: int, **groups: Any) -> Table:
@@ -55,77 +61,75 @@ def decoder_table(shape: ModelShape, padded_vocab: int, **groups: Any) -> Table:
         "model.embed_tokens.weight", "embedding.word_embeddings.weight", size, padded_vocab
     )
     norm = Replicated("model.norm.weight", "decoder.final_layernorm.weight", (shape.hidden,))
+    output = replace(embedding, param="output_layer.weight")
     if shape.tied:  # Megatron keeps a copy of the embedding on the last stage, as its output layer
-        copy = ShardDim0(embedding.hf, "output_layer.weight", size, padded_vocab)
-        return Table(embedding=(embedding,), head=(norm,), tied=(copy,), **groups)
-    head = ShardDim0("lm_head.weight", "output_layer.weight", size, padded_vocab)
+        return Table(embedding=(embedding,), head=(norm,), tied=(output,), **groups)
+    head = replace(output, hf="lm_head.weight")
     return Table(embedding=(embedding,), head=(norm, head), **groups)
 
 
 def attention(shape: ModelShape, spec: LayerSpec) -> Iterator[Rule]:
     """Yields the rules of grouped-query attention and the norm before it."""
-    hf, mc = HF + "self_attn.", MC + "self_attention."
+    hf = f"{HF}self_attn."
+    mc = f"{MC}self_attention."
 
-    def qkv(kind: str, rest: tuple[int, ...]) -> Qkv:
-        q, k, v = (f"{hf}{part}_proj.{kind}" for part in "qkv")
-        return Qkv(
-            (q, k, v), mc + "linear_qkv." + kind, shape.heads, shape.kv_heads, shape.head_dim, rest
-        )
+    def qkv(kind: str, rest: Shape) -> Qkv:
+        names = (f"{hf}q_proj.{kind}", f"{hf}k_proj.{kind}", f"{hf}v_proj.{kind}")
+        param = f"{mc}linear_qkv.{kind}"
+        return Qkv(names, param, shape.heads, shape.kv_heads, shape.head_dim, rest)
 
-    norm = (
-        "self_attention.linear_qkv.layer_norm_weight" if spec == "te" else "input_layernorm.weight"
-    )
-    yield Replicated(HF + "input_layernorm.weight", MC + norm, (shape.hidden,))
+    norm = f"{MC}input_layernorm.weight"
+    if spec == "te":
+        norm = f"{mc}linear_qkv.layer_norm_weight"
+    yield Replicated(f"{HF}input_layernorm.weight", norm, (shape.hidden,))
     yield qkv("weight", (shape.hidden,))
     if shape.qkv_bias:
         yield qkv("bias", ())
-    for x in "qk" if shape.qk_norm else "":
-        yield Replicated(f"{hf}{x}_norm.weight", f"{mc}{x}_layernorm.weight", (shape.head_dim,))
-    yield ShardDim1(
-        hf + "o_proj.weight",
-        mc + "linear_proj.weight",
-        (shape.hidden, shape.heads * shape.head_dim),
-    )
+    if shape.qk_norm:
+        size = (shape.head_dim,)
+        yield Replicated(f"{hf}q_norm.weight", f"{mc}q_layernorm.weight", size)
+        yield Replicated(f"{hf}k_norm.weight", f"{mc}k_layernorm.weight", size)
+    size = (shape.hidden, shape.heads * shape.head_dim)
+    yield ShardDim1(f"{hf}o_proj.weight", f"{mc}linear_proj.weight", size)
     if shape.out_bias:
-        yield Replicated(hf + "o_proj.bias", mc + "linear_proj.bias", (shape.hidden,))
+        yield Replicated(f"{hf}o_proj.bias", f"{mc}linear_proj.bias", (shape.hidden,))
     if shape.sinks:
-        yield ShardDim0(hf + "sinks", mc + "core_attention.softmax_offset", (shape.heads,))
+        yield ShardDim0(f"{hf}sinks", f"{mc}core_attention.softmax_offset", (shape.heads,))
 
 
-def dense_mlp(shape: ModelShape, spec: LayerSpec) -> tuple[Rule, ...]:
+def dense_mlp(shape: ModelShape, spec: LayerSpec) -> Rules:
     """Returns the rules of a SwiGLU layer and the norm before it."""
-    norm = "mlp.linear_fc1.layer_norm_weight" if spec == "te" else "pre_mlp_layernorm.weight"
+    norm = "pre_mlp_layernorm.weight"
+    if spec == "te":
+        norm = "mlp.linear_fc1.layer_norm_weight"
     return (
-        Replicated(HF + "post_attention_layernorm.weight", MC + norm, (shape.hidden,)),
-        *_swiglu(shape.hidden, shape.intermediate, HF + "mlp.", MC + "mlp.{linear}.weight"),
+        Replicated(f"{HF}post_attention_layernorm.weight", MC + norm, (shape.hidden,)),
+        *_swiglu(shape.hidden, shape.intermediate, f"{HF}mlp.", MC + "mlp.{linear}.weight"),
     )
 
 
 def expert_mlp(shape: ModelShape, names: ExpertNames = ExpertNames()) -> Iterator[Rule]:
     """Yields the rules of an expert layer's norm, router and shared experts."""
-    mc, router = MC + "mlp.", f"{HF}{names.block}{names.router}."
-    yield Replicated(
-        HF + "post_attention_layernorm.weight", MC + "pre_mlp_layernorm.weight", (shape.hidden,)
-    )
-    yield Replicated(router + "weight", mc + "router.weight", (shape.experts, shape.hidden))
+    hf = f"{HF}{names.block}{names.router}."
+    mc = f"{MC}mlp.router."
+    norm = f"{HF}post_attention_layernorm.weight"
+    per_expert = (shape.experts,)
+    yield Replicated(norm, f"{MC}pre_mlp_layernorm.weight", (shape.hidden,))
+    yield Replicated(f"{hf}weight", f"{mc}weight", (shape.experts, shape.hidden))
     if shape.router.linear_bias:
-        yield Replicated(router + "bias", mc + "router.bias", (shape.experts,))
+        yield Replicated(f"{hf}bias", f"{mc}bias", per_expert)
     if shape.router.expert_bias:
-        yield Replicated(
-            router + "e_score_correction_bias", mc + "router.expert_bias", (shape.experts,)
-        )
-    if width := shape.shared_intermediate:
-        hf, shared = f"{HF}{names.block}shared_experts.", mc + "shared_experts.{linear}.weight"
-        yield from _swiglu(shape.hidden, width, hf, shared)
+        yield Replicated(f"{hf}e_score_correction_bias", f"{mc}expert_bias", per_expert)
+    if shape.shared_intermediate:
+        hf = f"{HF}{names.block}shared_experts."
+        mc = MC + "mlp.shared_experts.{linear}.weight"
+        yield from _swiglu(shape.hidden, shape.shared_intermediate, hf, mc)
 
 
-def experts(
-    shape: ModelShape, spec: LayerSpec, names: ExpertNames = ExpertNames()
-) -> tuple[Rule, ...]:
-    param = expert_param(spec, "{linear}", "weight")
-    return _swiglu(
-        shape.hidden, shape.moe_intermediate, f"{HF}{names.block}experts.{{expert}}.", param, names
-    )
+def experts(shape: ModelShape, spec: LayerSpec, names: ExpertNames = ExpertNames()) -> Rules:
+    hf = f"{HF}{names.block}experts.{{expert}}."
+    mc = expert_param(spec, "{linear}", "weight")
+    return _swiglu(shape.hidden, shape.moe_intermediate, hf, mc, names)
 
 
 def expert_param(spec: LayerSpec, linear: str, kind: str) -> str:
@@ -135,13 +139,17 @@ def expert_param(spec: LayerSpec, linear: str, kind: str) -> str:
 
 
 def _swiglu(
-    hidden: int, width: int, hf: str, mc: str, names: ExpertNames = ExpertNames()
-) -> tuple[Rule, ...]:
-    """`hf` is the prefix of the names in `names`; `mc` has `{linear}` in place of Megatron's linear layer."""
+    hidden: int,
+    width: int,
+    hf: str,
+    mc: str,
+    names: ExpertNames = ExpertNames(),
+) -> Rules:
+    """Returns the rules of gate, up and down. `hf` is the prefix of the names in `names`; `mc` has
+    `{linear}` in place of Megatron's linear layer."""
     gate_up = (f"{hf}{names.gate}.weight", f"{hf}{names.up}.weight")
+    down = f"{hf}{names.down}.weight"
     return (
         Stack(gate_up, mc.replace("{linear}", "linear_fc1"), (width, width), (hidden,)),
-        ShardDim1(
-            f"{hf}{names.down}.weight", mc.replace("{linear}", "linear_fc2"), (hidden, width)
-        ),
+        ShardDim1(down, mc.replace("{linear}", "linear_fc2"), (hidden, width)),
     )

@@ -1,6 +1,5 @@
-"""Reads a Hugging Face `config.json`. Errors name the file, the key and the value; null counts as absent."""
-
-from __future__ import annotations
+"""Reads a Hugging Face `config.json`. Errors name the file, the key and the value; null counts as
+absent."""
 
 import json
 import math
@@ -10,26 +9,24 @@ from pathlib import Path
 from typing import Any
 
 from megarl.models.formats import BlockFormat, read_quantization
-from megarl.models.shape import LatentSizes, ModelShape
+from megarl.models.shape import LatentSizes, ModelShape, Settings
 from megarl.platform.json_text import parse_json
 
 SCALED = ("factor", "original_max_position_embeddings")
+# required keys
 ROPE_KEYS = {
     "default": (),
     "llama3": (*SCALED, "low_freq_factor", "high_freq_factor"),
     "yarn": SCALED,
-}  # required
-YARN = {
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 0.0,
-    "mscale_all_dim": 0.0,
-}  # optional keys and their defaults
+}
+# optional keys and their defaults
+YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ConfigReader:
-    """Checked values of a `config.json`. Every method raises ValueError for a value that it does not accept."""
+    """Checked values of a `config.json`. Every method raises ValueError for a value that it does
+    not accept."""
 
     raw: Mapping[str, Any]
     where: str  # the file, for errors
@@ -38,8 +35,15 @@ class ConfigReader:
     def family(self) -> str:
         return str(self.raw.get("model_type"))
 
-    def size(self, key: str, default: int | None = None, *, alias: str = "") -> int:
-        """Returns an integer of at least 1. `alias` is another name of the key, used if only that is present."""
+    def size(
+        self,
+        key: str,
+        default: int | None = None,
+        *,
+        alias: str = "",
+    ) -> int:
+        """Returns an integer of at least 1. `alias` is another name of the key, used if only that
+        is present."""
         if self.raw.get(key) is None and self.raw.get(alias) is not None:
             key = alias
         value = self._get(key, default)
@@ -47,7 +51,8 @@ class ConfigReader:
         return self._checked(key, value, is_valid, "an integer of at least 1, below 2**31")
 
     def count(self, key: str, default: int | None = 0) -> int:
-        if (value := self._get(key, default)) is None:
+        value = self._get(key, default)
+        if value is None:
             return 0
         is_valid = type(value) is int and 0 <= value < 2**31
         return self._checked(key, value, is_valid, "a non-negative integer below 2**31, or null")
@@ -62,29 +67,33 @@ class ConfigReader:
 
     def token_ids(self, key: str) -> tuple[int, ...]:
         value = self._get(key, [])
-        ids = value if isinstance(value, list) else [value]
+        ids = value
+        if not isinstance(value, list):
+            ids = [value]
         is_valid = all(type(token) is int and token >= 0 for token in ids)
         self._checked(key, value, is_valid, "a token id, or a list of token ids")
         return tuple(ids)
 
     def only(self, **supported: Any) -> None:
-        """Refuses any other value of these keys: transformers or vLLM implement them, megarl does not."""
+        """Refuses any other value of these keys: transformers or vLLM implement them, megarl does
+        not."""
         for key, only in supported.items():
-            if (value := self.raw.get(key)) is not None and value != only:
+            value = self.raw.get(key)
+            if value is not None and value != only:
                 raise self.unsupported(key, value, only)
 
     def quantization(self) -> BlockFormat | None:
-        """Returns the block format of the weights, None if they are not quantised. Raises ValueError for others."""
-        if (quantised := self._get("quantization_config", {})) == {}:
+        """Returns the block format of the weights, None if they are not quantised. Raises
+        ValueError for others."""
+        quantised = self._get("quantization_config", {})
+        if quantised == {}:
             return None
         try:
             return read_quantization(quantised)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            problem = (
-                error
-                if type(error) is ValueError
-                else f"{json.dumps(quantised)[:80]} is invalid ({error!r})"
-            )
+            problem: Any = error
+            if type(error) is not ValueError:
+                problem = f"{json.dumps(quantised)[:80]} is invalid ({error!r})"
             raise self.error(
                 f"quantization_config: {problem}; use a bf16 copy of the model"
             ) from None
@@ -92,9 +101,16 @@ class ConfigReader:
     def error(self, text: str) -> ValueError:
         return ValueError(f"{self.where}: {text}")
 
-    def unsupported(self, key: str, value: Any, supported: Any) -> ValueError:
-        shown, only = json.dumps(value), json.dumps(supported)
-        return self.error(f"{key}={shown} is not supported for {self.family}; supported: {only}")
+    def unsupported(
+        self,
+        key: str,
+        value: Any,
+        supported: Any,
+    ) -> ValueError:
+        return self.error(
+            f"{key}={json.dumps(value)} is not supported for {self.family}; "
+            f"supported: {json.dumps(supported)}"
+        )
 
     def rope(
         self,
@@ -103,7 +119,7 @@ class ConfigReader:
         fraction: float = 0.0,
         mscale: bool = False,
         kinds: Collection[str] = ROPE_KEYS,
-    ) -> dict[str, Any]:
+    ) -> Settings:
         """Returns ModelShape's `rope_theta`, `rotary_fraction` and `rope_scaling`.
 
         theta, fraction: the family's defaults; a family with `fraction` 0 rotates whole heads only
@@ -117,10 +133,13 @@ class ConfigReader:
         kind = values.get("rope_type", values.get("type", "default"))
         if kind not in kinds:
             raise self.error(
-                f"rope_type={kind!r} is not supported for {self.family}; supported: {', '.join(kinds)}"
+                f"rope_type={kind!r} is not supported for {self.family}; "
+                f"supported: {', '.join(kinds)}"
             )
-        required, optional = ROPE_KEYS[kind], (*YARN, "truncate") if kind == "yarn" else ()
-        known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *required, *optional}
+        required = ROPE_KEYS[kind]
+        known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *required}
+        if kind == "yarn":
+            known |= {*YARN, "truncate"}
         for name, value in values.items():
             if name not in known and value is not None:
                 raise inner.error(
@@ -131,18 +150,17 @@ class ConfigReader:
         )
         if rotated != 1 and (not fraction or kind == "yarn"):
             raise self.error(
-                f"partial_rotary_factor={rotated} with rope_type={kind} is not supported for {self.family}"
+                f"partial_rotary_factor={rotated} with rope_type={kind} is not supported for "
+                f"{self.family}"
             )
         if not mscale and (values.get("mscale") or values.get("mscale_all_dim")):
             raise inner.error(
                 f"mscale and mscale_all_dim are not supported for {self.family}; remove them"
             )
         base = inner.number("rope_theta", self.number("rope_theta", theta))
-        scaling = (
-            {"rope_type": kind} | {name: inner.number(name) for name in required}
-            if required
-            else {}
-        )
+        scaling: Settings = {}
+        if required:
+            scaling = {"rope_type": kind} | {name: inner.number(name) for name in required}
         if kind == "yarn":
             scaling |= {name: float(values.get(name) or default) for name, default in YARN.items()}
             scaling["truncate"] = inner.flag("truncate", True)
@@ -153,18 +171,30 @@ class ConfigReader:
             raise ValueError(
                 f"{self.where} has no {key!r}; choose a folder with a complete config.json"
             )
-        return default if (value := self.raw.get(key)) is None else value
+        value = self.raw.get(key)
+        if value is None:
+            return default
+        return value
 
-    def _checked(self, key: str, value: Any, is_valid: bool, wanted: str) -> Any:
+    def _checked(
+        self,
+        key: str,
+        value: Any,
+        is_valid: bool,
+        wanted: str,
+    ) -> Any:
         if not is_valid:
             raise self.error(f"{key}={json.dumps(value)[:80]} is invalid; it must be {wanted}")
         return value
 
 
 def read_config(file: Path) -> ConfigReader:
-    """Reads a JSON object; one that does not exist is empty. Raises ValueError for anything else."""
+    """Reads a JSON object; one that does not exist is empty. Raises ValueError for anything
+    else."""
+    raw: Any = {}
     try:
-        raw = parse_json(file.read_bytes()) if file.is_file() else {}
+        if file.is_file():
+            raw = parse_json(file.read_bytes())
     except ValueError as error:
         raise ValueError(
             f"{file} is not JSON ({error}); correct it, or choose another model"
@@ -181,11 +211,12 @@ def read_decoder(
     *,
     head_dim: int = 0,
     latent: LatentSizes | None = None,
-    rope: Mapping[str, Any] | None = None,
+    rope: Settings | None = None,
     layer_types: Sequence[str] = ("full_attention",),
     **fields: Any,
 ) -> ModelShape:
-    """Reads the common kind of decoder: pre-norm, with SwiGLU. `fields`: further fields of ModelShape.
+    """Reads the common kind of decoder: pre-norm, with SwiGLU. `fields`: further fields of
+    ModelShape.
 
     head_dim: the family's default; 0: hidden / heads
     rope: the result of `config.rope`, if the family calls it with options
@@ -194,26 +225,34 @@ def read_decoder(
     config.only(hidden_act="silu", mlp_bias=False)
     config.quantization()
     for layer, kind in enumerate(config.raw.get("layer_types") or []):
-        if kind != (supported := layer_types[layer % len(layer_types)]):
+        supported = layer_types[layer % len(layer_types)]
+        if kind != supported:
             raise config.unsupported(f"layer_types[{layer}]", kind, supported)
-    sizes = read_sizes(config, head_dim=head_dim, latent=latent)
     return ModelShape(
-        **sizes, **(rope or config.rope()), rms_eps=config.number("rms_norm_eps"), **fields
+        **read_sizes(config, head_dim=head_dim, latent=latent),
+        **(rope or config.rope()),
+        rms_eps=config.number("rms_norm_eps"),
+        **fields,
     )
 
 
 def read_sizes(
     config: ConfigReader, *, head_dim: int = 0, latent: LatentSizes | None = None
-) -> dict[str, Any]:
+) -> Settings:
     """Reads the fields of ModelShape whose keys are the same in all families."""
-    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    hidden = config.size("hidden_size")
+    heads = config.size("num_attention_heads")
     if latent:
+        kv_heads = heads
         head_dim = latent.qk_nope_head_dim + latent.qk_rope_head_dim
-    elif not head_dim and config.raw.get("head_dim") is None and hidden % heads:
-        raise config.error(
-            f"hidden_size={hidden} is not divisible by num_attention_heads={heads}; set head_dim"
-        )
-    kv_heads = heads if latent else config.size("num_key_value_heads", heads)
+    else:
+        if not head_dim and config.raw.get("head_dim") is None and hidden % heads:
+            raise config.error(
+                f"hidden_size={hidden} is not divisible by num_attention_heads={heads}; "
+                "set head_dim"
+            )
+        kv_heads = config.size("num_key_value_heads", heads)
+        head_dim = config.size("head_dim", head_dim or hidden // heads)
     if heads % kv_heads:
         raise config.error(
             f"num_attention_heads={heads} is not divisible by num_key_value_heads={kv_heads}"
@@ -224,7 +263,7 @@ def read_sizes(
         "hidden": hidden,
         "heads": heads,
         "kv_heads": kv_heads,
-        "head_dim": head_dim if latent else config.size("head_dim", head_dim or hidden // heads),
+        "head_dim": head_dim,
         "intermediate": config.size("intermediate_size"),
         "vocab": config.size("vocab_size"),
         "tied": config.flag("tie_word_embeddings"),
@@ -236,4 +275,4 @@ def read_sizes(
 
 def read_latent(config: ConfigReader) -> LatentSizes:
     sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    return LatentSizes(config.count("q_lora_rank"), **{key: config.size(key) for key in sizes})
+    return LatentSizes(config.count("q_lora_rank"), *map(config.size, sizes))

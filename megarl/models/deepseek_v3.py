@@ -1,20 +1,19 @@
-"""DeepSeek-V3, Kimi-K2: latent attention, leading dense layers, shared experts, a sigmoid router with an fp32 bias."""
+"""DeepSeek-V3, Kimi-K2: latent attention, leading dense layers, shared experts, a sigmoid router
+with an fp32 bias."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from megarl.models import blocks
-from megarl.models.config_json import ConfigReader, read_decoder, read_latent
-from megarl.models.shape import Family, ModelShape, Router
+from megarl.models.config_json import YARN, ConfigReader, read_decoder, read_latent
+from megarl.models.shape import Family, ModelShape, Router, Settings
 from megarl.models.shards import (
     HF,
     MC,
     LayerSpec,
     Replicated,
     Rule,
+    Rules,
     ShardDim0,
     ShardDim1,
     Stack,
@@ -30,7 +29,7 @@ def read(config: ConfigReader) -> ModelShape:
     return read_decoder(config, latent=read_latent(config), rope=rope, **read_experts(config))
 
 
-def read_experts(config: ConfigReader) -> dict[str, Any]:
+def read_experts(config: ConfigReader) -> Settings:
     """Raises ValueError for missing keys whose defaults differ between transformers and vLLM."""
     config.only(moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc")
     width = config.size("moe_intermediate_size")
@@ -57,7 +56,10 @@ def table(shape: ModelShape, spec: LayerSpec, padded_vocab: int) -> Table:
 
 
 def moe_table(
-    shape: ModelShape, spec: LayerSpec, padded_vocab: int, attention: tuple[Rule, ...]
+    shape: ModelShape,
+    spec: LayerSpec,
+    padded_vocab: int,
+    attention: Rules,
 ) -> Table:
     return blocks.decoder_table(
         shape,
@@ -66,54 +68,57 @@ def moe_table(
         layer=(*attention, *blocks.expert_mlp(shape)),
         expert=blocks.experts(shape, spec),
         mtp=prediction(shape, padded_vocab),
-        fp32=frozenset({HF + "mlp.gate.e_score_correction_bias"}),
+        fp32=frozenset({f"{HF}mlp.gate.e_score_correction_bias"}),
     )
 
 
 def latent_attention(shape: ModelShape, spec: LayerSpec) -> Iterator[Rule]:
-    """Yields the rules of latent attention, whose down projections are replicated in both layer specs."""
-    latent, is_te = shape.latent, spec == "te"
+    """Yields the rules of latent attention, whose down projections are replicated in both layer
+    specs."""
+    latent = shape.latent
     assert latent is not None
-    hf, mc, hidden, queries = (
-        HF + "self_attn.",
-        MC + "self_attention.",
-        shape.hidden,
-        shape.heads * shape.head_dim,
-    )
-    yield Replicated(HF + "input_layernorm.weight", MC + "input_layernorm.weight", (hidden,))
-    if rank := latent.q_lora_rank:
-        norm = "linear_q_up_proj.layer_norm_weight" if is_te else "q_layernorm.weight"
-        yield Replicated(hf + "q_a_proj.weight", mc + "linear_q_down_proj.weight", (rank, hidden))
-        yield Replicated(hf + "q_a_layernorm.weight", mc + norm, (rank,))
-        yield ShardDim0(hf + "q_b_proj.weight", mc + "linear_q_up_proj.weight", (queries, rank))
+    q_norm = "q_layernorm.weight"
+    kv_norm = "kv_layernorm.weight"
+    if spec == "te":
+        q_norm = "linear_q_up_proj.layer_norm_weight"
+        kv_norm = "linear_kv_up_proj.layer_norm_weight"
+    hf = f"{HF}self_attn."
+    mc = f"{MC}self_attention."
+    hidden = shape.hidden
+    queries = shape.heads * shape.head_dim
+    yield Replicated(f"{HF}input_layernorm.weight", f"{MC}input_layernorm.weight", (hidden,))
+    rank = latent.q_lora_rank
+    if rank:
+        yield Replicated(f"{hf}q_a_proj.weight", f"{mc}linear_q_down_proj.weight", (rank, hidden))
+        yield Replicated(f"{hf}q_a_layernorm.weight", mc + q_norm, (rank,))
+        yield ShardDim0(f"{hf}q_b_proj.weight", f"{mc}linear_q_up_proj.weight", (queries, rank))
     else:
-        yield ShardDim0(hf + "q_proj.weight", mc + "linear_q_proj.weight", (queries, hidden))
-    norm, rank = (
-        "linear_kv_up_proj.layer_norm_weight" if is_te else "kv_layernorm.weight",
-        latent.kv_lora_rank,
-    )
+        yield ShardDim0(f"{hf}q_proj.weight", f"{mc}linear_q_proj.weight", (queries, hidden))
+    rank = latent.kv_lora_rank
     down = (rank + latent.qk_rope_head_dim, hidden)
     up = (shape.heads * (latent.qk_nope_head_dim + latent.v_head_dim), rank)
-    yield Replicated(hf + "kv_a_proj_with_mqa.weight", mc + "linear_kv_down_proj.weight", down)
-    yield Replicated(hf + "kv_a_layernorm.weight", mc + norm, (rank,))
-    yield ShardDim0(hf + "kv_b_proj.weight", mc + "linear_kv_up_proj.weight", up)
-    yield ShardDim1(
-        hf + "o_proj.weight", mc + "linear_proj.weight", (hidden, shape.heads * latent.v_head_dim)
-    )
+    yield Replicated(f"{hf}kv_a_proj_with_mqa.weight", f"{mc}linear_kv_down_proj.weight", down)
+    yield Replicated(f"{hf}kv_a_layernorm.weight", mc + kv_norm, (rank,))
+    yield ShardDim0(f"{hf}kv_b_proj.weight", f"{mc}linear_kv_up_proj.weight", up)
+    out = (hidden, shape.heads * latent.v_head_dim)
+    yield ShardDim1(f"{hf}o_proj.weight", f"{mc}linear_proj.weight", out)
 
 
-def prediction(shape: ModelShape, padded_vocab: int) -> tuple[Rule, ...]:
-    """Returns the rules of multi-token prediction except its transformer layer; embedding and head are shared."""
-    mtp, norm, vocab = "mtp.layers.{layer}.", (shape.hidden,), (shape.vocab, shape.hidden)
+def prediction(shape: ModelShape, padded_vocab: int) -> Rules:
+    """Returns the rules of multi-token prediction except its transformer layer; embedding and head
+    are shared."""
+    mtp = "mtp.layers.{layer}."
+    norm = (shape.hidden,)
+    vocab = (shape.vocab, shape.hidden)
     return (
-        Replicated(HF + "enorm.weight", mtp + "enorm.weight", norm),
-        Replicated(HF + "hnorm.weight", mtp + "hnorm.weight", norm),
-        ShardDim0(HF + "eh_proj.weight", mtp + "eh_proj.weight", (shape.hidden, 2 * shape.hidden)),
-        Replicated(HF + "shared_head.norm.weight", mtp + "final_layernorm.weight", norm),
+        Replicated(f"{HF}enorm.weight", f"{mtp}enorm.weight", norm),
+        Replicated(f"{HF}hnorm.weight", f"{mtp}hnorm.weight", norm),
+        ShardDim0(f"{HF}eh_proj.weight", f"{mtp}eh_proj.weight", (shape.hidden, 2 * shape.hidden)),
+        Replicated(f"{HF}shared_head.norm.weight", f"{mtp}final_layernorm.weight", norm),
         ShardDim0(
-            HF + "embed_tokens.weight", "embedding.word_embeddings.weight", vocab, padded_vocab
+            f"{HF}embed_tokens.weight", "embedding.word_embeddings.weight", vocab, padded_vocab
         ),
-        ShardDim0(HF + "shared_head.head.weight", "output_layer.weight", vocab, padded_vocab),
+        ShardDim0(f"{HF}shared_head.head.weight", "output_layer.weight", vocab, padded_vocab),
     )
 
 
@@ -121,27 +126,25 @@ def engine(shape: ModelShape, table: Table) -> Table:
     """Fuses the two down projections, which vLLM replicates."""
     latent = shape.latent
     assert latent is not None
-    names = (HF + "self_attn.q_a_proj.weight", HF + "self_attn.kv_a_proj_with_mqa.weight")
+    if not latent.q_lora_rank:
+        return table
+    names = (f"{HF}self_attn.q_a_proj.weight", f"{HF}self_attn.kv_a_proj_with_mqa.weight")
+    param = f"{HF}self_attn.fused_qkv_a_proj.weight"
     rows = (latent.q_lora_rank, latent.kv_lora_rank + latent.qk_rope_head_dim)
-    fused = Stack(
-        names, HF + "self_attn.fused_qkv_a_proj.weight", rows, (shape.hidden,), max_shards=(1, 1)
-    )
+    fused = Stack(names, param, rows, (shape.hidden,), max_shards=(1, 1))
 
-    def fuse(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    def fuse(rules: Rules) -> Rules:
         return (*(rule for rule in rules if rule.shapes().keys().isdisjoint(names)), fused)
 
-    return (
-        replace(table, dense=fuse(table.dense), layer=fuse(table.layer))
-        if latent.q_lora_rank
-        else table
-    )
+    return replace(table, dense=fuse(table.dense), layer=fuse(table.layer))
 
 
-def megatron(shape: ModelShape) -> dict[str, Any]:
+def megatron(shape: ModelShape) -> Settings:
     """Fields of MLATransformerConfig."""
-    latent, scaling = shape.latent, shape.rope_scaling
+    latent = shape.latent
+    scaling = shape.rope_scaling
     assert latent is not None
-    settings: dict[str, Any] = {
+    settings: Settings = {
         "q_lora_rank": latent.q_lora_rank or None,
         "kv_lora_rank": latent.kv_lora_rank,
         "qk_head_dim": latent.qk_nope_head_dim,
@@ -150,40 +153,36 @@ def megatron(shape: ModelShape) -> dict[str, Any]:
         "qk_layernorm": True,
         "softmax_scale": None,  # Megatron's own, which includes yarn's factor
         "rotary_base": shape.rope_theta,
-        "rope_type": "yarn" if scaling else "rope",
+        "rope_type": "rope",
     }
     if scaling:
         settings |= {
-            key: scaling[key] for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+            "rope_type": "yarn",
+            "rotary_scaling_factor": scaling["factor"],
+            "original_max_position_embeddings": int(scaling["original_max_position_embeddings"]),
         }
-        settings["rotary_scaling_factor"] = scaling["factor"]
-        settings["original_max_position_embeddings"] = int(
-            scaling["original_max_position_embeddings"]
-        )
-        if not (
-            scaling["mscale"] and scaling["mscale_all_dim"]
-        ):  # Hugging Face needs both, else applies mscale 1
+        settings |= {key: scaling[key] for key in YARN}
+        # Hugging Face applies mscale 1 unless both are given
+        if not (scaling["mscale"] and scaling["mscale_all_dim"]):
             settings |= {"mscale": 1.0, "mscale_all_dim": 0.0}
     return settings
 
 
-def random_config(values: Mapping[str, Any], experts: int, width: int) -> dict[str, Any]:
-    return (
-        random_experts(values, experts, width)
-        | {
-            "num_key_value_heads": values["num_attention_heads"],
-            "q_lora_rank": values["hidden_size"] // 2,
-            "kv_lora_rank": 512,  # this and the next are the only sizes that vLLM's latent attention supports on a CPU
-            "qk_rope_head_dim": 64,
-            "qk_nope_head_dim": values["head_dim"],
-            "v_head_dim": values["head_dim"],
-            "head_dim": 64,
-            "rope_interleave": True,
-        }
-    )
+def random_config(values: Settings, experts: int, width: int) -> Settings:
+    return random_experts(values, experts, width) | {
+        "num_key_value_heads": values["num_attention_heads"],
+        "q_lora_rank": values["hidden_size"] // 2,
+        # this and the next are the only sizes that vLLM's latent attention supports on a CPU
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": values["head_dim"],
+        "v_head_dim": values["head_dim"],
+        "head_dim": 64,
+        "rope_interleave": True,
+    }
 
 
-def random_experts(values: Mapping[str, Any], experts: int, width: int) -> dict[str, Any]:
+def random_experts(values: Settings, experts: int, width: int) -> Settings:
     return {
         "moe_intermediate_size": width,
         "n_routed_experts": experts,

@@ -1,25 +1,24 @@
-"""The block formats of quantised weights as data: how each element and each block's scale is stored. No torch.
+"""The block formats of quantised weights as data: how each element and each block's scale is
+stored. No torch.
 
     value = element x scale of its block (/ the tensor's global scale)
 
-A tensor [..., out, in] named `name` is stored as several, named `name` + suffix. `weights/quantize.py` has the maths;
-loading, sync and export use both. `read_quantization` reads a config.json's `quantization_config`.
-"""
-
-from __future__ import annotations
+A tensor [..., out, in] named `name` is stored as several, named `name` + suffix.
+`weights/encode/quantize.py` has the maths; loading, sync and export use both. `read_quantization`
+reads a config.json's `quantization_config`."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from megarl.models.shape import Settings, Shape
 from megarl.models.shards import ShardSlice
 
 Element = Literal["e4m3", "e2m1", "int4"]
-Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BlockFormat:
     """Blocks are counted from the tensor's first element; the last one of a dim may be partial."""
 
@@ -31,19 +30,20 @@ class BlockFormat:
     scale_dtype: str  # safetensors' name; U8: the exponent of a power of two, plus 127
     item: str = "F8_E4M3"  # safetensors' dtype of the stored values
     per_item: int = 1  # elements in an item, the first in its lowest bits
-    global_scale: str = (
-        ""  # fp32 [1], of the whole tensor; scales are multiplied by it before they are rounded
-    )
+    # fp32 [1], of the whole tensor; scales are multiplied by it before they are rounded
+    global_scale: str = ""
     full_shape: str = ""  # int64 [dims], the tensor's shape
     power_of_2: bool = False  # e4m3: scales are
-    is_transposed: bool = (
-        False  # stored as [..., out, in / block, block / per_item] of a tensor [..., in, out]
-    )
+    # stored as [..., out, in / block, block / per_item] of a tensor [..., in, out]
+    is_transposed: bool = False
 
     @property
     def column_step(self) -> int:
-        """Columns can be read from a multiple of this: whole items; of packed ones, whole blocks."""
-        return (self.block[1] or self.per_item) if self.per_item > 1 else 1
+        """Columns can be read from a multiple of this: whole items; of packed ones, whole
+        blocks."""
+        if self.per_item == 1:
+            return 1
+        return self.block[1] or self.per_item
 
     def tensors(self, names: Collection[str]) -> frozenset[str]:
         """Returns the tensors of which `names` has both values and scales."""
@@ -61,8 +61,10 @@ class BlockFormat:
         if self.is_transposed:
             rows, columns = columns, rows
         grid = self.grid(rows, columns)
-        scales = (1,) if self.block == (0, 0) else (*lead, *grid)
-        items: Shape = (*lead, rows, -(-columns // self.per_item))
+        scales = (*lead, *grid)
+        if self.block == (0, 0):
+            scales = (1,)
+        items = (*lead, rows, -(-columns // self.per_item))
         if self.is_transposed:
             items = (*lead, rows, grid[1], self.block[1] // self.per_item)
         parts = {self.values: (self.item, items), self.scale: (self.scale_dtype, scales)}
@@ -74,28 +76,45 @@ class BlockFormat:
 
 
 _FP8 = BlockFormat("fp8_tensor", "e4m3", (0, 0), values="", scale="_scale", scale_dtype="F32")
-_FP4 = BlockFormat("mxfp4_pack", "e2m1", (1, 32), values="_packed", scale="_scale", scale_dtype="U8", item="U8",
-                   per_item=2)  # fmt: skip
-_INT4 = BlockFormat("int4_group", "int4", (1, 32), values="_packed", scale="_scale", scale_dtype="BF16", item="I32",
-                    per_item=8, full_shape="_shape")  # fmt: skip
-FORMATS: dict[str, BlockFormat] = {
+_FP4 = BlockFormat(
+    "mxfp4_pack",
+    "e2m1",
+    (1, 32),
+    values="_packed",
+    scale="_scale",
+    scale_dtype="U8",
+    item="U8",
+    per_item=2,
+)
+FORMATS = {
     fmt.name: fmt
     for fmt in (
-        replace(
-            _FP8, name="fp8_block", block=(128, 128), scale="_scale_inv"
-        ),  # DeepSeek-V3, Kimi-K2, Qwen3
-        replace(
-            _FP8, name="fp8_channel", block=(1, 0)
-        ),  # this and the next four are compressed-tensors': GLM-4.5-FP8
+        # DeepSeek-V3, Kimi-K2, Qwen3
+        replace(_FP8, name="fp8_block", block=(128, 128), scale="_scale_inv"),
+        # this and the next four are compressed-tensors': GLM-4.5-FP8
+        replace(_FP8, name="fp8_channel", block=(1, 0)),
         _FP8,
         _FP4,
         replace(
-            _FP4, name="nvfp4", block=(1, 16), scale_dtype="F8_E4M3", global_scale="_global_scale"
+            _FP4,
+            name="nvfp4",
+            block=(1, 16),
+            scale_dtype="F8_E4M3",
+            global_scale="_global_scale",
         ),
-        _INT4,  # Kimi-K2-Thinking
-        replace(
-            _FP4, name="mxfp4", values="_blocks", scale="_scales", is_transposed=True
-        ),  # gpt-oss
+        BlockFormat(  # Kimi-K2-Thinking
+            "int4_group",
+            "int4",
+            (1, 32),
+            values="_packed",
+            scale="_scale",
+            scale_dtype="BF16",
+            item="I32",
+            per_item=8,
+            full_shape="_shape",
+        ),
+        # gpt-oss
+        replace(_FP4, name="mxfp4", values="_blocks", scale="_scales", is_transposed=True),
     )
 }
 
@@ -112,26 +131,29 @@ def as_stored(part: ShardSlice, fmt: BlockFormat, dims: int) -> ShardSlice:
 
 
 def matrix_ranges(part: ShardSlice, dims: int) -> tuple[list[range], range, range]:
-    """Returns a slice's (single) leading indices, rows (maybe two dims: pairs) and columns, in the stored order."""
-    starts, sizes = list(part.start), list(part.shape)
+    """Returns a slice's (single) leading indices, rows (maybe two dims: pairs) and columns, in the
+    stored order."""
+    starts = list(part.start)
+    sizes = list(part.shape)
     if len(sizes) == dims + 1:
-        first, count = 2 * starts[-3] + starts[-2], sizes[-3] * sizes[-2]
-        starts[-3:-1], sizes[-3:-1] = [first], [count]
+        starts[-3:-1] = [2 * starts[-3] + starts[-2]]
+        sizes[-3:-1] = [sizes[-3] * sizes[-2]]
     assert all(size == 1 for size in sizes[:-2]), f"{part} has several matrices"
-    *lead, rows, columns = (
-        range(first, first + size) for first, size in zip(starts, sizes, strict=True)
-    )
-    return lead, rows, columns
+    ranges = [range(first, first + size) for first, size in zip(starts, sizes, strict=True)]
+    return ranges[:-2], ranges[-2], ranges[-1]
 
 
 def coarse(indices: range, size: int) -> range:
     """Returns the indices of the blocks of `size` that hold these; a block of size 0 has all."""
-    return range(indices.start // size, -(-indices.stop // size)) if size else range(1)
+    if not size:
+        return range(1)
+    return range(indices.start // size, -(-indices.stop // size))
 
 
-def read_quantization(raw: Mapping[str, Any]) -> BlockFormat:
-    """Returns the format of weights that a `quantization_config` describes, whatever the activations' and the cache's.
-    Raises ValueError with the value that is not supported, and what is."""
+def read_quantization(raw: Settings) -> BlockFormat:
+    """Returns the format of weights that a `quantization_config` describes, whatever the
+    activations' and the cache's. Raises ValueError with the value that is not supported, and what
+    is."""
     method = raw.get("quant_method")
     if method == "fp8":
         _only(raw, "fmt", None, "e4m3")
@@ -140,20 +162,23 @@ def read_quantization(raw: Mapping[str, Any]) -> BlockFormat:
         return _in_blocks(fmt, raw, "weight_block_size")
     if method == "mxfp4":
         return FORMATS["mxfp4"]
-    _only(raw, "quant_method", "compressed-tensors", also=("fp8", "mxfp4"))
+    _only(raw, "quant_method", "fp8", "mxfp4", "compressed-tensors")
     _only(raw, "transform_config", None, {})
-    if (sparsity := (raw.get("sparsity_config") or {}).get("format", "dense")) != "dense":
+    sparsity = (raw.get("sparsity_config") or {}).get("format", "dense")
+    if sparsity != "dense":
         raise ValueError(
             f"sparsity_config: format={sparsity!r} is not supported; supported: 'dense'"
         )
     groups = list((raw.get("config_groups") or {}).values())
-    if (ways := len({json.dumps(group["weights"], sort_keys=True) for group in groups})) != 1:
-        raise ValueError(f"config_groups has {ways} ways to store weights; supported: one")
+    ways = {json.dumps(group["weights"], sort_keys=True) for group in groups}
+    if len(ways) != 1:
+        raise ValueError(f"config_groups has {len(ways)} ways to store weights; supported: one")
     return _compressed(groups[-1]["weights"], groups[-1].get("format") or raw.get("format"))
 
 
-def _compressed(weights: Mapping[str, Any], stored_as: Any) -> BlockFormat:
-    """Of a group of compressed-tensors: `weights` are its QuantizationArgs, `stored_as` its compression format."""
+def _compressed(weights: Settings, stored_as: Any) -> BlockFormat:
+    """Returns the format of a group of compressed-tensors: `weights` are its QuantizationArgs,
+    `stored_as` its compression format."""
     _only(weights, "symmetric", True)
     _only(weights, "actorder", None, "weight", "static")  # others permute a row's inputs
     _only(weights, "dynamic", False, None)
@@ -161,9 +186,8 @@ def _compressed(weights: Mapping[str, Any], stored_as: Any) -> BlockFormat:
     size = weights.get("group_size")
     match kind.split():
         case ["float8", "block", "float-quantized" | "naive-quantized"]:
-            return _in_blocks(
-                replace(FORMATS["fp8_block"], scale="_scale"), weights, "block_structure"
-            )
+            fmt = replace(FORMATS["fp8_block"], scale="_scale")
+            return _in_blocks(fmt, weights, "block_structure")
         case ["float8", "channel" | "tensor" as strategy, "float-quantized" | "naive-quantized"]:
             return FORMATS[f"fp8_{strategy}"]
         case ["float4", "tensor_group", "nvfp4-pack-quantized"] if size == 16:
@@ -177,29 +201,30 @@ def _compressed(weights: Mapping[str, Any], stored_as: Any) -> BlockFormat:
         case ["int4", "channel", "pack-quantized"]:
             return replace(FORMATS["int4_group"], block=(1, 0))
     raise ValueError(
-        f"weights of type and bits, strategy, format = {kind}, group_size={size} are not supported; supported: "
-        "float8 block, channel or tensor float-quantized, float4 tensor_group 16 nvfp4-pack-quantized, float4 group 32 "
-        "mxfp4-pack-quantized, int4 group or channel pack-quantized"
+        f"weights of type and bits, strategy, format = {kind}, group_size={size} are not "
+        "supported; supported: float8 block, channel or tensor float-quantized, float4 "
+        "tensor_group 16 nvfp4-pack-quantized, float4 group 32 mxfp4-pack-quantized, int4 group "
+        "or channel pack-quantized"
     )
 
 
-def _in_blocks(fmt: BlockFormat, raw: Mapping[str, Any], key: str) -> BlockFormat:
-    """`fmt` with blocks of this size; null: one scale for a tensor."""
+def _in_blocks(fmt: BlockFormat, raw: Settings, key: str) -> BlockFormat:
+    """Returns `fmt` with blocks of this size; null: one scale for a tensor."""
     size = raw.get(key)
     if size is None:
         return replace(fmt, name="fp8_tensor", block=(0, 0))
-    if not (
-        isinstance(size, list)
-        and len(size) == 2
-        and all(type(n) is int and 0 < n < 2**31 for n in size)
-    ):
+    is_pair = isinstance(size, list) and len(size) == 2
+    if not is_pair or not all(type(n) is int and 0 < n < 2**31 for n in size):
         raise ValueError(
             f"{key}={json.dumps(size)[:80]} is invalid; it must be two positive integers, or null"
         )
     return replace(fmt, block=(size[0], size[1]))
 
 
-def _only(raw: Mapping[str, Any], key: str, *supported: Any, also: tuple[Any, ...] = ()) -> None:
-    if (value := raw.get(key)) not in supported:
-        listed = " or ".join(json.dumps(choice) for choice in (*also, *supported))
-        raise ValueError(f"{key}={json.dumps(value)[:80]} is not supported; supported: {listed}")
+def _only(raw: Settings, key: str, *supported: Any) -> None:
+    value = raw.get(key)
+    if value not in supported:
+        raise ValueError(
+            f"{key}={json.dumps(value)[:80]} is not supported; "
+            f"supported: {' or '.join(map(json.dumps, supported))}"
+        )

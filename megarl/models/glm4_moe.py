@@ -1,13 +1,8 @@
 """GLM-4.5: grouped-query attention that rotates half of each head, and DeepSeek-V3's experts."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
-
 from megarl.models import blocks, deepseek_v3
 from megarl.models.config_json import ConfigReader, read_decoder
-from megarl.models.shape import Family, ModelShape
+from megarl.models.shape import Family, ModelShape, Settings
 from megarl.models.shards import LayerSpec, Table
 
 
@@ -25,7 +20,7 @@ def table(shape: ModelShape, spec: LayerSpec, padded_vocab: int) -> Table:
     return deepseek_v3.moe_table(shape, spec, padded_vocab, tuple(blocks.attention(shape, spec)))
 
 
-def random_config(values: Mapping[str, Any], experts: int, width: int) -> dict[str, Any]:
+def random_config(values: Settings, experts: int, width: int) -> Settings:
     return deepseek_v3.random_experts(values, experts, width) | {
         "attention_bias": True,
         "use_qk_norm": True,

@@ -1,18 +1,14 @@
 """gpt-oss in bf16: attention sinks, sliding windows, biases everywhere, a clamped SwiGLU.
 
-The checkpoint stores a layer's experts in one tensor, input dim first, with gate and up interleaved in the last dim.
-"""
+The checkpoint stores a layer's experts in one tensor, input dim first, with gate and up interleaved
+in the last dim."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from megarl.models import blocks
 from megarl.models.config_json import ConfigReader, read_decoder
-from megarl.models.shape import Family, ModelShape, Router
+from megarl.models.shape import Family, ModelShape, Router, Settings
 from megarl.models.shards import (
     HF,
     InterleavedGateUp,
@@ -47,25 +43,30 @@ def read(config: ConfigReader) -> ModelShape:
 
 
 def table(shape: ModelShape, spec: LayerSpec, padded_vocab: int) -> Table:
-    hf, hidden, width = HF + "mlp.experts.", shape.hidden, shape.moe_intermediate
+    hf = f"{HF}mlp.experts."
+    hidden = shape.hidden
+    width = shape.moe_intermediate
     param = partial(blocks.expert_param, spec)
     experts = (
-        InterleavedGateUp(hf + "gate_up_proj", param("linear_fc1", "weight"), (hidden, 2 * width)),
-        InterleavedGateUp(hf + "gate_up_proj_bias", param("linear_fc1", "bias"), (2 * width,)),
-        Transposed(hf + "down_proj", param("linear_fc2", "weight"), (width, hidden)),
-        Replicated(hf + "down_proj_bias", param("linear_fc2", "bias"), (hidden,)),
+        InterleavedGateUp(f"{hf}gate_up_proj", param("linear_fc1", "weight"), (hidden, 2 * width)),
+        InterleavedGateUp(f"{hf}gate_up_proj_bias", param("linear_fc1", "bias"), (2 * width,)),
+        Transposed(f"{hf}down_proj", param("linear_fc2", "weight"), (width, hidden)),
+        Replicated(f"{hf}down_proj_bias", param("linear_fc2", "bias"), (hidden,)),
     )
     layer = (*blocks.attention(shape, spec), *blocks.expert_mlp(shape, NAMES))
     return blocks.decoder_table(shape, padded_vocab, layer=layer, expert=experts)
 
 
 def engine(shape: ModelShape, table: Table) -> Table:
-    """Renames some parameters; vLLM interleaves gate and up, and adds the down projection's bias on one rank only."""
+    """Renames some parameters; vLLM interleaves gate and up, and adds the down projection's bias on
+    one rank only."""
 
     def expert(rule: Rule) -> Rule:
         if isinstance(rule, InterleavedGateUp):
             return replace(rule, alternating=True)
-        return replace(rule, is_first_only=True) if isinstance(rule, Replicated) else rule
+        if isinstance(rule, Replicated):
+            return replace(rule, is_first_only=True)
+        return rule
 
     return replace(
         table,
@@ -77,7 +78,7 @@ def engine(shape: ModelShape, table: Table) -> Table:
     )
 
 
-def megatron(shape: ModelShape) -> dict[str, Any]:
+def megatron(shape: ModelShape) -> Settings:
     return {
         "activation_func": "quick_gelu",
         "glu_linear_offset": 1.0,
@@ -88,15 +89,13 @@ def megatron(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def random_config(values: Mapping[str, Any], experts: int, width: int) -> dict[str, Any]:
+def random_config(values: Settings, experts: int, width: int) -> Settings:
     rope = {
         "rope_type": "yarn",
         "rope_theta": 10000.0,
         "factor": 4.0,
         "beta_fast": 32.0,
         "beta_slow": 1.0,
-    }
-    rope |= {
         "original_max_position_embeddings": -(-values["max_position_embeddings"] // 4),
         "truncate": False,
     }

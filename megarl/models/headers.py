@@ -1,9 +1,8 @@
-"""Locates the tensors of a Hugging Face folder from its index and the headers of its safetensors files. No torch.
+"""Locates the tensors of a Hugging Face folder from its index and the headers of its safetensors
+files. No torch.
 
 A safetensors file is 8 bytes of header length, a JSON header, and the tensors' bytes end to end.
 """
-
-from __future__ import annotations
 
 import os
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from megarl.models.shape import Shape
 from megarl.platform.json_text import parse_json
 
 INDEX = "model.safetensors.index.json"
@@ -23,11 +23,11 @@ ITEM_BYTES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HfTensor:
     file: Path
     offset: int  # of its first byte in the file
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: str  # safetensors' name, a key of ITEM_BYTES
 
     @property
@@ -36,17 +36,20 @@ class HfTensor:
 
 
 @cache
-def header_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Returns the full shape of every tensor of the folder. Raises the ValueErrors of `read_headers`."""
+def header_shapes(folder: Path) -> dict[str, Shape]:
+    """Returns the full shape of every tensor of the folder. Raises the ValueErrors of
+    `read_headers`."""
     return {name: tensor.shape for name, tensor in read_headers(folder).items()}
 
 
 def read_headers(folder: Path) -> dict[str, HfTensor]:
-    """Returns the tensors of the index's files, or of all *.safetensors. Raises ValueError, naming file and tensor."""
-    names = _read_index(index) if (index := folder / INDEX).is_file() else {}
-    files = sorted(set(names.values())) or sorted(
-        file.name for file in folder.glob("*.safetensors")
-    )
+    """Returns the tensors of the index's files, or of all *.safetensors. Raises ValueError, naming
+    file and tensor."""
+    names = {}
+    index = folder / INDEX
+    if index.is_file():
+        names = _read_index(index)
+    files = sorted(set(names.values()) or (file.name for file in folder.glob("*.safetensors")))
     if not files:
         raise ValueError(
             f"{folder} has no *.safetensors; choose a Hugging Face folder with weights"
@@ -62,7 +65,8 @@ def read_headers(folder: Path) -> dict[str, HfTensor]:
     for name, file in names.items():
         if name not in tensors or tensors[name].file.name != file:
             raise ValueError(
-                f"{folder / file} has no tensor {name}, though {INDEX} lists it; copy the folder again"
+                f"{folder / file} has no tensor {name}, though {INDEX} lists it; copy the folder "
+                "again"
             )
     return tensors
 
@@ -102,22 +106,27 @@ def _read_header(file: Path) -> dict[str, HfTensor]:
                 f"{file} cannot be read as safetensors ({error!r}); copy it again"
             ) from None
     expected = 8 + length
-    for (begin, end), name, tensor in sorted(
-        tensors
-    ):  # in the format, each tensor begins where another ends
+    # in the format, each tensor begins where another ends
+    for (begin, end), name, tensor in sorted(tensors):
         if begin != expected or end != begin + tensor.nbytes:
-            place = f"bytes {begin} to {end}, not {expected} to {expected + tensor.nbytes}"
-            raise ValueError(f"{file}: {name} of shape {tensor.shape} is at {place}; copy it again")
+            raise ValueError(
+                f"{file}: {name} of shape {tensor.shape} is at bytes {begin} to {end}, not "
+                f"{expected} to {expected + tensor.nbytes}; copy it again"
+            )
         if end > size:
             raise ValueError(
-                f"{file} has {size} bytes, but {name} ends at {end}: the file is truncated; copy it again"
+                f"{file} has {size} bytes, but {name} ends at {end}: the file is truncated; copy "
+                "it again"
             )
         expected = end
     return {name: tensor for _, name, tensor in tensors}
 
 
 def _parse_entry(
-    file: Path, data: int, name: str, entry: Mapping[str, Any]
+    file: Path,
+    data: int,
+    name: str,
+    entry: Mapping[str, Any],
 ) -> tuple[tuple[int, int], str, HfTensor]:
     """Returns where a tensor begins and ends in the file, its name, and the tensor."""
     begin, end = entry["data_offsets"]

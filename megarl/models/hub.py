@@ -1,11 +1,10 @@
-"""Hugging Face hub ids as `model.path`, and as other models with `@revision` (`teacher.model: org/name@v1`).
+"""Hugging Face hub ids as `model.path`, and as other models with `@revision` (`teacher.model:
+org/name@v1`).
 
 id, revision --download(SMALL)---> <cache>/.../snapshots/<commit>: all that a check or a plan needs
 id, commit   --download(WEIGHTS)-> the same folder, now with *.safetensors
 id, commit   --model_folder------> the same folder, without network
 """
-
-from __future__ import annotations
 
 import os
 import re
@@ -14,40 +13,32 @@ from pathlib import Path
 
 from megarl.platform.hub import Repository
 
-SMALL = (
-    "*.json",
-    "*.jinja",
-    "*.model",
-    "*.tiktoken",
-    "*.txt",
-)  # config, tokenizer, chat template, index
+# config, tokenizer, chat template, index
+SMALL = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
 CODE = ("*.py",)  # of a tokenizer
 WEIGHTS = ("*.safetensors",)
-IGNORED = (
-    "*/*",
-    "consolidated*",
-)  # subfolders and Mistral's own format have the weights a second time
+# subfolders and Mistral's own format have the weights a second time
+IGNORED = ("*/*", "consolidated*")
 # as huggingface_hub validates it
 HUB_ID = re.compile(r"(?!.*(--|\.\.))(\w([\w.-]*\w)?/)?\w([\w.-]{0,94}\w)?(?<!\.git)", re.ASCII)
 
 
 def is_hub_id(path: str) -> bool:
-    """Whether `path` has the form of an id, and no folder has that name."""
+    """Returns True if `path` has the form of an id, and no folder has that name."""
     return not _expanded(path).is_dir() and HUB_ID.fullmatch(path) is not None
 
 
 def split_revision(path: str) -> tuple[str, str | None]:
     """Splits `id@revision`; the path of a folder is returned as it is."""
     name, _, revision = path.partition("@")
-    return (
-        (name, revision or None)
-        if is_hub_id(name) and not _expanded(path).is_dir()
-        else (path, None)
-    )
+    if is_hub_id(name) and not _expanded(path).is_dir():
+        return name, revision or None
+    return path, None
 
 
 def model_folder(path: str, revision: str | None = None) -> Path:
-    """Returns the folder `path`, or that of a hub id in the cache, if `download` was called for it."""
+    """Returns the folder `path`, or that of a hub id in the cache, if `download` was called for
+    it."""
     if revision is None:
         path, revision = split_revision(path)
     if is_hub_id(path):
@@ -60,15 +51,21 @@ def model_folder(path: str, revision: str | None = None) -> Path:
 
 
 def _expanded(path: str) -> Path:
-    return Path(
-        os.path.expanduser(path)
-    )  # unlike Path.expanduser, leaves the name of an unknown user as it is
+    # unlike Path.expanduser, it leaves the name of an unknown user as it is
+    return Path(os.path.expanduser(path))
 
 
-def download(path: str, revision: str | None, patterns: Sequence[str], where: str) -> Path:
-    """Downloads a hub id's top-level files that match `patterns`, and returns their folder, named by the commit. Raises
-    ValueError with the remedy and `where`, the setting with its value."""
-    revision_key = "model.revision" if where.startswith("model.path") else "its part after @"
+def download(
+    path: str,
+    revision: str | None,
+    patterns: Sequence[str],
+    where: str,
+) -> Path:
+    """Downloads a hub id's top-level files that match `patterns`, and returns their folder, named
+    by the commit. Raises ValueError with the remedy and `where`, the setting with its value."""
+    revision_key = "its part after @"
+    if where.startswith("model.path"):
+        revision_key = "model.revision"
     repository = Repository("model", path, revision, where, revision_key)
     folder = repository.download(patterns, ignored=IGNORED, progress=patterns == WEIGHTS)
     if not (folder / "config.json").is_file():
@@ -77,6 +74,7 @@ def download(path: str, revision: str | None, patterns: Sequence[str], where: st
         )
     if patterns == WEIGHTS and not any(folder.glob(WEIGHTS[0])):
         raise ValueError(
-            f"{where} has no *.safetensors on the hub, and .bin and .gguf are not read; choose one that has"
+            f"{where} has no *.safetensors on the hub, and .bin and .gguf are not read; choose "
+            "one that has"
         )
     return folder

@@ -1,7 +1,5 @@
 """Llama 2 and 3."""
 
-from __future__ import annotations
-
 from megarl.models import blocks
 from megarl.models.config_json import ConfigReader, read_decoder
 from megarl.models.shape import Family, ModelShape

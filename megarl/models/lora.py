@@ -1,68 +1,72 @@
-"""LoRA adapters as a table: which tensors of a PEFT folder each adapted linear layer of Megatron has. No torch.
+"""LoRA adapters as a table: which tensors of a PEFT folder each adapted linear layer of Megatron
+has. No torch.
 
-    family's table, targets  --adapter_table-->  table of the adapters  --slices_of-->  this rank's slices
+    family's table, targets --adapter_table--> table of the adapters --slices_of--> rank's slices
 
-PEFT has an A [rank, in], split like the layer's input, and a B [out, rank], split like its output, for each projection.
-Where Megatron fuses projections, they are stacked in two parameters beside the weight: `lora_A` and `lora_B`.
-"""
-
-from __future__ import annotations
+PEFT has an A [rank, in], split like the layer's input, and a B [out, rank], split like its output,
+for each projection. Where Megatron fuses projections, they are stacked in two parameters beside the
+weight: `lora_A` and `lora_B`."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
 
+from megarl.models.shape import Settings, Shape
 from megarl.models.shards import (
-    Qkv,
+    InterleavedGateUp,
     Replicated,
     Rule,
-    ShardDim0,
+    Rules,
     ShardDim1,
-    ShardSlice,
+    Slices,
     Stack,
     Table,
+    Transposed,
 )
 
 PREFIX = "base_model.model."  # of PEFT's names
 ALL_LINEAR = "all-linear"
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AdapterFormat:
     """All adapters of a model, as an engine must know them when it starts."""
 
-    shapes: Mapping[str, tuple[int, ...]]  # of every A and B, by PEFT's names
+    shapes: Mapping[str, Shape]  # of every A and B, by PEFT's names
     rank: int
     alpha: float
 
     @property
     def targets(self) -> list[str]:
-        return sorted({module_name(name.removesuffix(".weight")) for name in self.shapes})
+        return _modules(self.shapes)
 
 
 def adapter_table(table: Table, targets: Sequence[str], rank: int) -> Table:
-    """Returns the adapters' table. Raises ValueError naming targets that no linear layer of the model has."""
-    groups = {name: getattr(table, name) for name in ("dense", "layer", "expert")}
-    known = sorted(
-        {
-            module_name(name)
-            for rules in groups.values()
-            for rule in rules
-            for name in _linears(rule)
-        }
-    )
-    if unbound := [name for name in targets if name not in known and name != ALL_LINEAR]:
-        names, choice = ", ".join(unbound), ", ".join(known)
+    """Returns the adapters' table. Raises ValueError naming targets that no linear layer of the
+    model has."""
+    rules = table.dense + table.layer + table.expert
+    known = sorted(set(map(module_name, chain.from_iterable(map(_linears, rules)))))
+    unbound = [name for name in targets if name not in known and name != ALL_LINEAR]
+    if unbound:
         raise ValueError(
-            f"lora.targets: {names} is no linear layer that can be adapted; choose from {choice}"
+            f"lora.targets: {', '.join(unbound)} is no linear layer that can be adapted; "
+            f"choose from {', '.join(known)}"
         )
-    chosen = known if ALL_LINEAR in targets else targets
-    adapters: dict[str, Any] = {
-        name: tuple(part for rule in rules for part in _adapters(rule, chosen, rank))
-        for name, rules in groups.items()
-    }
-    return Table(embedding=(), head=(), **adapters)
+    if ALL_LINEAR in targets:
+        targets = known
+
+    def adapters(rules: Rules) -> Rules:
+        return tuple(chain.from_iterable(_adapters(rule, targets, rank) for rule in rules))
+
+    return Table(
+        embedding=(),
+        head=(),
+        dense=adapters(table.dense),
+        layer=adapters(table.layer),
+        expert=adapters(table.expert),
+    )
 
 
 def module_name(tensor: str) -> str:
@@ -71,7 +75,8 @@ def module_name(tensor: str) -> str:
 
 
 def adapter_names(weight: str) -> tuple[str, str]:
-    """Names of A and B beside a weight: PEFT's of an HF tensor, or the parameters of a layer or a grouped expert."""
+    """Names of A and B beside a weight: PEFT's of an HF tensor, or the parameters of a layer or a
+    grouped expert."""
     module, _, leaf = weight.rpartition(".")
     suffix = leaf.removeprefix("weight")
     return f"{module}.lora_A{suffix}", f"{module}.lora_B{suffix}"
@@ -82,66 +87,69 @@ def is_adapter(param: str) -> bool:
 
 
 def _linears(rule: Rule) -> list[str]:
-    """The HF tensors of a rule that are weights of linear layers other than a router."""
-    is_known = (
-        isinstance(rule, Qkv | Stack | ShardDim0 | ShardDim1 | Replicated)
-        and ".router." not in rule.param
-    )
-    return [
-        name
-        for name, size in rule.shapes().items()
-        if is_known and name.endswith(".weight") and len(size) == 2
-    ]
+    """Returns the HF tensors of a rule that are weights of linear layers other than a router."""
+    if isinstance(rule, Transposed | InterleavedGateUp) or ".router." in rule.param:
+        return []
+    shapes = rule.shapes().items()
+    return [name for name, size in shapes if name.endswith(".weight") and len(size) == 2]
 
 
 def _adapters(rule: Rule, targets: Sequence[str], rank: int) -> Iterator[Rule]:
     names = [name for name in _linears(rule) if module_name(name) in targets]
     if not names:
         return
-    sizes, (a, b) = rule.shapes(), adapter_names(rule.param)
-    hf = [[f"{PREFIX}{part}.weight" for part in adapter_names(name)] for name in names]
-    (rows, inputs), count = sizes[names[0]], len(names)
+    a, b = adapter_names(rule.param)
+    hf = [adapter_names(name) for name in names]
+    hf_a = tuple(f"{PREFIX}{name}.weight" for name, _ in hf)
+    hf_b = tuple(f"{PREFIX}{name}.weight" for _, name in hf)
+    sizes = rule.shapes()
+    rows, inputs = sizes[names[0]]
     if isinstance(rule, ShardDim1):
-        yield ShardDim1(hf[0][0], a, (rank, inputs))
-        yield Replicated(hf[0][1], b, (rows, rank))
+        yield ShardDim1(hf_a[0], a, (rank, inputs))
+        yield Replicated(hf_b[0], b, (rows, rank))
         return
-    is_split = not isinstance(rule, Replicated)
-    yield Stack(
-        tuple(name for name, _ in hf), a, (rank,) * count, (inputs,), max_shards=(1,) * count
-    )
     outputs = tuple(sizes[name][0] for name in names)
-    yield Stack(
-        tuple(name for _, name in hf),
-        b,
-        outputs,
-        (rank,),
-        max_shards=(0 if is_split else 1,) * count,
-    )
+    once = (1,) * len(names)
+    yield Stack(hf_a, a, (rank,) * len(names), (inputs,), once)
+    is_split = not isinstance(rule, Replicated)
+    yield Stack(hf_b, b, outputs, (rank,), () if is_split else once)
 
 
 def rows_of_outputs(
-    weight: Sequence[ShardSlice], a: Sequence[ShardSlice], b: Sequence[ShardSlice], rank: int
+    weight: Slices,
+    a: Slices,
+    b: Slices,
+    rank: int,
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Yields where Bs lie in a weight, of this rank's slices: (row of the weight, row of B, rows, number of the A)."""
+    """Yields where Bs lie in a weight, of this rank's slices: (row of the weight, row of B, rows,
+    number of the A)."""
     numbers = {part.name.replace(".lora_A.", ".lora_B."): number for number, part in enumerate(a)}
     stacked = {part.name: part for part in b}
     for part in weight:
         name = f"{PREFIX}{adapter_names(part.name)[1]}.weight"
-        if (rows := stacked.get(name)) is not None:
+        rows = stacked.get(name)
+        if rows is not None:
             first = rows.offset // rank + part.start[0] - rows.start[0]
             yield part.offset // part.strides[0], first, part.shape[0], numbers[name]
 
 
 def targets_of(rules: Iterable[Rule]) -> list[str]:
     """The names of the adapted modules."""
-    return sorted(
-        {module_name(name.removesuffix(".weight")) for rule in rules for name in rule.shapes()}
-    )
+    return _modules(chain.from_iterable(rule.shapes() for rule in rules))
+
+
+def _modules(weights: Iterable[str]) -> list[str]:
+    return sorted({module_name(name.removesuffix(".weight")) for name in weights})
 
 
 def peft_config(
-    base: str, table: Table, *, rank: int, alpha: float, dropout: float
-) -> dict[str, Any]:
+    base: str,
+    table: Table,
+    *,
+    rank: int,
+    alpha: float,
+    dropout: float,
+) -> Settings:
     """Returns the adapter_config.json of the adapters in `table`."""
     return {
         "peft_type": "LORA",
@@ -150,7 +158,7 @@ def peft_config(
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": dropout,
-        "target_modules": targets_of((*table.dense, *table.layer, *table.expert)),
+        "target_modules": targets_of(table.dense + table.layer + table.expert),
         "bias": "none",
         "inference_mode": True,
     }

@@ -1,13 +1,9 @@
-"""Mixtral: Llama's attention, and experts with a softmax router in every layer, under other names."""
-
-from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
+"""Mixtral: Llama's attention, and experts with a softmax router in every layer, under other
+names."""
 
 from megarl.models import blocks
 from megarl.models.config_json import ConfigReader, read_decoder
-from megarl.models.shape import Family, ModelShape
+from megarl.models.shape import Family, ModelShape, Settings
 from megarl.models.shards import LayerSpec, Table
 
 NAMES = blocks.ExpertNames(block="block_sparse_moe.", gate="w1", up="w3", down="w2")
@@ -15,7 +11,8 @@ NAMES = blocks.ExpertNames(block="block_sparse_moe.", gate="w1", up="w3", down="
 
 def read(config: ConfigReader) -> ModelShape:
     config.only(attention_bias=False)
-    if window := config.raw.get("sliding_window"):
+    window = config.raw.get("sliding_window")
+    if window:
         raise config.unsupported("sliding_window", window, None)
     return read_decoder(
         config,
@@ -30,7 +27,7 @@ def table(shape: ModelShape, spec: LayerSpec, padded_vocab: int) -> Table:
     return blocks.moe_table(shape, spec, padded_vocab, NAMES)
 
 
-def random_config(values: Mapping[str, Any], experts: int, width: int) -> dict[str, Any]:
+def random_config(values: Settings, experts: int, width: int) -> Settings:
     return {"num_local_experts": experts, "intermediate_size": width, "sliding_window": None}
 
 

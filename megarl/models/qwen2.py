@@ -1,7 +1,5 @@
 """Qwen2 and 2.5: Llama's layers, with query, key and value biases."""
 
-from __future__ import annotations
-
 from megarl.models import blocks
 from megarl.models.config_json import ConfigReader, read_decoder
 from megarl.models.shape import Family, ModelShape

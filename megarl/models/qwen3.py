@@ -1,7 +1,5 @@
 """Qwen3: Llama's layers, with query and key norms, and a head size of 128."""
 
-from __future__ import annotations
-
 from megarl.models import blocks
 from megarl.models.config_json import ConfigReader, read_decoder
 from megarl.models.shape import Family, ModelShape

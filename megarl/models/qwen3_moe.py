@@ -1,13 +1,8 @@
 """Qwen3-MoE: Qwen3's attention, and experts with a softmax router in every layer."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
-
 from megarl.models import blocks
 from megarl.models.config_json import ConfigReader, read_decoder
-from megarl.models.shape import Family, ModelShape, Router
+from megarl.models.shape import Family, ModelShape, Router, Settings
 
 
 def read(config: ConfigReader) -> ModelShape:
@@ -25,7 +20,7 @@ def read(config: ConfigReader) -> ModelShape:
     )
 
 
-def random_config(values: Mapping[str, Any], experts: int, width: int) -> dict[str, Any]:
+def random_config(values: Settings, experts: int, width: int) -> Settings:
     return {
         "moe_intermediate_size": width,
         "num_experts": experts,

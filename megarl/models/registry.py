@@ -1,19 +1,18 @@
 """The families by `model_type`, and the functions that return a model's shape and table.
 
-A family is one file and one line in MODULES; Megatron-Bridge, if installed, builds any other `model_type`.
-"""
-
-from __future__ import annotations
+A family is one file and one line in MODULES; Megatron-Bridge, if installed, builds any other
+`model_type`."""
 
 import json
 from collections.abc import Mapping
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from megarl.models.config_json import ConfigReader, read_config, read_latent, read_sizes
 from megarl.models.headers import header_shapes
-from megarl.models.shape import Family, ModelShape
+from megarl.models.shape import Family, ModelShape, Shape
 from megarl.models.shards import LayerSpec, Table, shapes_of
 from megarl.platform.env import is_installed
 
@@ -28,75 +27,105 @@ MODULES = (
     "gpt_oss",
 )
 MAX_EXPERTS = 200_000  # layers x experts: the names of their tensors fit in memory
-REFUSED = (  # without a table: keys of multimodal or quantised models, or that change logits, which megarl computes
-    "final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale", "lm_head_multiplier",
-    "text_config", "vision_config", "audio_config", "is_encoder_decoder", "quantization_config",
-)  # fmt: skip
-FAMILIES: dict[str, Family] = {
-    name: family
-    for module in MODULES
-    for name, family in import_module(f"megarl.models.{module}").FAMILIES.items()
-}
+# without a table: keys of multimodal or quantised models, or that change logits, which megarl
+# computes
+REFUSED = (
+    "final_logit_softcapping",
+    "logits_scaling",
+    "logit_scale",
+    "output_multiplier_scale",
+    "lm_head_multiplier",
+    "text_config",
+    "vision_config",
+    "audio_config",
+    "is_encoder_decoder",
+    "quantization_config",
+)
+FAMILIES: dict[str, Family] = {}
+for _module in MODULES:
+    FAMILIES |= import_module(f"megarl.models.{_module}").FAMILIES
 
 
 def read_model(path: str | Path) -> ModelShape:
-    """Reads `path`/config.json. Raises FileNotFoundError or ValueError with the offending values and a remedy."""
+    """Reads `path`/config.json. Raises FileNotFoundError or ValueError with the offending values
+    and a remedy."""
     folder = Path(path)
     file = folder / "config.json"
     if not file.is_file():
-        problem = "has no config.json" if folder.is_dir() else "is not a directory"
-        remedy = "set it to the folder of a Hugging Face model, or to an id on the hub such as Qwen/Qwen3-8B"
-        raise FileNotFoundError(f"model.path={path} {problem}; {remedy}")
+        problem = "is not a directory"
+        if folder.is_dir():
+            problem = "has no config.json"
+        raise FileNotFoundError(
+            f"model.path={path} {problem}; set it to the folder of a Hugging Face model, or to an "
+            "id on the hub such as Qwen/Qwen3-8B"
+        )
     return parse_model(read_config(file).raw, str(file), folder)
 
 
 def parse_model(raw: Mapping[str, Any], where: str, folder: Path | None = None) -> ModelShape:
-    """Returns the shape of a parsed config.json, `where` in errors. A family without a table needs the `folder`."""
+    """Returns the shape of a parsed config.json, `where` in errors. A family without a table needs
+    the `folder`."""
     config = ConfigReader(raw, where)
-    shape = (
-        FAMILIES[config.family].read(config)
-        if config.family in FAMILIES
-        else _read_bridged(config, folder)
-    )
+    if config.family in FAMILIES:
+        shape = FAMILIES[config.family].read(config)
+    else:
+        shape = _read_bridged(config, folder)
     if (shape.layers + shape.mtp_layers) * max(1, shape.experts) > MAX_EXPERTS:
-        sizes = f"{shape.layers} layers, {shape.mtp_layers} of multi-token prediction, and {shape.experts} experts"
-        raise config.error(f"{sizes} in each are too many: at most {MAX_EXPERTS} are supported")
+        raise config.error(
+            f"{shape.layers} layers, {shape.mtp_layers} of multi-token prediction, and "
+            f"{shape.experts} experts in each are too many: at most {MAX_EXPERTS} are supported"
+        )
     return shape
 
 
 def _read_bridged(config: ConfigReader, folder: Path | None) -> ModelShape:
-    """The sizes of a family that Megatron-Bridge builds and converts. Raises ValueError if it cannot do so here."""
-    raw, family = config.raw, config.raw.get("model_type")
-    packages = ("megatron.bridge", "transformer_engine")
-    if missing := [name for name in packages if folder is None or not is_installed(name)]:
-        lacking = (
-            f" (missing: {', '.join(missing)})" if folder else ", and use a folder with weights"
-        )
+    """Reads the sizes of a family that Megatron-Bridge builds and converts. Raises ValueError if it
+    cannot do so here."""
+    raw = config.raw
+    family = raw.get("model_type")
+    missing = [
+        name
+        for name in ("megatron.bridge", "transformer_engine")
+        if folder is None or not is_installed(name)
+    ]
+    if missing:
+        lacking = ", and use a folder with weights"
+        if folder:
+            lacking = f" (missing: {', '.join(missing)})"
         raise config.error(
-            f"model_type={family!r} is not supported; supported: {', '.join(FAMILIES)}. Add a table "
-            "(CONTRIBUTING.md, 'Adding a model family'), or install Megatron-Bridge and Transformer Engine"
-            + lacking
+            f"model_type={family!r} is not supported; supported: {', '.join(FAMILIES)}. Add a "
+            "table (CONTRIBUTING.md, 'Adding a model family'), or install Megatron-Bridge and "
+            f"Transformer Engine{lacking}"
         )
     for key in REFUSED:
-        if (value := raw.get(key)) and (
-            value is True or value != 1
-        ):  # a scale of 1 changes nothing
+        value = raw.get(key)
+        is_neutral = value == 1 and value is not True  # a scale of 1 changes nothing
+        if value and not is_neutral:
             raise config.error(
-                f"{key}={json.dumps(value)[:80]} is not supported for {family}; a family without a table must be a "
-                "text model, not quantised, whose logits are the last hidden state times the output layer"
+                f"{key}={json.dumps(value)[:80]} is not supported for {family}; a family without "
+                "a table must be a text model, not quantised, whose logits are the last hidden "
+                "state times the output layer"
             )
 
     def first(*keys: str) -> int:
         return next((config.count(key) for key in keys if raw.get(key) is not None), 0)
 
     experts = first("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    experts_per_token = 0
+    moe_intermediate = 0
+    if experts:
+        experts_per_token = first("num_experts_per_tok", "moe_topk", "moe_k")
+        moe_intermediate = first("moe_intermediate_size", "intermediate_size")
+    latent = None
+    if raw.get("kv_lora_rank"):
+        latent = read_latent(config)
     return ModelShape(
-        **read_sizes(config, latent=read_latent(config) if raw.get("kv_lora_rank") else None),
+        **read_sizes(config, latent=latent),
         rms_eps=0.0,  # Bridge reads this and the next itself
         rope_theta=0.0,
         experts=experts,
-        experts_per_token=first("num_experts_per_tok", "moe_topk", "moe_k") if experts else 0,
-        moe_intermediate=first("moe_intermediate_size", "intermediate_size") if experts else 0,
+        experts_per_token=experts_per_token,
+        moe_intermediate=moe_intermediate,
         mtp_layers=first("num_nextn_predict_layers", "num_mtp_layers"),
         bridge=folder,
     )
@@ -107,32 +136,37 @@ def megatron_table(
 ) -> Table:
     """Raises ValueError for a family without a table. `padded_vocab`: None: without padding."""
     if shape.bridge is not None:
-        commands = "`megarl plan` and `megarl convert`"
         raise ValueError(
-            f"{shape.family} has no table: it can be trained and synced, but {commands} do not support it"
+            f"{shape.family} has no table: it can be trained and synced, but `megarl plan` and "
+            "`megarl convert` do not support it"
         )
     return FAMILIES[shape.family].table(shape, spec, padded_vocab or shape.vocab)
 
 
 def padded_vocab(vocab: int, tensor: int) -> int:
-    """Returns the embedding rows over all `tensor` ranks of the trainer: a multiple of 8 per rank, for GEMMs."""
+    """Returns the embedding rows over all `tensor` ranks of the trainer: a multiple of 8 per rank,
+    for GEMMs."""
     multiple = 8 * tensor
     return -(-vocab // multiple) * multiple
 
 
-def hf_shapes(shape: ModelShape, *, mtp: bool = False) -> dict[str, tuple[int, ...]]:
-    """Returns the full shapes of the HF checkpoint's tensors, without a tied lm_head; without a table, all tensors of
-    the folder. `mtp` adds multi-token prediction, which neither side builds."""
+def hf_shapes(shape: ModelShape, *, mtp: bool = False) -> dict[str, Shape]:
+    """Returns the full shapes of the HF checkpoint's tensors, without a tied lm_head; without a
+    table, all tensors of the folder. `mtp` adds multi-token prediction, which neither side
+    builds."""
     if shape.bridge is not None:
         return header_shapes(shape.bridge)
     return shapes_of(megatron_table(shape), shape, mtp=mtp)
 
 
 def fp32_tensors(shape: ModelShape) -> frozenset[str]:
-    """Returns the HF tensors that Megatron and vLLM both keep in fp32, whatever the training dtype is."""
+    """Returns the HF tensors that Megatron and vLLM both keep in fp32, whatever the training dtype
+    is."""
     if shape.bridge is not None:
         biases = ("correction_bias", "expert_bias")  # of routers
         return frozenset(name for name in header_shapes(shape.bridge) if name.endswith(biases))
-    templates = megatron_table(shape).fp32
     layers = range(shape.dense_layers, shape.layers + shape.mtp_layers)
-    return frozenset(name.format(layer=layer) for name in templates for layer in layers)
+    return frozenset(
+        template.format(layer=layer)
+        for template, layer in product(megatron_table(shape).fp32, layers)
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,10 +11,14 @@ if TYPE_CHECKING:
     from megarl.models.config_json import ConfigReader
     from megarl.models.shards import LayerSpec, Table
 
+Shape = tuple[int, ...]  # of a tensor
+Settings = dict[str, Any]  # of a config.json, or of Megatron's TransformerConfig
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class LatentSizes:
-    """Sizes of multi-head latent attention, which first projects queries and key-values down; Hugging Face's names."""
+    """Sizes of multi-head latent attention, which first projects queries and key-values down.
+    Names are Hugging Face's."""
 
     q_lora_rank: int  # 0: queries are projected directly
     kv_lora_rank: int
@@ -23,7 +27,7 @@ class LatentSizes:
     v_head_dim: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Router:
     """How tokens are routed to experts."""
 
@@ -36,9 +40,10 @@ class Router:
     scale: float = 1.0  # of the routed experts' output
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelShape:
-    """The values of a `config.json`, with Hugging Face's meaning; only the sizes for a family without a table."""
+    """The values of a `config.json`, with Hugging Face's meaning; only the sizes for a family
+    without a table."""
 
     family: str  # `model_type`
     layers: int
@@ -54,9 +59,8 @@ class ModelShape:
     max_position: int
     qkv_bias: bool = False
     qk_norm: bool = False
-    rope_scaling: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # {}, or the keys of llama3's or yarn's scaling
+    # {}, or the keys of llama3's or yarn's scaling
+    rope_scaling: Settings = field(default_factory=dict)
     rotary_fraction: float = 1.0  # of head_dim that is rotated
     out_bias: bool = False  # of o_proj
     sinks: bool = False  # a learned logit per head in the attention softmax
@@ -71,32 +75,29 @@ class ModelShape:
     swiglu_limit: float = 0.0  # of gpt-oss's clamped SwiGLU; 0: not clamped
     mtp_layers: int = 0  # of multi-token prediction, stored after the last layer
     eos: tuple[int, ...] = ()
-    bridge: Path | None = (
-        None  # folder of a model without a table, which Megatron-Bridge builds and converts
-    )
+    # folder of a model without a table, which Megatron-Bridge builds and converts
+    bridge: Path | None = None
 
     @property
     def is_moe(self) -> bool:
         return self.experts > 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Family:
-    """One `model_type`, whose functions take and return plain data. To add one, see CONTRIBUTING.md."""
+    """One `model_type`, whose functions take and return plain data. CONTRIBUTING.md shows how to
+    add one."""
 
-    architecture: str  # the class in transformers; if empty, there is none, and random models are not available
-    # reads config.json; raises ValueError for settings that transformers or vLLM implement and megarl does not
+    architecture: str  # the class in transformers; empty: there is none, hence no random models
+    # reads config.json; raises ValueError for settings that transformers or vLLM implement and
+    # megarl does not
     read: Callable[[ConfigReader], ModelShape]
-    table: Callable[
-        [ModelShape, LayerSpec, int], Table
-    ]  # of Megatron's parameters, for a padded vocabulary
+    # of Megatron's parameters, for a padded vocabulary
+    table: Callable[[ModelShape, LayerSpec, int], Table]
     # TransformerConfig's settings that do not follow from the shape; `activation_func` by its name
-    megatron: Callable[[ModelShape], dict[str, Any]] = lambda shape: {}
-    engine: Callable[[ModelShape, Table], Table] = lambda shape, table: (
-        table
-    )  # changes the derived vLLM table
+    megatron: Callable[[ModelShape], Settings] = lambda shape: {}
+    engine: Callable[[ModelShape, Table], Table] = lambda shape, table: table  # edits vLLM's table
     is_moe: bool = False
-    # the family's keys of a random model's config.json, from the common keys and the number and width of experts
-    random_config: Callable[[Mapping[str, Any], int, int], dict[str, Any]] = (
-        lambda values, experts, width: {}
-    )
+    # the family's keys of a random model's config.json, from the common keys, and the number and
+    # width of experts
+    random_config: Callable[[Settings, int, int], Settings] = lambda values, experts, width: {}

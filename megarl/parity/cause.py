@@ -1,34 +1,33 @@
 """Finds where an engine differs from the trainer, by recomputing one thing at a time.
 
-    sampled tokens, scored again --they agree--> another temperature explains them, or decoding is at fault
+    sampled tokens, scored again --they agree--> another temperature, or decoding is at fault
     the engine's routes, replayed --they agree--> routing
-    first sublayer that differs by more than rounding --its output replaced by the engine's--> the next, until none does
+    first sublayer that differs by more than rounding --its output replaced by the engine's-->
+    the next, until none does
     log-probs still differ --> softmax, scale of the logits or output head
 
-A sublayer that had to be replaced is a cause; one that only passed a difference on agrees afterwards.
+A sublayer that had to be replaced is a cause; one that only passed a difference on agrees
+afterwards.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from megarl.algorithms.parity import Excess, Quantiles, rounding_floor
-from megarl.debug.sublayers import (
+from megarl.parity.statistics import Excess, Quantiles, rounding_floor
+from megarl.parity.sublayers import (
     fixed_projections,
     record_outputs,
     rounding_errors,
     trainer_sublayers,
 )
-from megarl.rollout.engine import Engine
+from megarl.rollout.vllm.engine import Engine
 from megarl.trainer.trainer import Trainer
 from megarl.types import TokenBatch
-from megarl.weights.transports import Transport
+from megarl.weights.sync.transports import Transport
 
 MAX_REPLACED = 8
 DRAWS = 2
@@ -53,10 +52,13 @@ class CauseSearch:
     def find(
         self, batch: TokenBatch, floor: Quantiles, rollout_logprobs_T: Tensor | None = None
     ) -> str | None:
-        """Returns the cause, as the end of a sentence; None if it is not found. `floor`: what rounding explains on the
-        few rows of `batch`; `rollout_logprobs_T`: of the engine when it sampled them, at the batch's temperature."""
+        """Returns the cause, as the end of a sentence; None if it is not found.
+
+        `floor`: what rounding explains on the few rows of `batch`; `rollout_logprobs_T`: of the
+        engine when it sampled them, at the batch's temperature.
+        """
         batch_1 = replace(batch, temperature=1.0)
-        logprobs_T, _ = self._run(batch_1)
+        logprobs_T = self.trainer.logprobs(batch_1)
         scores = self.transport.gather(
             _padded(self.engine.score(_rows(batch_1)))
         )  # [T] of each rank's engine
@@ -73,23 +75,29 @@ class CauseSearch:
                 f"the sampling settings: the engine sampled at temperature {temperature:.2g}, "
                 f"the trainer divides logits by {batch.temperature:g}"
             )
-        return "decoding: scored again from the start, these tokens agree; positions, KV cache or sampling settings"
+        return (
+            "decoding: scored again from the start, these tokens agree; positions, KV cache or "
+            "sampling settings"
+        )
 
     def _fitted_temperature(
         self, batch: TokenBatch, floor: Quantiles, rollout_logprobs_T: Tensor
     ) -> float | None:
-        """Returns the temperature that leaves little of the difference, or what rounding explains; None: none does."""
+        """Returns the temperature that leaves little of the difference, or what rounding explains;
+        None: none does.
+        """
 
         def diff_at(log2: float) -> Quantiles:
             at = replace(batch, temperature=batch.temperature * 2**log2)
-            return _diff(batch, self._run(at)[0] - rollout_logprobs_T)
+            return _diff(batch, self.trainer.logprobs(at) - rollout_logprobs_T)
 
-        best, width, unfitted = 0.0, 1.0, diff_at(0.0).median
+        best = 0.0
+        width = 1.0
+        unfitted = diff_at(0.0).median
         for _ in range(4):
-            tried = {
-                x: diff_at(x).median for x in torch.linspace(best - width, best + width, 7).tolist()
-            }
-            best, width = min(tried, key=lambda x: tried[x]), width / 3
+            tried = torch.linspace(best - width, best + width, 7).tolist()
+            best = min(tried, key=lambda x: diff_at(x).median)
+            width /= 3
         left = diff_at(best)
         is_fitted = left.median < 0.2 * unfitted or (
             left.median < 0.5 * unfitted and Excess(left, floor).is_explained
@@ -99,23 +107,29 @@ class CauseSearch:
     def _of_routing(
         self, batch: TokenBatch, floor: Quantiles, rank: int, before: Quantiles
     ) -> str | None:
-        """Replays the routes of the engine on `rank`; None if they do not explain the difference."""
+        """Replays the routes of the engine on `rank`; None if they do not explain the
+        difference.
+        """
         scores, routes = self._of_engine(
             rank, lambda engine: engine.score_with_routes(_rows(batch))
         )
-        if not routes or batch.routes or not self.trainer.router_replay.is_possible:
+        if not routes or batch.routes or not self.trainer.router_replay.chunks:
             return None
-        left = _diff(batch, self._run(replace(batch, routes=routes))[0] - _padded(scores))
+        logprobs_T = self.trainer.logprobs(replace(batch, routes=routes))
+        left = _diff(batch, logprobs_T - _padded(scores))
         share = self.trainer.router_replay.metrics()["routing/differs"]
         if not Excess(left, floor).is_explained:
             return None
         return (
-            f"routing: the engine chose other experts for {share:.2%} of (token, layer) pairs; with its routes "
-            f"replayed, {before} becomes {left}; rollout.router_replay=engine trains so"
+            f"routing: the engine chose other experts for {share:.2%} of (token, layer) pairs; "
+            f"with its routes replayed, {before} becomes {left}; "
+            "rollout.router_replay=engine trains so"
         )
 
     def _of_model(self, batch: TokenBatch, floor: Quantiles, rank: int) -> str | None:
-        """Names the sublayers of the engine on `rank` that differ on their own, then the head if it does."""
+        """Names the sublayers of the engine on `rank` that differ on their own, then the head if it
+        does.
+        """
         rows = _rows(batch)
         seen = self._of_engine(
             rank, lambda engine: engine.states(rows, fixed_projections(self.trainer.shape.hidden))
@@ -125,25 +139,27 @@ class CauseSearch:
         if not names:
             return None
         logprobs_T, outputs_NT8 = self._run(batch, names)
-        noisy = [self._run(batch, names, draw=draw)[1] for draw in range(DRAWS)]
-        noise_DNT = torch.stack([(each - outputs_NT8).norm(dim=2) for each in noisy])
+        noise = []
+        for draw in range(DRAWS):
+            with rounding_errors(self.trainer, self.eps, draw=draw):
+                noise.append((self._run(batch, names)[1] - outputs_NT8).norm(dim=2))
         floors = [
             rounding_floor(exact_T8.norm(dim=1), noise_DT, eps=self.eps)
-            for exact_T8, noise_DT in zip(outputs_NT8, noise_DNT.unbind(1), strict=True)
+            for exact_T8, noise_DT in zip(outputs_NT8, torch.stack(noise, 1), strict=True)
         ]
-        replaced: dict[str, Tensor] = {}
+        replaced = {}
         first = 0
         while len(replaced) < MAX_REPLACED:
-            diffs = [
-                Quantiles.of((outputs_NT8[n] - seen[name]).norm(dim=1))
-                for n, name in enumerate(names)
-            ]
+            errors_NT = [x_T8 - seen[name] for name, x_T8 in zip(names, outputs_NT8, strict=True)]
             off = [
-                n for n in range(first, len(names)) if not Excess(diffs[n], floors[n]).is_explained
+                n
+                for n in range(first, len(names))
+                if not Excess(Quantiles.of(errors_NT[n].norm(dim=1)), floors[n]).is_explained
             ]
             if not off:
                 break
-            name, first = names[off[0]], off[0] + 1
+            name = names[off[0]]
+            first = off[0] + 1
             replaced |= self._of_engine(
                 rank, lambda engine, name=name: engine.states(rows, None, [name])
             )
@@ -162,24 +178,26 @@ class CauseSearch:
         replaced: Mapping[str, Tensor],
         logprobs_T: Tensor,
     ) -> str:
-        """Compares the label with the likeliest token: their distance does not depend on the softmax's sum."""
+        """Compares the label with the likeliest token: their distance does not depend on the
+        softmax's sum.
+        """
         rows = _rows(batch)
         scores_T = _padded(self._of_engine(rank, lambda engine: engine.score(rows)))
         if Excess(_diff(batch, logprobs_T - scores_T), floor).is_explained:
             return ""
         best = self._of_engine(rank, lambda engine: engine.best(rows))
-        best_T, best_scores_T = (
-            _padded([tokens for tokens, _ in best]),
-            _padded([scores for _, scores in best]),
-        )
-        best_logprobs_T, _ = self._run(replace(batch, labels=best_T), replaced=replaced)
+        best_T = _padded([tokens for tokens, _ in best])
+        best_logprobs_T, _ = self._run(replace(batch, labels=best_T), list(replaced), replaced)
         is_other_T = batch.mask & (batch.labels != best_T)
         trainer_K = (logprobs_T - best_logprobs_T)[is_other_T].double()
-        engine_K = (scores_T - best_scores_T)[is_other_T].double()
+        engine_K = (scores_T - _padded([scores for _, scores in best]))[is_other_T].double()
         scale = float(trainer_K @ engine_K / (trainer_K @ trainer_K).clamp(min=1e-30))
         twice = replace(floor, median=2 * floor.median, p90=2 * floor.p90)
         if Excess(Quantiles.of(engine_K - trainer_K), twice).is_explained:
-            return "the softmax: logits agree, their sum does not; does one side include a padded vocabulary?"
+            return (
+                "the softmax: logits agree, their sum does not; does one side include a padded "
+                "vocabulary?"
+            )
         if Excess(Quantiles.of(engine_K - scale * trainer_K), twice).is_explained:
             return f"the scale of the logits: the engine's are {scale:.3g} times the trainer's"
         return "the output head"
@@ -187,18 +205,13 @@ class CauseSearch:
     def _run(
         self,
         batch: TokenBatch,
-        names: Sequence[str] = (),
-        *,
-        draw: int | None = None,
+        names: Sequence[str],
         replaced: Mapping[str, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """One forward pass; with `draw`, planted rounding errors. Returns log-probs [T] and outputs [names, T, 8]."""
-        names = names or list(replaced or {})
-        noise = (
-            nullcontext() if draw is None else rounding_errors(self.trainer, self.eps, draw=draw)
-        )
-        modules = trainer_sublayers(self.trainer)
-        with noise, record_outputs(self.trainer, batch, modules, names, replaced) as outputs_NT8:
+        """Returns log-probs [T] and outputs [names, T, 8] of one forward pass."""
+        with record_outputs(
+            self.trainer, batch, trainer_sublayers(self.trainer), names, replaced
+        ) as outputs_NT8:
             logprobs_T = self.trainer.logprobs(batch)
         return logprobs_T, outputs_NT8
 
@@ -213,7 +226,9 @@ def _rows(batch: TokenBatch) -> list[Tensor]:
 
 
 def _padded(rows: Sequence[Tensor]) -> Tensor:
-    """Flattens what an engine returns for each row from its second token on; 0 at the end of each row."""
+    """Flattens what an engine returns for each row from its second token on; 0 at the end of each
+    row.
+    """
     return torch.cat([torch.cat([row, row.new_zeros(1)]) for row in rows])
 
 
@@ -222,8 +237,10 @@ def _diff(batch: TokenBatch, diff_T: Tensor) -> Quantiles:
 
 
 def _titles(names: Sequence[str]) -> str:
-    """["embedding", "layers.3.attention", "layers.3.mlp"] -> "embedding, layer 3 (attention, MLP)"."""
-    found: dict[str, list[str]] = {}
+    """["embedding", "layers.3.attention", "layers.3.mlp"] -> "embedding, layer 3
+    (attention, MLP)".
+    """
+    found = {}
     for name in names:
         _, number, part = name.split(".") if "." in name else ("", "", name)
         title = f"layer {number}" if number else part.replace("_", " ")

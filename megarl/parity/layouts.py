@@ -1,13 +1,12 @@
-"""Trains one batch in several layouts: loss, gradient norm, and the first layer whose hidden states differ.
+"""Trains one batch in several layouts: loss, gradient norm, and the first layer whose hidden states
+differ.
 
-layouts, one after another on the same ranks --> LayoutResult of each --compare--> where it first differs
+    layouts, one after another --> LayoutResult of each --> where it first differs from the first
 """
-
-from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,12 +15,13 @@ from torch import Tensor
 from megarl.algorithms.objective import loss_weights, supervised_loss
 from megarl.data.collate import token_batch
 from megarl.data.packing import plan_microbatches
-from megarl.debug.sublayers import record_outputs, transformer_layers
 from megarl.layout import Layout, Parallel
+from megarl.parity.sublayers import record_outputs, transformer_layers
 from megarl.trainer.trainer import Trainer
 from megarl.types import Prompt, TokenBatch
 
-# of hidden states, loss and gradient norm, relative to the largest; powers of two as scales round alike in any block
+# of hidden states, loss and gradient norm, relative to the largest; powers of two as scales round
+# alike in any block
 TOLERANCE = {
     "fp32": 1e-4,
     "bf16": 5e-2,
@@ -31,14 +31,17 @@ TOLERANCE = {
     "delayed": 0.2,
 }
 AXES = {
-    name: field.name
-    for name, field in zip(("tp", "pp", "vpp", "cp", "ep", "etp"), fields(Parallel), strict=True)
+    "tp": "tensor",
+    "pp": "pipeline",
+    "vpp": "virtual_pipeline",
+    "cp": "context",
+    "ep": "expert",
+    "etp": "expert_tensor",
 }
 
 
 @dataclass(frozen=True)
 class LayoutResult:
-    layout: str
     loss: float
     grad_norm: float
     layers: Tensor  # [layers, T, 8] fp64
@@ -46,23 +49,30 @@ class LayoutResult:
 
 
 def parse_layout(text: str) -> Parallel:
-    """ "tp2,pp2" -> its sizes; "1" or "dp": only data parallelism. Raises ValueError for any other text."""
-    sizes: dict[str, int] = {}
+    """ "tp2,pp2" -> its sizes; "1" or "dp": only data parallelism.
+
+    Raises ValueError for any other text.
+    """
+    sizes = {}
     for part in text.split(","):
         if part in ("1", "dp"):
             continue
         parts = re.fullmatch(r"([a-z]+)0*([1-9][0-9]*)", part)
         if parts is None or parts[1] not in AXES:
             raise ValueError(
-                f"--layouts {text!r}: {part!r} is not a layout; write 1, tp2 or tp2,pp2 ({', '.join(AXES)})"
+                f"--layouts {text!r}: {part!r} is not a layout; write 1, tp2 or tp2,pp2 "
+                f"({', '.join(AXES)})"
             )
         sizes[AXES[parts[1]]] = int(parts[2])
     return Parallel(**sizes)
 
 
 def prompt_rows(prompts: Sequence[Prompt], *, num_tokens: int, vocab: int) -> TokenBatch:
-    """Returns a row per prompt, followed by `num_tokens` random tokens and trained from its second token on."""
-    random, rows = torch.Generator().manual_seed(0), []
+    """Returns a row per prompt, followed by `num_tokens` random tokens and trained from its second
+    token on.
+    """
+    random = torch.Generator().manual_seed(0)
+    rows = []
     for prompt in prompts:
         tokens = torch.cat(
             [torch.tensor(prompt.tokens), torch.randint(vocab, (num_tokens,), generator=random)]
@@ -78,9 +88,14 @@ def check_layouts(
     *,
     world: int,
     rank: int,
-) -> list[LayoutResult]:
-    """Builds a trainer in each layout with `build` and makes one update. Every rank must call; results are the same."""
+) -> list[dict[str, Any]]:
+    """Builds a trainer in each layout with `build` and makes one update.
+
+    Returns layout, loss, grad_norm of each, and the first difference from the first layout
+    ("": none). Every rank must call; results are the same.
+    """
     results = []
+    rows = []
     for text in layouts:
         trainer = build(Layout.of(parse_layout(text), world, rank))
         numbers = [str(number) for number in range(trainer.shape.layers)]
@@ -88,29 +103,31 @@ def check_layouts(
             logprobs_T = trainer.logprobs(batch)
         plan = plan_microbatches(batch, trainer.layout, trainer.train)
         update = trainer.step(batch, plan, supervised_loss, loss_weights(batch, plan))
-        results.append(LayoutResult(text, update.loss, update.grad_norm, layers, logprobs_T))
+        precision = trainer.train.dtype
+        if trainer.fp8:
+            precision = trainer.fp8.recipe
         trainer.close()
-    return results
-
-
-def compare(results: Sequence[LayoutResult], dtype: str) -> list[dict[str, Any]]:
-    """Returns layout, loss, grad_norm of each result, and the first difference from the first result ("": none)."""
-    values = [(x, _first_difference(x, results[0], TOLERANCE[dtype])) for x in results]
-    return [
-        {"layout": x.layout, "loss": x.loss, "grad_norm": x.grad_norm, "difference": text}
-        for x, text in values
-    ]
+        results.append(LayoutResult(update.loss, update.grad_norm, layers, logprobs_T))
+        rows.append(
+            {
+                "layout": text,
+                "loss": update.loss,
+                "grad_norm": update.grad_norm,
+                "difference": _first_difference(results[-1], results[0], TOLERANCE[precision]),
+            }
+        )
+    return rows
 
 
 def _first_difference(x: LayoutResult, first: LayoutResult, tolerance: float) -> str:
     for number, (values_T8, expected_T8) in enumerate(zip(x.layers, first.layers, strict=True)):
         off = (values_T8 - expected_T8).abs().amax(1) / expected_T8.abs().max()
-        if not bool((off <= tolerance).all()):
+        if not (off <= tolerance).all():
             where = f"layer {number}" + (", or the embedding" if number == 0 else "")
-            return f"{where}: hidden states are {float(off.max()):.1e} off (token {int(off.argmax())} of the batch)"
-    if not bool(
-        (off := (x.logprobs - first.logprobs).abs()).max() <= tolerance * first.logprobs.abs().max()
-    ):
+            token = f"token {int(off.argmax())} of the batch"
+            return f"{where}: hidden states are {float(off.max()):.1e} off ({token})"
+    off = (x.logprobs - first.logprobs).abs()
+    if not off.max() <= tolerance * first.logprobs.abs().max():
         return f"output head: log-probs are {float(off.max()):.1e} off, but hidden states agree"
     for name, value, expected in (
         ("loss", x.loss, first.loss),

@@ -1,7 +1,9 @@
-"""Measures how the log-probs of the trainer and the engine differ on the tokens just sampled, and suggests a cause.
+"""Measures how the log-probs of the trainer and the engine differ on the tokens just sampled, and
+suggests a cause.
 
-Both score the same tokens with the same weights and temperature, so in fp32 they agree up to rounding. A larger
-difference is a fault; how it is distributed over the batch shows where to look first.
+Both score the same tokens with the same weights and temperature, so in fp32 they agree up to
+rounding. A larger difference is a fault; how it is distributed over the batch shows where to look
+first.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ from torch import Tensor
 
 from megarl.algorithms.kl import KL, LOG_RATIO_LIMIT
 from megarl.types import ScoredBatch
+from megarl.weights.sync.transports.values import carry
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Parity:
     """Differences over the sampled tokens of a batch; all zero if there are none."""
 
@@ -31,11 +34,9 @@ class Parity:
     trainer: float
     engine: float
 
-    def metrics(self) -> dict[str, float]:
-        return {"logprob_diff/mean": self.mean, "logprob_diff/max": self.max, "kl/rollout": self.kl}
 
-
-# Relative rounding error of a sublayer's output. fp32 kernels also differ in exp. Not measured: tf32 and fp8 on a GPU.
+# Relative rounding error of a sublayer's output. fp32 kernels also differ in exp. Not measured:
+# tf32 and fp8 on a GPU.
 FORMAT_EPS = {"fp32": 2**-18, "tf32": 2**-10, "bf16": 2**-8, "fp8": 2**-4}
 LOG_SOFTMAX_ERROR = (
     2**-17
@@ -43,9 +44,12 @@ LOG_SOFTMAX_ERROR = (
 MAX_EXCESS = 2.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Quantiles:
-    """Of absolute differences of log-probs, in nats. A few tokens that are routed to other experts change neither."""
+    """Quantiles of absolute differences of log-probs, in nats.
+
+    A few tokens that are routed to other experts change neither.
+    """
 
     median: float
     p90: float
@@ -67,24 +71,23 @@ class Quantiles:
         return f"median {self.median:.3g}, 90% below {self.p90:.3g}"
 
 
+carry(Quantiles)  # over a Transport
+
+
 def rounding_floor(
     x_K: Tensor, noise_DK: Tensor, *, eps: float = 2**-22, error: float = 0.0
 ) -> Quantiles:
     """What `x_K`, log-probs or others, differ by between trainer and engine if both are correct.
 
-    `noise_DK` [draws, K] is the trainer with planted rounding errors minus itself; both sides round, so the floor has
-    twice its variance. `eps` is the relative rounding of `x_K` itself, `error` the absolute one of its kernel.
+    `noise_DK` [draws, K] is the trainer with planted rounding errors minus itself; both sides
+    round, so the floor has twice its variance. `eps` is the relative rounding of `x_K` itself,
+    `error` the absolute one of its kernel.
     """
-    noise, rounding = (
-        Quantiles.of(noise_DK * 2**0.5),
-        eps * float(x_K.double().abs().mean()) + error,
-    )
-    return Quantiles(
-        noise.median + rounding, noise.p90 + rounding, noise.max + rounding, noise.count
-    )
+    rounding = eps * x_K.double().abs().mean() + error
+    return Quantiles.of((noise_DK * 2**0.5).double().abs() + rounding)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Excess:
     """What trainer and engine differ by, over what rounding explains."""
 
@@ -111,24 +114,26 @@ class Excess:
 
     def __str__(self) -> str:
         return (
-            f"|trainer - engine| of {self.found.count} tokens: {self.found}; rounding explains: {self.floor}; "
-            f"statistic {self.statistic:.3g}, at most {self.limit:.3g}"
+            f"|trainer - engine| of {self.found.count} tokens: {self.found}; rounding explains: "
+            f"{self.floor}; statistic {self.statistic:.3g}, at most {self.limit:.3g}"
         )
 
 
 def compare(batch: ScoredBatch) -> Parity:
-    """Compares `old_logprobs` (not None) with `rollout_logprobs` where `mask` is True. NaN counts as infinite."""
+    """Compares `old_logprobs` (not None) with `rollout_logprobs` where `mask` is True.
+
+    NaN counts as infinite.
+    """
     assert batch.old_logprobs is not None
     positions = batch.mask.nonzero().flatten()
     if not positions.numel():
         return Parity(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1, 0, 0.0, 0.0)
-    trainer, engine = (
-        batch.old_logprobs[positions].double(),
-        batch.rollout_logprobs[positions].double(),
-    )
+    trainer = batch.old_logprobs[positions].double()
+    engine = batch.rollout_logprobs[positions].double()
     signed = torch.nan_to_num(trainer - engine, nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
     diff = signed.abs()
-    worst, top = int(diff.argmax()), float(diff.max())
+    worst = int(diff.argmax())
+    top = float(diff.max())
     row_of = torch.searchsorted(batch.cu_seqlens, positions, right=True) - 1
     is_first = row_of.diff(prepend=row_of.new_tensor([-1])) > 0  # of its row
     k3 = KL["k3"](-signed.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), torch.zeros_like(signed))
@@ -152,8 +157,9 @@ def explain(parity: Parity, *, is_moe: bool, temperature: float) -> str:
     if parity.share_above > 0.98 or parity.share_above < 0.02:
         side = "more" if parity.share_above > 0.5 else "less"
         return (
-            f"the engine gives nearly all tokens {side} probability than the trainer; check the sampling settings: "
-            f"the trainer divides logits by temperature {temperature} and applies no top-p, top-k or penalties"
+            f"the engine gives nearly all tokens {side} probability than the trainer; check the "
+            f"sampling settings: the trainer divides logits by temperature {temperature} and "
+            "applies no top-p, top-k or penalties"
         )
     if parity.early < 0.01 * parity.max:
         return (

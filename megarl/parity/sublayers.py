@@ -1,9 +1,9 @@
-"""Records the outputs of modules of the trainer, independent of the layout, replaces them, and plants rounding errors.
+"""Records the outputs of modules of the trainer, independent of the layout, replaces them, and
+plants rounding errors.
 
-module of a stage --hook--> [Q / tp, H] --gather tp, project--> [Q, P] --scatter by batch position--> [modules, T, P]
+    module of a stage --hook--> [Q / tp, H] --gather tp, project--> [Q, P]
+                      --scatter by batch position--> [modules, T, P]
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -31,17 +31,16 @@ def fixed_projections(hidden: int) -> Tensor:
 
 def transformer_layers(trainer: Trainer) -> dict[str, nn.Module]:
     """Returns the layers of this rank's stage by their number in the model, from 0."""
-    modules = [module for chunk in trainer.model for module in chunk.modules()]
+    modules = nn.ModuleList(trainer.model).modules()
     return {str(x.layer_number - 1): x for x in modules if isinstance(x, TransformerLayer)}
 
 
 def trainer_sublayers(trainer: Trainer) -> dict[str, nn.Module]:
-    """Returns those of this rank's stage under the names of rollout.sublayers, without norms that Transformer Engine
-    fuses into the projection that follows."""
-    found: dict[str, nn.Module] = {}
-    for name, module in (
-        (name, module) for chunk in trainer.model for name, module in chunk.named_modules()
-    ):
+    """Returns those of this rank's stage under the names of rollout.sublayers, without norms that
+    Transformer Engine fuses into the projection that follows.
+    """
+    found = {}
+    for name, module in nn.ModuleList(trainer.model).named_modules():
         if isinstance(module, LanguageModelEmbedding):
             found["embedding"] = module
         elif name.endswith("final_layernorm"):
@@ -65,21 +64,26 @@ def record_outputs(
     names: Sequence[str],
     replaced: Mapping[str, Tensor] | None = None,
 ) -> Iterator[Tensor]:
-    """A context for one call of `trainer.forward(batch)`. Yields [names, T, 8] fp64 on the CPU, filled on exit, equal
-    on all ranks. `modules`: those of `names` that this rank has; `replaced`: [T, H] instead of a module's output."""
+    """A context for one call of `trainer.forward(batch)`.
+
+    Yields [names, T, 8] fp64 on the CPU, filled on exit, equal on all ranks. `modules`: those of
+    `names` that this rank has; `replaced`: [T, H] instead of a module's output.
+    """
     projection_H8 = fixed_projections(trainer.shape.hidden)
     outputs_NT8 = torch.zeros(len(names), batch.num_tokens, NUM_PROJECTIONS, dtype=torch.float64)
-    microbatches, tensor = trainer.microbatches(batch), trainer.layout.tp
+    microbatches = trainer.microbatches(batch)
+    tensor = trainer.layout.tp
 
     def hook_of(name: str, row: int) -> Callable[..., Any]:
-        remaining, replacement_TH = iter(microbatches), (replaced or {}).get(name)
+        remaining = iter(microbatches)
+        replacement_TH = (replaced or {}).get(name)
 
         def hook(_module: nn.Module, _inputs: object, output: Any) -> Any:
             x, *rest = (
                 output if isinstance(output, tuple) else (output,)
             )  # rest: a bias still to be added, or None
             bias = next((each for each in rest if each is not None), torch.zeros_like(x[..., :1]))
-            is_split = trainer.model[0].config.sequence_parallel and tensor.size > 1
+            is_split = trainer.model[0].config.sequence_parallel
             full_QH = (x + bias).detach().flatten(0, 1)
             if is_split:
                 full_QH = gather_from_sequence_parallel_region(
@@ -113,18 +117,19 @@ def record_outputs(
 
 @contextmanager
 def rounding_errors(trainer: Trainer, eps: float, *, draw: int) -> Iterator[None]:
-    """Multiplies the output of each attention, each MLP and the final norm by 1 + u, u uniform in [-eps, eps].
-    Repeating a forward pass would measure nothing: on a CPU it is bit-equal."""
-    seed = draw * trainer.layout.world + trainer.layout.rank
-    random: dict[torch.device, torch.Generator] = {}
+    """Multiplies the output of each attention, each MLP and the final norm by 1 + u, u uniform in
+    [-eps, eps]. Repeating a forward pass would measure nothing: on a CPU it is bit-equal.
+    """
+    random = torch.Generator(trainer.device).manual_seed(
+        draw * trainer.layout.world + trainer.layout.rank
+    )
 
     def plant(_module: nn.Module, _inputs: Any, output: Any) -> Any:
         x, *rest = output if isinstance(output, tuple) else (output,)
-        generator = random.setdefault(x.device, torch.Generator(x.device).manual_seed(seed))
         u = torch.empty(x.shape, dtype=torch.float32, device=x.device).uniform_(
-            -eps, eps, generator=generator
+            -eps, eps, generator=random
         )
-        planted: Tensor = (x.float() * (1 + u)).to(x.dtype)
+        planted = (x.float() * (1 + u)).to(x.dtype)
         return (planted, *rest) if isinstance(output, tuple) else planted
 
     with ExitStack() as hooks:

@@ -1,74 +1,90 @@
-"""Patches to vLLM. Each entry states what upstream does, why megarl differs, the versions, and when to delete it.
+"""Patches to vLLM while an engine starts in the trainer's process: PATCHES and `applied`."""
 
-segment_names (vLLM 0.32, CPU only): under the external launcher the name of CPU shared memory derives from "env://", so
-every job on a host maps /dev/shm/-tp:0-[0-1]-cpushm*. Concurrent jobs read each other's activations, and a crashed job
-blocks the next. The patch adds the job's prefix. Delete it when vLLM derives the name from the job;
-tests/dist/test_launch.py runs two jobs side by side.
-
-fp8_kernels (vLLM 0.32, CPU only): vLLM allows its FP8 kernels (bf16 activations, FP8 blocks) only where the CPU has
-AMX, but the library that it loads for AVX512 with bf16 has them too, and they compute the same there. Delete it when
-`is_supported` allows that; tests/dist/test_fp8_rollout.py fails then.
-
-moe_without_lora (vLLM 0.32, CPU only): with LoRA enabled, vLLM runs experts on Triton, which a CPU lacks, even if none
-of them is adapted. The patch selects their kernel as without LoRA. Delete it when vLLM asks whether experts are
-adapted; tests/e2e/test_lora.py runs adapters beside experts.
-"""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
+from megarl.patches.patch import Patch, replaced
 
-def segment_names(prefix: str) -> AbstractContextManager[Any]:
-    """Within the context, the shared-memory names that vLLM creates start with `prefix`."""
-    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
-
-    name = "make_group_name"
-    original = getattr(_CPUSHMDistributed, name)
-
-    def named(communicator: Any) -> str:
-        return prefix + original(communicator).replace("/", "").lstrip(
-            "-"
-        )  # segment names cannot contain slashes
-
-    return patch.object(_CPUSHMDistributed, name, staticmethod(named))
+_row = partial(Patch, versions="0.32")
+_TESTS = "unit/patches/test_vllm.py"
+_LAYERS = "vllm.model_executor.layers.fused_moe"
 
 
-@contextmanager
-def fp8_kernels() -> Iterator[None]:
-    """Within the context, vLLM chooses its FP8 kernels on every CPU that has them."""
+def _segment_name(original: Any, communicator: Any, *, prefix: str = "") -> str:
+    # segment names cannot contain slashes
+    return prefix + original(communicator).replace("/", "").lstrip("-")
+
+
+def _select_without_lora(original: Any, moe_config: Any) -> Any:
+    return original(replace(moe_config, is_lora_enabled=False))
+
+
+def _init_without_finalizer(original: Any, client: Any, *args: Any, **kwargs: Any) -> None:
+    original(client, *args, **kwargs)
+    client._finalizer.detach()
+
+
+SEGMENT_NAME = _row(
+    "vllm.distributed.device_communicators.cpu_communicator._CPUSHMDistributed.make_group_name",
+    _segment_name,
+    "under the external launcher, derives the name of CPU shared memory from 'env://'",
+    calls_original=True,
+    why=(
+        "all jobs on a host would map /dev/shm/-tp:0-[0-1]-cpushm*, read each other's activations, "
+        "and be blocked by a crashed job; the prefix is the job's"
+    ),
+    delete_when="vLLM derives the name from the job",
+    test=f"{_TESTS}::test_segments_are_not_named_after_the_job",
+)
+FP8_LINEAR = _row(
+    "vllm.model_executor.kernels.linear.scaled_mm.cpu.CPUFp8BlockScaledMMKernel.is_supported",
+    lambda *_: (True, None),
+    "allows FP8 blocks with bf16 activations only where the CPU has AMX",
+    why="the library it loads for AVX-512 with bf16 has the kernel too, with the same results",
+    delete_when="`is_supported` allows a CPU without AMX",
+    test="dist/test_fp8_rollout.py::test_vllm_still_needs_the_patch",
+)
+FP8_EXPERTS = _row(
+    f"{_LAYERS}.experts.cpu_moe.CPUExpertsFp8._supports_current_device",
+    lambda: True,
+    "as FP8_LINEAR, for experts",
+    why="as FP8_LINEAR",
+    delete_when="`_supports_current_device` allows a CPU without AMX",
+    test=f"{_TESTS}::test_fp8_experts_need_amx",
+)
+MOE_WITHOUT_LORA = _row(
+    f"{_LAYERS}.unquantized_fused_moe_method.select_unquantized_moe_backend",
+    _select_without_lora,
+    "with LoRA enabled, runs experts on Triton, adapted or not",
+    calls_original=True,
+    why="a CPU has no Triton, and megarl adapts no experts",
+    delete_when="vLLM asks whether experts are adapted",
+    test=f"{_TESTS}::test_lora_selects_triton_for_all_experts",
+)
+FINALIZER = _row(
+    "vllm.v1.engine.core_client.InprocClient.__init__",
+    _init_without_finalizer,
+    "destroys the default process group when the client is collected, and at exit",
+    calls_original=True,
+    why="the group is also the trainer's",
+    delete_when="the engine leaves a process group that it did not create",
+    test=f"{_TESTS}::test_a_finalizer_shuts_the_engine_down",
+)
+PATCHES = (SEGMENT_NAME, FP8_LINEAR, FP8_EXPERTS, MOE_WITHOUT_LORA, FINALIZER)
+
+
+def applied(prefix: str) -> AbstractContextManager[None]:
+    """Patches vLLM within the context; names of its shared memory start with `prefix`."""
     from vllm import _custom_ops
-    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsFp8
     from vllm.platforms import current_platform
 
-    if not (current_platform.is_cpu() and _custom_ops._supports_cpu_fp8_w8a16):
-        yield
-        return
-    linear = patch.object(
-        CPUFp8BlockScaledMMKernel, "is_supported", staticmethod(lambda *_: (True, None))
-    )
-    experts = patch.object(CPUExpertsFp8, "_supports_current_device", staticmethod(lambda: True))
-    with linear, experts:
-        yield
-
-
-def moe_without_lora() -> AbstractContextManager[Any]:
-    """Within the context, vLLM chooses the kernel of experts as if LoRA were off; on a CPU only."""
-    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
-
-    if torch.cuda.is_available():
-        return nullcontext()
-    name = "select_unquantized_moe_backend"
-    original = getattr(unquantized_fused_moe_method, name)
-
-    def select(moe_config: Any) -> Any:
-        return original(replace(moe_config, is_lora_enabled=False))
-
-    return patch.object(unquantized_fused_moe_method, name, select)
+    needed = [replace(SEGMENT_NAME, replacement=partial(_segment_name, prefix=prefix)), FINALIZER]
+    if current_platform.is_cpu() and _custom_ops._supports_cpu_fp8_w8a16:
+        needed += [FP8_LINEAR, FP8_EXPERTS]
+    if not torch.cuda.is_available():
+        needed.append(MOE_WITHOUT_LORA)
+    return replaced(needed)

@@ -1,7 +1,5 @@
 """A time limit on Python code, for the main thread."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +11,9 @@ class Alarm(BaseException):
 
 @contextmanager
 def alarm(timeout_s: float) -> Iterator[None]:
-    """Raise Alarm after `timeout_s` seconds, and every second after that in case the code catches it."""
+    """Raise Alarm after `timeout_s` seconds, and every second after that in case the code catches
+    it.
+    """
 
     def ring(number: int, frame: object) -> None:
         raise Alarm

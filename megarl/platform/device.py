@@ -1,7 +1,5 @@
 """The device of this process, host memory to copy to, and memory statistics."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 from contextlib import suppress
@@ -14,18 +12,23 @@ from torch import Tensor
 from megarl.platform.env import get_env
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # config.train.dtype
-# options of glibc's mallopt: one arena, nothing mapped, the heap grows by 64 MiB and is given back above 2 GiB
+# options of glibc's mallopt: one arena, nothing mapped, the heap grows by 64 MiB and is given back
+# above 2 GiB
 MALLOC = {
-    "ARENA_MAX": (-8, 1),
-    "MMAP_MAX": (-4, 0),
-    "TOP_PAD": (-2, 1 << 26),
-    "TRIM_THRESHOLD": (-1, 2**31 - 1),
+    -8: 1,  # M_ARENA_MAX
+    -4: 0,  # M_MMAP_MAX
+    -2: 1 << 26,  # M_TOP_PAD
+    -1: 2**31 - 1,  # M_TRIM_THRESHOLD
 }
-PINNED = "pinned_max_round_threshold_mb:64"  # larger ones are not rounded up: torch would take 64 GiB for 43 GB
+# larger ones are not rounded up: torch would take 64 GiB for 43 GB
+PINNED = "pinned_max_round_threshold_mb:64"
 
 
-def pick_device(local_rank: int = 0) -> torch.device:
-    """Selects the GPU of this local rank, or the CPU if torch finds none. Raises ValueError if GPUs are too few."""
+def pick_device(local_rank: int) -> torch.device:
+    """Selects the GPU of this local rank, or the CPU if torch finds none.
+
+    Raises ValueError if GPUs are too few.
+    """
     if not torch.cuda.is_available():
         keep_freed_memory()
         return torch.device("cpu")
@@ -36,17 +39,20 @@ def pick_device(local_rank: int = 0) -> torch.device:
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
-    torch._C._accelerator_setAllocatorSettings(
-        ",".join(filter(None, (get_env("PYTORCH_ALLOC_CONF"), PINNED)))
-    )
+    with suppress(RuntimeError, ValueError):  # torch 2.11 does not know it
+        torch._C._accelerator_setAllocatorSettings(
+            ",".join(filter(None, (get_env("PYTORCH_ALLOC_CONF"), PINNED)))
+        )
     return device
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc's malloc keep what is freed, for the next tensor: a step that returns it to the system faults every
-    page in again. Peaks of resident memory then include what earlier phases have freed. Does nothing elsewhere."""
+    """Makes glibc's malloc keep what is freed, for the next tensor: a step that returns it to the
+    system faults every page in again. Peaks of resident memory then include what earlier phases
+    have freed. Does nothing elsewhere.
+    """
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
-        for option, value in MALLOC.values():
+        for option, value in MALLOC.items():
             mallopt(option, value)
 
 
@@ -87,7 +93,9 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_gb(device: torch.device) -> float:
-    """Peak memory in GB (1e9 bytes): allocated by torch on a GPU, resident in this process on a CPU; NaN if unknown."""
+    """Peak memory in GB (1e9 bytes): allocated by torch on a GPU, resident in this process on a
+    CPU; NaN if unknown.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     with suppress(OSError):

@@ -1,7 +1,9 @@
-"""The process environment, read once into a frozen `Env`; the only module that uses `os.environ`. No torch.
+"""The process environment, read once into a frozen `Env`; the only module that uses `os.environ`.
 
-torchrun sets RANK, WORLD_SIZE and so on. megarl adds MEGARL_JOB_ID, which prefixes the names of a job's shared
-resources on a host, and MEGARL_LAUNCHED, the process id of megarl's own launcher.
+No torch.
+
+torchrun sets RANK, WORLD_SIZE and so on. megarl adds MEGARL_JOB_ID, which prefixes the names of a
+job's shared resources on a host, and MEGARL_LAUNCHED, the process id of megarl's own launcher.
 """
 
 from __future__ import annotations
@@ -9,14 +11,14 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 
-# For ranks on one node: the interface on which gloo, NCCL and vLLM listen, of which no other host can reach a port.
+# For ranks on one node: the interface on which gloo, NCCL and vLLM listen, of which no other host
+# can reach a port.
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
 # One file per GPU. Sandboxes do not always mount /proc/driver.
 GPU_FILES = (("/proc/driver/nvidia/gpus", "*"), ("/dev", "nvidia[0-9]*"))
@@ -25,7 +27,7 @@ SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|AUTH", re.IGNORECASE)  # in the 
 SECRET_CHARS = 8  # shorter values are words that texts need
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Env:
     """A process's rank and job; a single rank if there is no launcher."""
 
@@ -39,7 +41,7 @@ class Env:
     launched: bool = False  # the launcher is megarl's own
     launcher_pid: int = 0  # the same on every rank of a host; its death ends the job
     job_id: str = ""  # the same on every rank of a host, unique to the job
-    store_fd: int = -1  # of memory shared with megarl's own launcher (megarl.launch.heartbeat)
+    store_fd: int = -1  # of memory shared with megarl's own launcher (megarl.processes.heartbeat)
     slots_fd: int = -1
 
     @property
@@ -47,15 +49,15 @@ class Env:
         return self.rank == 0
 
     @classmethod
-    def read(cls, environ: Mapping[str, str] | None = None) -> Env:
+    def read(cls) -> Env:
         """Raises ValueError if a launcher's variable is not a number."""
-        source = os.environ if environ is None else environ
+        source = os.environ
         job_id = source.get("MEGARL_JOB_ID", "")
         if "RANK" not in source or "WORLD_SIZE" not in source:
             pid = os.getpid()
             return cls(job_id=job_id or f"p{pid}", launcher_pid=pid)
 
-        def number(name: str, default: int) -> int:
+        def number(name: str, default: int = 0) -> int:
             text = source.get(name, str(default))
             try:
                 return int(text)
@@ -64,15 +66,16 @@ class Env:
                     f"environment variable {name}={text!r} is not an integer; use torchrun"
                 ) from None
 
-        world_size, port = number("WORLD_SIZE", 1), number("MASTER_PORT", 0)
+        world_size = number("WORLD_SIZE")
+        port = number("MASTER_PORT")
         # torchrun's run id, or otherwise the port, distinguishes jobs on one host
         job_id = (
             job_id or source.get("TORCHELASTIC_RUN_ID", "none").replace("none", "") or f"p{port}"
         )
         return cls(
-            rank=number("RANK", 0),
+            rank=number("RANK"),
             world_size=world_size,
-            local_rank=number("LOCAL_RANK", 0),
+            local_rank=number("LOCAL_RANK"),
             local_world_size=number("LOCAL_WORLD_SIZE", world_size),
             master_addr=source.get("MASTER_ADDR", "127.0.0.1"),
             master_port=port,
@@ -105,7 +108,9 @@ def child_env(**variables: str | int) -> dict[str, str]:
 
 
 def redact(text: str) -> str:
-    """Replaces what must not be logged: values of variables with the name of a secret, and passwords in URLs."""
+    """Replaces what must not be logged: values of variables with the name of a secret, and
+    passwords in URLs.
+    """
     secrets = {
         value: name
         for name, value in os.environ.items()
@@ -117,7 +122,7 @@ def redact(text: str) -> str:
 
 
 def is_interactive() -> bool:
-    """Whether stdout is a terminal that can redraw a line, not a pipe or a CI log."""
+    """Returns True if stdout is a terminal that can redraw a line, not a pipe or a CI log."""
     return (
         sys.stdout.isatty()
         and os.environ.get("TERM", "") not in ("", "dumb")
@@ -126,7 +131,9 @@ def is_interactive() -> bool:
 
 
 def count_gpus() -> int:
-    """Number of GPUs visible to this process, without importing torch; 0 for a CPU build of torch."""
+    """Number of GPUs visible to this process, without importing torch; 0 for a CPU
+    build of torch.
+    """
     try:
         if version("torch").endswith("+cpu"):
             return 0
@@ -141,7 +148,9 @@ def count_gpus() -> int:
 
 
 def has_bf16_products(cpuinfo: str = "/proc/cpuinfo") -> bool:
-    """Whether the CPU has instructions for products of bf16 numbers; True if the system does not tell."""
+    """Returns True if the CPU has instructions for products of bf16 numbers, or the system does not
+    tell.
+    """
     with suppress(OSError):
         if flags := re.search(
             r"^(?:flags|Features)\s*:(.*)$", Path(cpuinfo).read_text(), re.MULTILINE
@@ -151,8 +160,9 @@ def has_bf16_products(cpuinfo: str = "/proc/cpuinfo") -> bool:
 
 
 def is_installed(package: str) -> bool:
-    """Whether `package` (dotted) can be imported, without importing it or its parents."""
-    name, path = "", None
+    """Returns True if `package` (dotted) can be imported, without importing it or its parents."""
+    name = ""
+    path = None
     for part in package.split("."):
         name = f"{name}.{part}".lstrip(".")
         spec = PathFinder.find_spec(name, path)

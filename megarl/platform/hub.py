@@ -1,6 +1,6 @@
-"""Downloads from the Hugging Face hub, by huggingface_hub's environment variables; from its cache if unreachable."""
-
-from __future__ import annotations
+"""Downloads from the Hugging Face hub, by huggingface_hub's environment variables; from its cache
+if unreachable.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Repository:
     """A model or dataset on the hub, and the settings that name it, for errors."""
 
@@ -21,29 +21,38 @@ class Repository:
 
     def download(
         self,
-        patterns: Sequence[str] | None = None,
+        patterns: Sequence[str] | None,
         *,
         ignored: Sequence[str] = (),
-        progress: bool = False,
+        progress: bool,
     ) -> Path:
-        """Downloads the files that match, or all; returns their folder, named by the commit. Raises ValueError."""
+        """Downloads the files that match, or all; returns their folder, named by the commit.
+
+        Raises ValueError.
+        """
         from huggingface_hub import constants, snapshot_download
-        from huggingface_hub.errors import HTTPError, XetDownloadError  # pyright: ignore[reportPrivateImportUsage] (httpx's)
+
+        # HTTPError is httpx's
+        from huggingface_hub.errors import (
+            HTTPError,  # pyright: ignore[reportPrivateImportUsage]
+            XetDownloadError,
+        )
         from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
         if constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
             (enable_progress_bars if progress and sys.stderr.isatty() else disable_progress_bars)()
         try:
-            folder = snapshot_download(
-                self.id,
-                repo_type=self.kind,
-                revision=self.revision,
-                allow_patterns=None if patterns is None else [*patterns],
-                ignore_patterns=[*ignored],
+            return Path(
+                snapshot_download(
+                    self.id,
+                    repo_type=self.kind,
+                    revision=self.revision,
+                    allow_patterns=None if patterns is None else [*patterns],
+                    ignore_patterns=[*ignored],
+                )
             )
         except (OSError, HTTPError, XetDownloadError, RuntimeError, ValueError) as error:
             raise ValueError(f"{self.name} {self._explain(error)}") from error
-        return Path(folder)
 
     def _explain(self, error: Exception) -> str:
         from huggingface_hub import constants, errors
@@ -55,25 +64,34 @@ class Repository:
                 return "is gated; accept its terms on its page on the hub, and set HF_TOKEN"
             case errors.RepositoryNotFoundError():
                 return (
-                    f"is neither local nor a {self.kind} that {constants.ENDPOINT} shows you; correct it, or set "
-                    "HF_TOKEN if it is private"
+                    f"is neither local nor a {self.kind} that {constants.ENDPOINT} shows you; "
+                    "correct it, or set HF_TOKEN if it is private"
                 )
             case errors.RevisionNotFoundError():
-                return f"has no revision {self.revision}; set {self.revision_key} to a branch, tag or commit of it"
+                return (
+                    f"has no revision {self.revision}; set {self.revision_key} to a branch, tag or "
+                    "commit of it"
+                )
             case errors.LocalEntryNotFoundError() if constants.HF_HUB_OFFLINE:
                 kind = "" if self.kind == "model" else f"--repo-type {self.kind} "
                 return (
-                    f"is neither local nor completely in {cache}, and HF_HUB_OFFLINE is set; unset it, or run "
-                    f"`hf download {kind}{self.id}` where there is a network"
+                    f"is neither local nor completely in {cache}, and HF_HUB_OFFLINE is set; unset "
+                    f"it, or run `hf download {kind}{self.id}` where there is a network"
                 )
             case errors.LocalEntryNotFoundError():
                 return (
-                    f"is neither local nor completely in {cache}, and {constants.ENDPOINT} cannot be used ({cause}); "
-                    "check network and HF_ENDPOINT, or correct the name"
+                    f"is neither local nor completely in {cache}, and {constants.ENDPOINT} cannot "
+                    f"be used ({cause}); check network and HF_ENDPOINT, or correct the name"
                 )
             case errors.HfHubHTTPError() if error.response.status_code in (401, 403):
-                return f"cannot be downloaded: {constants.ENDPOINT} refuses HF_TOKEN ({cause}); renew it, or unset it"
+                return (
+                    f"cannot be downloaded: {constants.ENDPOINT} refuses HF_TOKEN ({cause}); renew "
+                    "it, or unset it"
+                )
             case OSError() if error.errno is not None:
-                return f"cannot be downloaded: {cache} cannot be written ({error}); free space there, or set HF_HOME"
+                return (
+                    f"cannot be downloaded: {cache} cannot be written ({error}); free space there, "
+                    "or set HF_HOME"
+                )
             case _:
                 return f"cannot be downloaded ({cause}); start again: complete files are kept"

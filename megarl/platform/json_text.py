@@ -1,7 +1,5 @@
 """Parses JSON from files and servers that may be malformed or hostile."""
 
-from __future__ import annotations
-
 import json
 from itertools import chain
 from typing import Any
@@ -11,7 +9,10 @@ TOO_DEEP = f"it is nested more than {MAX_DEPTH} deep"
 
 
 def parse_json(text: str | bytes, *, unique_keys: bool = False) -> Any:
-    """Returns the value. Raises ValueError if it is not JSON, too deep or, with `unique_keys`, has a key twice."""
+    """Returns the value.
+
+    Raises ValueError if it is not JSON, too deep or, with `unique_keys`, has a key twice.
+    """
     try:
         value = json.loads(text, object_pairs_hook=_unique if unique_keys else None)
     except RecursionError:
@@ -28,7 +29,7 @@ def parse_json(text: str | bytes, *, unique_keys: bool = False) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
+    values = {}
     for key, value in pairs:
         if key in values:
             raise ValueError(f"it has {key!r} twice")

@@ -1,7 +1,7 @@
-"""The processes that this one has started, directly or not: one that ends is noticed at once, before a call that waits
-for its answer times out, and all are ended with their segments.
+"""The processes that this one has started, directly or not: one that ends is noticed at once,
+before a call that waits for its answer times out, and all are ended with their segments.
 
-    /proc --pids, their segments in /dev/shm--> Children --pidfd, in the event loop--> on_lost(cause)
+    /proc --pids, their segments in /dev/shm--> Children --pidfd, event loop--> on_lost(cause)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Children:
     @classmethod
     def of_this_process(cls) -> Children:
         pids = {pid: _name(pid) for pid in descendants(os.getpid())}
-        segments = set[str]()
+        segments = set()
         for pid in (os.getpid(), *pids):
             with suppress(OSError):
                 segments.update(SEGMENT.findall(Path(f"/proc/{pid}/maps").read_text()))
@@ -59,7 +59,7 @@ class Children:
 
 def descendants(pid: int) -> list[int]:
     """Process ids of the children of `pid`, and theirs."""
-    found: list[int] = []
+    found = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):
             for child in map(int, task.read_text().split()):

@@ -1,14 +1,13 @@
 """Records how a job ended. No torch.
 
-    rank fails -> its slot (launch.heartbeat) -+
-                                               +-> first_failure -> one message on the terminal, exit.json
+    rank fails -> its slot (processes.heartbeat) -+
+                                               +-> first_failure -> one message, exit.json
     rank killed -> exit status ----------------+
 
-Exit codes: 0 done, 1 a bug, 2 the config or input is wrong, 3 a check refused to continue, a rank was stopped or the
-disk is full, 130 interrupted, 143 SIGTERM: everything so far is saved, and the same command goes on.
+Exit codes: 0 done, 1 a bug, 2 the config or input is wrong, 3 a check refused to continue, a rank
+was stopped or the disk is full, 130 interrupted, 143 SIGTERM: everything so far is saved, and the
+same command goes on.
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -20,29 +19,36 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megarl.platform.atomic import write_atomic
-from megarl.platform.disk import full_disk
 from megarl.platform.env import redact
+from megarl.processes.files import full_disk, write_atomic
 
-DONE, DEFECT, USER, REFUSED, STOPPED, TERMINATED = 0, 1, 2, 3, 130, 143
+DONE = 0
+DEFECT = 1
+USER = 2
+REFUSED = 3
+STOPPED = 130
+TERMINATED = 143
 PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
-# of megarl.types, which imports torch, and launch.cluster
+# of megarl.types, which imports torch, and split.ray_cluster
 NAMED = {"CheckFailed": REFUSED, "Terminated": TERMINATED, "NodeGone": REFUSED}
 SAVED = "stopped by SIGTERM; the last complete step is saved, and the same command resumes after it"
 SAME_MOMENT_S = 2.0
-MESSAGE_CHARS, TRACEBACK_CHARS = 4_000, 8_000
+MESSAGE_CHARS = 4_000
+TRACEBACK_CHARS = 8_000
 
 
 @dataclass
 class CurrentPhase:
-    """What a rank is doing: set as the run goes on, read when an exception ends the rank, and by its heartbeat."""
+    """What a rank is doing: set as the run goes on, read when an exception ends the rank, and by
+    its heartbeat.
+    """
 
     name: str = "start-up"
     engine_steps: int = 0
     is_stopping: bool = False  # SIGTERM has arrived
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Failure:
     rank: int  # -1: no particular rank
     code: int
@@ -59,8 +65,11 @@ class Failure:
 
 
 def classify(error: BaseException) -> int:
-    """Returns the exit code for an exception that ends a rank. A ValueError or FileNotFoundError is the user's to
-    correct only if megarl itself raised it, with the values and the remedy; inside a library, it is a bug."""
+    """Returns the exit code for an exception that ends a rank.
+
+    A ValueError or FileNotFoundError is the user's to correct only if megarl itself raised it, with
+    the values and the remedy; inside a library, it is a bug.
+    """
     if (name := type(error).__name__) in NAMED:
         return NAMED[name]
     if isinstance(error, ValueError | FileNotFoundError):
@@ -71,18 +80,18 @@ def classify(error: BaseException) -> int:
 
 
 def failure_of(error: BaseException, rank: int, *, phase: str, run_dir: Path) -> Failure:
-    if (code := classify(error)) == DEFECT and (full := full_disk(error, run_dir)):
+    code = classify(error)
+    kind = type(error).__name__
+    text = " ".join(str(error).split())[:MESSAGE_CHARS] or kind
+    if code == TERMINATED:
+        text = SAVED
+    if code != DEFECT:
+        return Failure(rank, code, text, phase)
+    full = full_disk(error, run_dir)
+    if full:
         return Failure(rank, REFUSED, full, phase)
-    text = (
-        SAVED
-        if code == TERMINATED
-        else " ".join(str(error).split())[:MESSAGE_CHARS] or type(error).__name__
-    )
-    message = text if code != DEFECT else f"{type(error).__name__}: {text}"
-    last_lines = (
-        "".join(traceback.format_exception(error)[-4:])[-TRACEBACK_CHARS:] if code == DEFECT else ""
-    )
-    return Failure(rank, code, message, phase, last_lines)
+    last_lines = "".join(traceback.format_exception(error)[-4:])[-TRACEBACK_CHARS:]
+    return Failure(rank, code, f"{kind}: {text}", phase, last_lines)
 
 
 def to_record(failure: Failure) -> str:
@@ -101,15 +110,21 @@ def first_failure(failures: Iterable[Failure]) -> Failure | None:
     return next(iter(failures), None)
 
 
+def say(text: str) -> None:
+    """Prints a line to stderr at once."""
+    print(f"megarl: {text}", file=sys.stderr, flush=True)
+
+
 def write_exit(run_dir: Path, code: int, failure: Failure | None = None, **facts: Any) -> None:
-    """Writes exit.json: the exit code, which torchrun turns into 1, and what failed. Reports a disk that refuses it."""
+    """Writes exit.json: the exit code, which torchrun turns into 1, and what failed.
+
+    Reports a disk that refuses it.
+    """
     values: dict[str, Any] = {"code": code, **facts}
-    if failure is not None:
+    if failure:
         values |= {"rank": failure.rank, "error": failure.message, "during": failure.phase}
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         write_atomic(run_dir / "exit.json", json.dumps(values))
     except OSError as error:
-        print(
-            f"megarl: {run_dir / 'exit.json'} was not written ({error.strerror})", file=sys.stderr
-        )
+        say(f"{run_dir / 'exit.json'} was not written ({error.strerror})")

@@ -1,24 +1,23 @@
-"""Memory that a launcher shares with its ranks: where they meet, whether each is alive, and why it failed.
+"""Memory that a launcher shares with its ranks: where they meet, whether each is alive, and why it
+failed.
 
-    launcher --two memfds, inherited--> ranks: a FileStore over one of them; in the other, a slot for each rank
-    rank:     a thread --beat and State, every BEAT_S--> its slot; at the end its failure
-    launcher: Heartbeats.check --> a warning, then a Failure, for a rank that is stopped, silent or stuck
+    launcher --two memfds, inherited--> ranks: a FileStore over one; in the other, a slot a rank
+    rank:     a thread --beat and RankState, every BEAT_S--> its slot; at the end its failure
+    launcher: Heartbeats.check --> a warning, then a Failure, for a stopped, silent or stuck rank
 
-The memory has no name, so no other user and no other host can open it, a full disk does not matter, and nothing is
-left behind. A store without a server also outlives any stopped rank.
+The memory has no name, so no other user and no other host can open it, a full disk does not matter,
+and nothing is left behind. A store without a server also outlives any stopped rank.
 
-To its peers a stopped process looks like a slow one, but the kernel knows. A rank that is silent without being stopped
-may be in a call that holds the GIL, and gets almost twice the time. One that beats, but does not move, is judged by
-launch.progress. Under torchrun the observer reads the beats from the job's store (launch.failure_watch).
+To its peers a stopped process looks like a slow one, but the kernel knows. A rank that is silent
+without being stopped may be in a call that holds the GIL, and gets almost twice the time. One that
+beats, but does not move, is judged by processes.late_ranks. Under torchrun the observer reads the
+beats from the job's store (processes.torchrun_watch).
 """
-
-from __future__ import annotations
 
 import json
 import math
 import os
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,15 +27,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from megarl.launch.exit_codes import REFUSED, CurrentPhase, Failure
-from megarl.launch.progress import HOST, Sampler, State, find_late
 from megarl.platform.env import Env
+from megarl.processes.exit_codes import REFUSED, CurrentPhase, Failure, say
+from megarl.processes.late_ranks import HOST, RankState, StackSampler, find_late
 
 BEAT_S = 0.5
-STOPPED_S, SILENT_S = 5.0, 30.0  # until a rank that is stopped, or silent, is reported
+# until a rank that is stopped, or silent, is reported
+STOPPED_S = 5.0
+SILENT_S = 30.0
 SILENT = 0.9  # of the time-out, so that the run ends before the peers of a silent rank fail
 SLOW = "is late, but not stuck"
-SLOT_BYTES, STATE_BYTES = 1 << 16, 1 << 12
+SLOT_BYTES = 1 << 16
+STATE_BYTES = 1 << 12
 HEAD = struct.Struct("<QI")  # beats, bytes of the failure after head and state
 
 
@@ -46,32 +48,39 @@ def shared_memory(name: str) -> int:
 
 
 def make_store(env: Env, timeout: timedelta) -> Any:
-    """The store in which the ranks of megarl's own launcher meet; its operations raise after `timeout`."""
+    """The store in which the ranks of megarl's own launcher meet; its operations raise after
+    `timeout`.
+    """
     import torch.distributed as dist
 
     if env.launched:
         os.set_inheritable(env.store_fd, False)  # not for the processes that a rank starts
-        store: Any = dist.FileStore(f"/proc/self/fd/{env.store_fd}", env.world_size)  # pyright: ignore[reportPrivateImportUsage]
+        make: Any = dist.FileStore  # pyright: ignore[reportPrivateImportUsage]
+        store = make(f"/proc/self/fd/{env.store_fd}", env.world_size)
     else:
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     store.set_timeout(timeout)
     return store
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Slots:
-    """The slots of all ranks: HEAD, the rank's State, and a failure record. Each rank writes its own."""
+    """The slots of all ranks: HEAD, the rank's RankState, and a failure record.
+
+    Each rank writes its own.
+    """
 
     fd: int
 
     def start_beating(self, rank: int, phase: CurrentPhase) -> None:
         os.set_inheritable(self.fd, False)
         threading.Thread(
-            target=self._beat, args=(rank, Sampler(phase)), name="heartbeat", daemon=True
+            target=self._beat, args=(rank, StackSampler(phase)), name="heartbeat", daemon=True
         ).start()
 
-    def _beat(self, rank: int, sampler: Sampler) -> None:
-        beats, start = 0, rank * SLOT_BYTES
+    def _beat(self, rank: int, sampler: StackSampler) -> None:
+        beats = 0
+        start = rank * SLOT_BYTES
         while True:
             beats += 1
             with suppress(Exception):  # of the sample: the beats, by which a rank lives, go on
@@ -81,7 +90,7 @@ class Slots:
             time.sleep(BEAT_S)
 
     def read(self, rank: int) -> tuple[int, str]:
-        """Returns (beats, the newest State)."""
+        """Returns (beats, the newest RankState)."""
         text = os.pread(self.fd, STATE_BYTES, rank * SLOT_BYTES + HEAD.size)
         return self._head(rank)[0], text.decode(errors="replace")
 
@@ -102,15 +111,15 @@ class Slots:
 
 @dataclass
 class Heartbeats:
-    """The observer's view of the ranks: of megarl's launcher or, under torchrun, of a thread in a rank."""
+    """The observer's view of the ranks: of megarl's launcher or, under torchrun, of a thread in a
+    rank.
+    """
 
-    read: Callable[[int], tuple[int, str]]  # rank -> (beats, the newest State, as JSON)
+    read: Callable[[int], tuple[int, str]]  # rank -> (beats, the newest RankState, as JSON)
     timeout_s: float  # launch.timeout_s
     every_s: float = BEAT_S  # between two checks
-    say: Callable[[str], object] = lambda text: print(
-        f"megarl: {text}", file=sys.stderr, flush=True
-    )
-    states: dict[int, State] = field(default_factory=dict)  # the newest of each rank
+    say: Callable[[str], object] = say
+    states: dict[int, RankState] = field(default_factory=dict)  # the newest of each rank
     suspect: Failure | None = (
         None  # the rank that is late now: what its peers report is a consequence
     )
@@ -121,18 +130,21 @@ class Heartbeats:
     _checked: float = field(default_factory=time.monotonic)
 
     def check(self, pids: Mapping[int, int]) -> Failure | None:
-        """Looks at the running ranks, {rank: process id, 0 if unknown}; returns the failure of one that is overdue."""
+        """Looks at the running ranks, {rank: process id, 0 if unknown}; returns the failure of one
+        that is overdue.
+        """
         elapsed = time.monotonic() - self._checked
         if elapsed < self.every_s:
             return None
         self._checked += elapsed
         for rank in pids:
-            (beats, text), (last, seconds) = self.read(rank), self._silences.get(rank, (0, 0.0))
+            beats, text = self.read(rank)
+            last, seconds = self._silences.get(rank, (0, 0.0))
             # an observer that was itself stopped has seen nothing
             seconds += min(elapsed, 2 * self.every_s)
             self._silences[rank] = beats, seconds * (beats == last)
             with suppress(ValueError, TypeError):  # none yet, or it is being written
-                self.states[rank] = State(*json.loads(text))
+                self.states[rank] = RankState(*json.loads(text))
         silent = [
             rank for rank in pids if self._silences[rank][1] >= min(STOPPED_S, self.timeout_s / 2)
         ]
@@ -155,45 +167,47 @@ class Heartbeats:
     def _late(
         self, rank: int, pid: int, waiting: Sequence[int]
     ) -> tuple[Failure, str, bool] | None:
-        """Reports how a rank is late, once; returns it as a failure, how, and whether the run must end."""
-        state, (_, seconds) = self.states.get(rank), self._silences[rank]
-        pid, limit_s = pid or (state.pid if state and state.host == HOST else 0), math.inf
+        """Reports how a rank is late, once; returns it as a failure, how, and whether the run must
+        end.
+        """
+        state = self.states.get(rank)
+        _, seconds = self._silences[rank]
+        pid = pid or (state.pid if state and state.host == HOST else 0)
+        limit_s = math.inf
         waits = max((self.states[peer].seconds for peer in waiting), default=0.0)
         if seconds >= min(STOPPED_S, self.timeout_s / 2):
-            how, remedy, limit_s = (
-                "shows no sign of life",
-                "a call, disk or node that hangs",
-                SILENT * self.timeout_s,
-            )
+            how = "shows no sign of life"
+            remedy = "a call, disk or node that hangs"
+            limit_s = SILENT * self.timeout_s
             if pid and is_stopped(pid):
-                how, remedy = (
-                    "is stopped, by a signal or a debugger",
-                    f"`kill -CONT {pid}` continues it",
-                )
+                how = "is stopped, by a signal or a debugger"
+                remedy = f"`kill -CONT {pid}` continues it"
                 limit_s = self.timeout_s / 2
             elif seconds < min(SILENT_S, limit_s) or not (
                 pid or state
             ):  # under torchrun it has not begun
                 return None
-        elif state is None or state.is_waiting:
-            how, remedy, seconds = (
-                "waits where most ranks do not",
-                "it left out or added a collective",
-                waits,
-            )
+        elif not state or state.is_waiting:
+            how = "waits where most ranks do not"
+            remedy = "it left out or added a collective"
+            seconds = waits
         elif state.is_stuck and not state.is_limited:
-            how, remedy = "neither moves nor computes", "the stack shows where it hangs"
-            seconds, limit_s = (
-                (min(waits, state.seconds), self.timeout_s / 2)
-                if waiting
-                else (state.seconds, limit_s)
-            )
+            how = "neither moves nor computes"
+            remedy = "the stack shows where it hangs"
+            seconds = state.seconds
+            if waiting:
+                seconds = min(waits, seconds)
+                limit_s = self.timeout_s / 2
         else:
-            how, remedy, seconds = SLOW, "wait, or look at the stack", max(waits, state.seconds)
+            how = SLOW
+            remedy = "wait, or look at the stack"
+            seconds = max(waits, state.seconds)
         where = f" on {state.host}" * (state.host != HOST) if state else ""
-        text = f"rank {rank} (process {pid or (state and state.pid)}{where}) {how}, for {seconds:.0f} s"
+        process = pid or (state and state.pid)
+        text = f"rank {rank} (process {process}{where}) {how}, for {seconds:.0f} s"
         text += f" ({state or 'start-up'}){self._victims(rank)}: {remedy}"
-        text += f"; the run ends after {limit_s:g} s" if limit_s < math.inf else ""
+        if limit_s < math.inf:
+            text += f"; the run ends after {limit_s:g} s"
         if (rank, how) not in self._reported:
             self._reported.add((rank, how))
             self.say(text)
@@ -210,16 +224,14 @@ class Heartbeats:
             for rank, state in self.states.items()
             if state.is_waiting and rank != late
         ]
-        seconds, rank = max(waits, default=(0.0, 0))
-        return (
-            f"; waiting: {len(waits)}, rank {rank} for {seconds:.0f} s ({self.states[rank]})"
-            if waits
-            else ""
-        )
+        if not waits:
+            return ""
+        seconds, rank = max(waits)
+        return f"; waiting: {len(waits)}, rank {rank} for {seconds:.0f} s ({self.states[rank]})"
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal (T) or a debugger (t) has stopped the process."""
+    """Returns True if a signal (T) or a debugger (t) has stopped the process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     except (OSError, IndexError):  # it has ended

@@ -1,13 +1,13 @@
 """What each rank is doing, and which one is late. No torch.
 
-    rank: a thread --Sampler.sample--> State, every beat --slot or store--> observer --find_late--> the rank to name
+    rank: a thread --StackSampler.sample--> RankState, every beat --slot or store--> observer
+    observer --find_late--> the rank to name
 
-A rank waits if its main thread is in a communication call. It is stuck if it does not wait, and for STALL_S has neither
-moved nor computed. So the ranks' collectives, which differ between pipeline stages, need no comparison. (torch's flight
-recorder is of no use: it keeps gloo's finished collectives open, and reading it takes 60 ms.)
+A rank waits if its main thread is in a communication call. It is stuck if it does not wait, and for
+STALL_S has neither moved nor computed. So the ranks' collectives, which differ between pipeline
+stages, need no comparison. (torch's flight recorder is of no use: it keeps gloo's finished
+collectives open, and reading it takes 60 ms.)
 """
-
-from __future__ import annotations
 
 import os
 import re
@@ -18,21 +18,24 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from megarl.launch.exit_codes import CurrentPhase
+from megarl.processes.exit_codes import CurrentPhase
 
 STALL_S = 30.0  # in one place, until a rank counts as waiting or stuck
 BUSY_CPU = 0.05  # of a core: who uses more is computing
 WAITS = re.compile(
-    r"/(torch|vllm)/distributed/|/(p2p_communication|param_and_grad_buffer|transports/collective)\.py$"
+    r"/(torch|vllm)/distributed/"
+    r"|/(p2p_communication|param_and_grad_buffer|transports/collective)\.py$"
 )
-WRAPPERS, SHOWN_FRAMES = ("/torch/_ops.py", "/torch/utils/_contextlib.py", "/c10d_logger.py"), 4
+WRAPPERS = ("/torch/_ops.py", "/torch/utils/_contextlib.py", "/c10d_logger.py")
+SHOWN_FRAMES = 4
 HOST = socket.gethostname()
 
 
-class State(NamedTuple):
+class RankState(NamedTuple):
     """One sample of a rank."""
 
     pid: int
@@ -57,26 +60,33 @@ class State(NamedTuple):
         return f"{self.phase}{self.operation and ', '}{self.operation}, at {self.stack}"
 
 
-class Sampler:
+@dataclass
+class StackSampler:
     """Samples the main thread of this process, from another thread."""
 
-    def __init__(self, phase: CurrentPhase) -> None:
-        self._phase, self._place, self._began, self._cpu = phase, None, 0.0, 0.0
+    phase: CurrentPhase
+    _place: Any = None
+    _began: float = 0.0
+    _cpu: float = 0.0
 
-    def sample(self) -> State:
+    def sample(self) -> RankState:
         main = sys._current_frames().get(threading.main_thread().ident or 0)
         frames = [
-            (f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_stack(main)
+            (f.f_code.co_filename, line, f.f_code.co_name)
+            for f, line in traceback.walk_stack(main)
+            if not f.f_code.co_filename.endswith(WRAPPERS)
         ]
-        frames = [frame for frame in frames if not frame[0].endswith(WRAPPERS)]
-        phase, steps = self._phase.name, self._phase.engine_steps
+        phase = self.phase.name
+        steps = self.phase.engine_steps
         if (place := (frames, phase, steps)) != self._place:
-            self._place, self._began, self._cpu = place, time.monotonic(), time.process_time()
+            self._place = place
+            self._began = time.monotonic()
+            self._cpu = time.process_time()
         shown = [
             f"{name} ({'/'.join(Path(file).parts[-2:])}:{line})"
             for file, line, name in frames[:SHOWN_FRAMES]
         ]
-        return State(
+        return RankState(
             os.getpid(),
             HOST,
             phase,
@@ -89,11 +99,12 @@ class Sampler:
         )
 
 
-def find_late(states: Mapping[int, State]) -> tuple[list[int], list[int]]:
+def find_late(states: Mapping[int, RankState]) -> tuple[list[int], list[int]]:
     """Returns (late ranks, ranks that wait).
 
-    Stuck ranks are late. If none is stuck but some wait, the ranks that do not wait are late, though only slow. If all
-    wait, those are late that wait in another phase or operation than most: they left out or added a collective.
+    Stuck ranks are late. If none is stuck but some wait, the ranks that do not wait are late,
+    though only slow. If all wait, those are late that wait in another phase or operation than most:
+    they left out or added a collective.
     """
     waiting = [
         rank for rank, state in states.items() if state.is_waiting and state.seconds >= STALL_S

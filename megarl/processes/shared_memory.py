@@ -1,15 +1,15 @@
-"""Shared memory of a job: a prefix per job, so that jobs do not collide and segments do not outlive them. No torch.
+"""Shared memory of a job: a prefix per job, so that jobs do not collide and segments do not outlive
+them. No torch.
 
     ranks        shm_prefix  -> names of the engine's segments in /dev/shm
     launcher     lock_shm    -> marks the job's prefix as in use, until the process ends
                  unlink_shm  -> removes the job's segments when it ends
     next job     unlink_dead -> removes segments of jobs that were killed: nobody locks their prefix
 
-The engine unlinks its segments once every rank has mapped them: only a job killed during start-up leaves any. A file
-lock, unlike a process id, is also seen by another container that shares /dev/shm.
+The engine unlinks its segments once every rank has mapped them: only a job killed during start-up
+leaves any. A file lock, unlike a process id, is also seen by another container that shares
+/dev/shm.
 """
-
-from __future__ import annotations
 
 import fcntl
 import os
@@ -40,13 +40,15 @@ def lock_shm(prefix: str) -> None:
 
 
 def unlink_shm(prefix: str, *, lock: bool = False) -> list[str]:
-    """Remove the segments whose names start with `prefix`, and its lock if `lock`; returns their names."""
+    """Remove the segments whose names start with `prefix`, and its lock if `lock`; returns their
+    names.
+    """
     assert prefix.startswith(MARK), (
         f"{prefix!r} is not a megarl prefix: segments of other programs could match"
     )
     removed = []
-    for path in SHM.glob("*"):
-        if path.name.startswith(prefix) and (lock or path.name != f"{prefix}{LOCK}"):
+    for path in SHM.glob(f"{prefix}*"):
+        if lock or path.name != f"{prefix}{LOCK}":
             with suppress(
                 OSError
             ):  # another process removed it, or it is another user's, or a folder
@@ -57,13 +59,12 @@ def unlink_shm(prefix: str, *, lock: bool = False) -> list[str]:
 
 def unlink_dead() -> list[str]:
     """Remove the segments of jobs whose launcher has died; returns their names."""
-    prefixes = {match[0] for path in SHM.glob(f"{MARK}*") if (match := PREFIX.match(path.name))}
-    return [
-        name
-        for prefix in prefixes
-        if not _is_locked(prefix)
-        for name in unlink_shm(prefix, lock=True)
-    ]
+    matches = [PREFIX.match(path.name) for path in SHM.glob(f"{MARK}*")]
+    names = []
+    for prefix in {match[0] for match in matches if match}:
+        if not _is_locked(prefix):
+            names += unlink_shm(prefix, lock=True)
+    return names
 
 
 def _is_locked(prefix: str) -> bool:

@@ -1,13 +1,13 @@
 """Starts the ranks of a job on this machine and waits for them. Imports no torch.
 
-    spawn_ranks --Popen, torchrun's variables--> W x megarl.launch.worker --> exit statuses, beats, failure records
-          <---- the first failure, reported once; other ranks ended; shared memory unlinked; exit.json ----
+    spawn_ranks --Popen, torchrun's variables--> W x megarl.run.rank_process
+                <-- exit statuses, beats, failure records --
+    The first failure is reported once, other ranks are ended, shared memory is unlinked: exit.json
 
-Ranks are plain child processes, not workers of torch's elastic agent: this keeps their exit codes, avoids importing
-torch, and responds to Ctrl-C at once. Under torchrun nothing is spawned: every process is a rank (worker.run_external).
+Ranks are plain child processes, not workers of torch's elastic agent: this keeps their exit codes,
+avoids importing torch, and responds to Ctrl-C at once. Under torchrun nothing is spawned: every
+process is a rank (rank_process.run_external).
 """
-
-from __future__ import annotations
 
 import fcntl
 import os
@@ -23,15 +23,26 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.load import run_dir
+from megarl.config.run_dir import prepare_run_dir
 from megarl.config.schema import Config
 from megarl.config.validate import Job
-from megarl.launch import exit_codes
-from megarl.launch.exit_codes import Failure
-from megarl.launch.heartbeat import Heartbeats, Slots, shared_memory
-from megarl.launch.progress import State
-from megarl.launch.run_config import prepare_run_dir
 from megarl.platform.env import child_env, get_env
-from megarl.platform.shm import lock_shm, shm_prefix, unlink_dead, unlink_shm
+from megarl.processes.exit_codes import (
+    DEFECT,
+    DONE,
+    REFUSED,
+    STOPPED,
+    TERMINATED,
+    USER,
+    Failure,
+    first_failure,
+    parse_record,
+    say,
+    write_exit,
+)
+from megarl.processes.heartbeat import Heartbeats, Slots, shared_memory
+from megarl.processes.late_ranks import RankState
+from megarl.processes.shared_memory import lock_shm, shm_prefix, unlink_dead, unlink_shm
 
 GRACE_S = 3.0  # for the peers of a failed rank to fail too, so that their records give the cause
 POLL_S = 0.05
@@ -60,7 +71,9 @@ def spawn_ranks(config: Config, job: Job, command: str) -> int:
 
 @contextmanager
 def lock_run_dir(folder: Path) -> Iterator[None]:
-    """Lock the run directory against a second run of the same name; the kernel releases it however the run ends."""
+    """Lock the run directory against a second run of the same name; the kernel releases it however
+    the run ends.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         try:
@@ -93,7 +106,7 @@ def lock_run_dir(folder: Path) -> Iterator[None]:
 @contextmanager
 def _stop_signals() -> Iterator[set[int]]:
     """Yields the set of those among SIGINT, SIGTERM and SIGHUP that have arrived."""
-    signals: set[int] = set()
+    signals = set()
     names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     old = {name: signal.signal(name, lambda number, _frame: signals.add(number)) for name in names}
     try:
@@ -117,7 +130,8 @@ class _Ranks:
     is_saving: bool = False  # SIGTERM has been passed on
 
     def start(self, world: int, *, job_id: str, arguments: list[str]) -> None:
-        cores, store_fd = len(os.sched_getaffinity(0)), shared_memory("store")
+        cores = len(os.sched_getaffinity(0))
+        store_fd = shared_memory("store")
         for rank in range(world):
             environ = child_env(
                 RANK=rank,
@@ -130,22 +144,25 @@ class _Ranks:
                 MEGARL_STORE_FD=store_fd,
                 MEGARL_SLOTS_FD=self.slots.fd,
             )
-            args = [sys.executable, "-m", "megarl.launch.worker", *arguments]
+            args = [sys.executable, "-m", "megarl.run.rank_process", *arguments]
             with (self.folder / "logs" / f"rank_{rank}.log").open("wb") as log:
-                out = None if rank == 0 else log
-                # its own session: Ctrl-C reaches only the launcher, and signals to the session reach grandchildren
-                options: dict[str, Any] = {
-                    "env": environ,
-                    "stdin": subprocess.DEVNULL,
-                    "stdout": out,
-                    "stderr": log,
-                }
-                options["pass_fds"] = (store_fd, self.slots.fd)
-                self.processes.append(subprocess.Popen(args, start_new_session=True, **options))
+                process = subprocess.Popen(
+                    args,
+                    env=environ,
+                    stdin=subprocess.DEVNULL,
+                    stdout=None if rank == 0 else log,
+                    stderr=log,
+                    pass_fds=(store_fd, self.slots.fd),
+                    # so Ctrl-C reaches only the launcher, and signals to it reach grandchildren
+                    start_new_session=True,
+                )
+            self.processes.append(process)
         os.close(store_fd)
 
     def wait(self, signals: set[int]) -> Failure | None:
-        """Wait until one fails or stops responding, the user stops the job, or all are done: then returns None."""
+        """Wait until one fails or stops responding, the user stops the job, or all are done: then
+        returns None.
+        """
         heartbeats = Heartbeats(self.slots.read, self.timeout_s)
         while not signals or (signals == {signal.SIGTERM} and self._save(heartbeats.states)):
             codes = [process.poll() for process in self.processes]
@@ -156,11 +173,7 @@ class _Ranks:
             if late := heartbeats.check(self._running()):
                 return late
             time.sleep(POLL_S)
-        return Failure(
-            -1,
-            exit_codes.TERMINATED if signals == {signal.SIGTERM} else exit_codes.STOPPED,
-            "stopped",
-        )
+        return Failure(-1, TERMINATED if signals == {signal.SIGTERM} else STOPPED, "stopped")
 
     def _running(self) -> dict[int, int]:
         """{rank: process id}"""
@@ -170,37 +183,29 @@ class _Ranks:
             if process.poll() is None
         }
 
-    def _save(self, states: Mapping[int, State]) -> bool:
-        """After SIGTERM, makes the ranks save and end; returns whether all have left the start-up."""
-        if not self.is_saving and [s.phase != "start-up" for s in states.values()] == [True] * len(
-            self.processes
-        ):
+    def _save(self, states: Mapping[int, RankState]) -> bool:
+        """Makes the ranks save and end; returns True once all have left the start-up."""
+        num_started = sum(state.phase != "start-up" for state in states.values())
+        if not self.is_saving and num_started == len(self.processes):
             self.is_saving = True
-            print(
-                "megarl: SIGTERM: the run ends when it is saved; Ctrl-C ends it at once",
-                file=sys.stderr,
-                flush=True,
-            )
+            say("SIGTERM: the run ends when it is saved; Ctrl-C ends it at once")
             for process in self.processes:
                 process.send_signal(signal.SIGTERM)
         return self.is_saving
 
     def _cause(self, signals: set[int], heartbeats: Heartbeats) -> Failure:
-        """Give the other ranks time to fail too, then return the first failure, or the late rank that caused it."""
-        statuses = {rank: p.returncode for rank, p in enumerate(self.processes) if p.poll()}
+        """Give the other ranks time to fail too, then return the first failure, or the late rank
+        that caused it.
+        """
+        rank, status = next((i, p.returncode) for i, p in enumerate(self.processes) if p.poll())
         deadline = time.monotonic() + GRACE_S
-        while (
-            time.monotonic() < deadline
-            and not signals
-            and any(p.poll() is None for p in self.processes)
-        ):
+        while self._running() and not signals and time.monotonic() < deadline:
             heartbeats.check(self._running())
             time.sleep(POLL_S)
-        running = self._running()
         self.left_running = [
-            f"still running: rank {rank} ({heartbeats.states.get(rank, '?')})" for rank in running
+            f"still running: rank {rank} ({heartbeats.states.get(rank, '?')})"
+            for rank in self._running()
         ]
-        rank, status = next(iter(statuses.items()))
         if status < 0:  # killed: failures that peers recorded are consequences
             name = (
                 signal.strsignal(-status)
@@ -210,16 +215,14 @@ class _Ranks:
             hint = (
                 "; out of memory? use fewer ranks or a smaller model" if name == "SIGKILL" else ""
             )
-            return Failure(rank, exit_codes.DEFECT, f"rank {rank} was killed by {name}{hint}")
+            return Failure(rank, DEFECT, f"rank {rank} was killed by {name}{hint}")
         records = filter(None, map(self.slots.failure, range(len(self.processes))))
-        if failure := exit_codes.first_failure(map(exit_codes.parse_record, records)):
+        if failure := first_failure(map(parse_record, records)):
             late = heartbeats.suspect
-            return (
-                late
-                if late and failure.code == exit_codes.DEFECT and failure.rank != late.rank
-                else failure
-            )
-        code = status if status in (exit_codes.USER, exit_codes.REFUSED) else exit_codes.DEFECT
+            if late and failure.code == DEFECT and failure.rank != late.rank:
+                return late
+            return failure
+        code = status if status in (USER, REFUSED) else DEFECT
         return Failure(
             rank, code, f"rank {rank} exited with status {status} without recording a failure"
         )
@@ -241,26 +244,22 @@ def report_end(
     left_running: Sequence[str] = (),
 ) -> int:
     """Prints the failure, if any, and writes exit.json; returns the exit code."""
-    code = exit_codes.DONE
+    code = DONE
     if failure:
         code = failure.code
-        print(_message_of(failure, folder, left_running), file=sys.stderr, flush=True)
-    exit_codes.write_exit(
-        folder, code, failure, seconds=round(time.time() - started, 1), world=world
-    )
+        say(_message_of(failure, folder, left_running))
+    write_exit(folder, code, failure, seconds=round(time.time() - started, 1), world=world)
     return code
 
 
 def _message_of(failure: Failure, folder: Path, left_running: Sequence[str]) -> str:
-    if failure.code in (exit_codes.STOPPED, exit_codes.TERMINATED):
-        return f"megarl: {failure.message}; results so far are in {folder}"
-    if failure.code == exit_codes.USER:
-        return f"megarl: {failure.message}"
-    if failure.code == exit_codes.REFUSED:
-        return f"megarl: refused to continue ({failure.phase}): {failure.message}"
-    log = folder / "logs" / f"rank_{failure.rank}.log"
+    if failure.code in (STOPPED, TERMINATED):
+        return f"{failure.message}; results so far are in {folder}"
+    if failure.code == USER:
+        return failure.message
+    if failure.code == REFUSED:
+        return f"refused to continue ({failure.phase}): {failure.message}"
     phase = f" in {failure.phase}" if failure.phase else ""
-    message = f"megarl: rank {failure.rank} failed{phase}: {failure.message}"
-    return "\n".join(
-        filter(None, [message, failure.traceback.rstrip(), f"full log: {log}", *left_running])
-    )
+    message = f"rank {failure.rank} failed{phase}: {failure.message}"
+    log = f"full log: {folder}/logs/rank_{failure.rank}.log"
+    return "\n".join(filter(None, [message, failure.traceback.rstrip(), log, *left_running]))

@@ -1,13 +1,12 @@
-"""Ends a job under torchrun: a rank's failure, or a rank that is late, is broadcast, and every rank exits at once.
+"""Ends a job under torchrun: a rank's failure, or a rank that is late, is broadcast, and every rank
+exits at once.
 
     each rank: beat and State --every BEAT_S--> key in the job's store --> rank 0: Heartbeats.check
-    failing rank, or rank 0 for one that is stuck --broadcast--> key --a polling thread in each rank--> exits
+    failing rank, or rank 0 for one that is stuck --broadcast--> key --a thread a rank--> exits
 
-The last rank observes rank 0. A stopped rank cannot exit: torchrun kills it when another rank of its node has exited,
-and `srun --kill-on-bad-exit` where it was alone.
+The last rank observes rank 0. A stopped rank cannot exit: torchrun kills it when another rank of
+its node has exited, and `srun --kill-on-bad-exit` where it was alone.
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -19,30 +18,41 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from megarl.launch.exit_codes import CurrentPhase, Failure, parse_record, to_record
-from megarl.launch.heartbeat import Heartbeats
-from megarl.launch.progress import Sampler
 from megarl.platform.env import Env, get_env
+from megarl.processes.exit_codes import CurrentPhase, Failure, parse_record, to_record
+from megarl.processes.heartbeat import Heartbeats
+from megarl.processes.late_ranks import StackSampler
 
-KEY, BEAT = "megarl/failed", "megarl/beat"
-POLL_S, BEAT_S = 1.0, 5.0
+KEY = "megarl/failed"
+BEAT = "megarl/beat"
+POLL_S = 1.0
+BEAT_S = 5.0
 CONNECT_S = 60
 Call = Callable[..., object]
 
 
 class FailureWatch:
-    """Ends this process with the code of a failure that is broadcast, after `on_failure(failure)`. It has a connection
-    of its own to the job's store: that of the process group blocks during collectives."""
+    """Ends this process with the code of a failure that is broadcast, after `on_failure(failure)`.
+
+    It has a connection of its own to the job's store: that of the process group blocks during
+    collectives.
+    """
 
     def __init__(
         self, env: Env, phase: CurrentPhase, timeout_s: float, on_failure: Call, say: Call
     ) -> None:
-        self._sampler, self._on_failure, self._rank = Sampler(phase), on_failure, env.rank
-        address, timeout = (env.master_addr, env.master_port), timedelta(seconds=CONNECT_S)
+        self._sampler = StackSampler(phase)
+        self._on_failure = on_failure
+        self._rank = env.rank
         # without torchrun's agent, rank 0 serves the store, here and then for the process group
         serves = env.is_main and get_env("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._store = TCPStore(
-            *address, is_master=serves, wait_for_workers=False, timeout=timeout, multi_tenant=True
+            env.master_addr,
+            env.master_port,
+            is_master=serves,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=CONNECT_S),
+            multi_tenant=True,
         )
         self._heartbeats = Heartbeats(self._read, timeout_s, every_s=BEAT_S, say=say)
         self._observed = {0: range(env.world_size), env.world_size - 1: range(1)}.get(env.rank, ())
@@ -54,7 +64,8 @@ class FailureWatch:
             self._store.set(KEY, to_record(failure))
 
     def _poll(self) -> None:
-        beats, state = 0, ""
+        beats = 0
+        state = ""
         while True:
             try:
                 if self._store.check([KEY]):

@@ -1,19 +1,15 @@
-"""Finds the final answer in a response, before any judge sees it. Pure, linear in the length of the text, no imports.
+"""Finds the final answer in a response, before any judge sees it, in linear time.
 
-response --after any thinking--> tag | boxed | last_line | last_number | whole --> final answer, or None
+response --after any thinking--> tag | boxed | last_line | last_number | whole --> final answer
 """
 
-from __future__ import annotations
-
 import re
-from collections import deque
 
 from megarl.config.schema import AnswerPlace
 
 BOXED = "\\boxed"
-NUMBER = re.compile(
-    r"(?:(?<![\w)\]])-)?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?"
-)  # a minus between terms is not a sign
+# a minus between terms is not a sign
+NUMBER = re.compile(r"(?:(?<![\w)\]])-)?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # \{ and \} are text
 
 
@@ -33,34 +29,36 @@ def extract_answer(response: str, place: AnswerPlace) -> str | None:
     if "<think>" in text:
         return None
     if place == "auto":
-        place = "tag" if "<answer>" in text else "boxed" if BOXED in text else "whole"
+        if "<answer>" in text:
+            place = "tag"
+        elif BOXED in text:
+            place = "boxed"
     if place == "tag":
         start = text.rfind("<answer>", 0, max(text.rfind("</answer>"), 0))
-        return (
-            None
-            if start < 0
-            else text[start + len("<answer>") : text.index("</answer>", start)].strip()
-        )
+        if start < 0:
+            return None
+        return text[start + len("<answer>") : text.index("</answer>", start)].strip()
     if place == "boxed":
-        return _boxed(text)
+        # in a single pass, since a text may be all braces
+        opened = []
+        start = -1
+        end = -1
+        for match in BRACE.finditer(text):
+            if match[0] == "{":
+                opened.append(match.start())
+            elif match[0] == "}" and opened:
+                brace = opened.pop()
+                if brace > start and text.endswith(BOXED, 0, brace):
+                    start = brace
+                    end = match.start()
+        if start < 0:
+            return None
+        return text[start + 1 : end].strip()
     if place == "last_number":
-        number = deque(NUMBER.finditer(text), maxlen=1)
-        return number[0][0].replace(",", "") if number else None
-    return text.rpartition("\n")[2].strip() or None if place == "last_line" else text
-
-
-def _boxed(text: str) -> str | None:
-    """In a single pass: a text may be all braces."""
-    opened: list[int] = []
-    start, end = -1, -1
-    for match in BRACE.finditer(text):
-        if match[0] == "{":
-            opened.append(match.start())
-        elif (
-            match[0] == "}"
-            and opened
-            and (brace := opened.pop()) > start
-            and text.endswith(BOXED, 0, brace)
-        ):
-            start, end = brace, match.start()
-    return None if start < 0 else text[start + 1 : end].strip()
+        number = None
+        for match in NUMBER.finditer(text):
+            number = match[0].replace(",", "")
+        return number
+    if place == "last_line":
+        return text.rpartition("\n")[2].strip() or None
+    return text

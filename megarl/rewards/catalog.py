@@ -8,11 +8,10 @@ package.module:function  --> the user's function
 a URL                    --> a server (remote.py)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
-from megarl.config.section import Reward, Section, did_you_mean
+from megarl.config.schema import Reward
+from megarl.config.section import Section, did_you_mean
 from megarl.data.tasks import Source
 from megarl.data.user_code import import_function, is_dotted
 from megarl.rewards.code import make_code
@@ -23,30 +22,31 @@ from megarl.rewards.process import Splitter, make_process
 from megarl.rewards.remote import make_remote
 from megarl.rewards.rules import BUILT_IN, Accuracy
 
-MAKERS: dict[str, Callable[[Reward], BatchReward]] = {"code": make_code, "judge": make_judge}
 MAX_CHECKED = 1000  # problems of a source
-NAMES = ("accuracy", *BUILT_IN, *MAKERS, "process", "model")
+NAMES = ("accuracy", *BUILT_IN, "code", "judge", "process", "model")
 
 
 class ModelOptions(Section):
-    path: str | None = (
-        None  # None: the policy's weights and a head of zeros, to be trained (stage iterative_grpo)
-    )
+    # None: the policy's weights and a head of zeros, to be trained (stage iterative_grpo)
+    path: str | None = None
     splitter: Splitter = "paragraph"  # of a process reward model
 
 
 def make_rewards(
     rewards: Sequence[Reward], decode: Decode | None = None, timeout_s: float = 10.0
 ) -> list[BatchReward]:
-    """Makes the scorer's rewards; `timeout_s` limits one call of a function, process rewards need `decode`.
+    """Makes the scorer's rewards.
 
-    `model` is only checked. Raises ValueError if a reward is unknown, does not take its options or is named twice.
+    `timeout_s` limits one call of a function, process rewards need `decode`. `model` is only
+    checked. Raises ValueError if a reward is unknown, does not take its options or is named twice.
     """
     names = [reward.name for reward in rewards]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(
-            f"rewards: name={twice!r} is listed twice; combine the weights, or wrap one in a function"
-        )
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(
+                f"rewards: name={name!r} is listed twice; "
+                "combine the weights, or wrap one in a function"
+            )
     for reward in rewards:
         if reward.name == "model":
             parse_options(ModelOptions, reward)
@@ -55,8 +55,10 @@ def make_rewards(
 
 def _make_reward(reward: Reward, decode: Decode | None, timeout_s: float) -> BatchReward:
     name = reward.name
-    if name in MAKERS:
-        return MAKERS[name](reward)
+    if name == "code":
+        return make_code(reward)
+    if name == "judge":
+        return make_judge(reward)
     if name == "accuracy":
         parse_options(Section, reward)  # it has none
         return BatchReward(name, reward.weight, Accuracy(timeout_s))
@@ -66,8 +68,9 @@ def _make_reward(reward: Reward, decode: Decode | None, timeout_s: float) -> Bat
         return make_remote(reward)
     if name in BUILT_IN or is_dotted(name):
         function = BUILT_IN.get(name) or import_function(name, setting="rewards: name")
-        score = FunctionReward.of(function, reward.options, name=name, timeout_s=timeout_s)
-        return BatchReward(name, reward.weight, score)
+        return BatchReward(
+            name, reward.weight, FunctionReward(function, reward.options, name, timeout_s)
+        )
     remedy = did_you_mean(
         name, NAMES, f"choose from {', '.join(NAMES)}, or write package.module:function"
     )
@@ -77,10 +80,15 @@ def _make_reward(reward: Reward, decode: Decode | None, timeout_s: float) -> Bat
 def check_problems(
     rewards: Sequence[BatchReward], load: Callable[[], Sequence[Source]]
 ) -> Iterator[str]:
-    """Yields which of a source's first 1,000 problems a reward cannot score. Raises ValueError if it can score none."""
+    """Yields which of a source's first 1,000 problems a reward cannot score.
+
+    Raises ValueError if it can score none.
+    """
     checks = [(reward.name, reward.check) for reward in rewards if reward.check]
-    for source in load() if checks else ():
-        problems = [source.problem(index) for index in range(min(source.size or 1, MAX_CHECKED))]
+    if not checks:
+        return
+    for source in load():
+        problems = [source.problem(n) for n in range(min(source.size or 1, MAX_CHECKED))]
         for name, check in checks:
             refused = []
             for index, problem in enumerate(problems):
@@ -90,7 +98,10 @@ def check_problems(
                     refused.append(f"problem {index}: {error.cause}: {error}")
             if not refused:
                 continue
-            summary = f"rewards: name={name!r} cannot score {len(refused)} of {len(problems)} problems; {refused[0]}"
+            summary = (
+                f"rewards: name={name!r} cannot score {len(refused)} of {len(problems)} problems; "
+                f"{refused[0]}"
+            )
             if len(refused) == len(problems):
                 raise ValueError(f"{summary}; correct their tests, or choose another reward")
             yield f"{summary}; their samples are left out"

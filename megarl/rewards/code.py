@@ -1,16 +1,15 @@
 """The `code` reward: runs the response's program on the problem's tests, each program in a jail.
 
     response --last fenced block--> source --stdin--> jail --what it prints--> compared here
-                                           --calls--> solution's jail --results--> compared here (JSON), or in the
-                                                      tests' jail (Python), which reports a verdict per test
+                                           --calls--> solution's jail --results--> compared here
+                (JSON), or in the tests' jail (Python), which reports a verdict per test
 
-The solution never shares a process with an expected result or with what decides. A program that fails scores 0 (or the
-share of tests it passed), and its first failure is counted as reward/code/<kind>: those of jail/sandbox.py,
-`wrong_answer` and `no_code`. Failures that are not its fault drop the sample: `sandbox`, `bad_tests`, `unjudgeable` (it
-would decide its own verdict), `not_run` (no time was left to start it).
+The solution never shares a process with an expected result or with what decides. A program that
+fails scores 0 (or the share of tests it passed), and its first failure is counted as
+reward/code/<kind>: those of jail/sandbox.py, `wrong_answer` and `no_code`. Failures that are not
+its fault drop the sample: `sandbox`, `bad_tests`, `unjudgeable` (it would decide its own verdict),
+`not_run` (no time was left to start it).
 """
-
-from __future__ import annotations
 
 import logging
 import time
@@ -18,15 +17,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import repeat
 from typing import Any, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
 from megarl.config.schema import Reward, Section
+from megarl.jail.code_tests import CallTest, ProblemTests, read_tests
+from megarl.jail.python_tests import Script, UnreadableTests
 from megarl.jail.sandbox import START_S, Limits, missing_limits, run_program
 from megarl.jail.sessions import Ended, Solution, Tests
 from megarl.jail.values import encode
-from megarl.rewards.code_tests import CallTest, ProblemTests, read_tests
 from megarl.rewards.interface import (
     BatchReward,
     Score,
@@ -35,7 +37,6 @@ from megarl.rewards.interface import (
     parse_options,
     try_score,
 )
-from megarl.rewards.python_tests import Script, Unjudgeable
 
 log = logging.getLogger(__name__)
 NOT_ITS_FAULT = ("sandbox", "bad_tests", "unjudgeable")
@@ -54,15 +55,23 @@ class CodeOptions(Section):
 
 
 def make_code(reward: Reward) -> BatchReward:
-    """Raises ValueError if an option is wrong, or `sandbox` is strict and this machine cannot enforce a limit."""
+    """Makes the reward. Raises ValueError if an option is wrong.
+
+    Also if `sandbox` is strict and this machine cannot enforce a limit.
+    """
     options = parse_options(CodeOptions, reward)
-    if missing := missing_limits():
-        reasons = ", ".join(f"{limit}: {reason}" for limit, reason in missing.items())
-        problem = f"rewards: name='code' runs generated code, but this machine cannot enforce limits: {reasons}"
-        if options.sandbox == "strict":
+    is_strict = options.sandbox == "strict"
+    missing = missing_limits()
+    if missing:
+        problem = (
+            "rewards: name='code' runs generated code, but this machine cannot enforce limits: "
+            f"{', '.join(map(': '.join, missing.items()))}"
+        )
+        if is_strict:
             raise ValueError(
                 f"{problem}; use Linux >= 5.13 with Landlock and seccomp (in a container: allow "
-                "landlock_create_ruleset), or set options.sandbox: best_effort if nothing else runs on the machine"
+                "landlock_create_ruleset), or set options.sandbox: best_effort if nothing else "
+                "runs on the machine"
             )
         log.warning(problem)
     limits = Limits(
@@ -70,30 +79,30 @@ def make_code(reward: Reward) -> BatchReward:
         memory_bytes=options.memory_mb << 20,
         disk_bytes=options.disk_mb << 20,
         output_bytes=options.output_kb << 10,
-        strict=options.sandbox == "strict",
+        strict=is_strict,
     )
-    total_s = (
-        options.total_s + START_S + options.time_s + 10.0
-    )  # for samples still running when the time is up
+    # for samples still running when the time is up
+    total_s = options.total_s + START_S + options.time_s + 10.0
     code = _Code(options, limits)
     return BatchReward(reward.name, reward.weight, code, total_s, code.read_tests)
 
 
 def extract_code(response: str) -> str:
-    """The last fenced block after any thinking; the whole text if nothing is fenced. Empty if there is no code."""
+    """Returns the last fenced block after any thinking, or the whole text if nothing is fenced.
+
+    Empty if there is no code.
+    """
     text = response.rpartition("</think>")[2]
     pieces = text.split("```")
     if len(pieces) < 2:
         return text.strip("\n ")
-    last = (
-        len(pieces) - 2 if len(pieces) % 2 else len(pieces) - 1
-    )  # a fence that is never closed counts
-    language, newline, code = pieces[last].partition("\n")
-    return (
-        code
-        if newline and language.strip().lower() in ("", "python", "python3", "py")
-        else pieces[last]
-    )
+    block = pieces[-2]
+    if len(pieces) % 2 == 0:  # a fence that is never closed counts
+        block = pieces[-1]
+    language, newline, code = block.partition("\n")
+    if newline and language.strip().lower() in ("", "python", "python3", "py"):
+        return code
+    return block
 
 
 Result = tuple[str, str]  # of a test: kind of failure, empty if it passed; detail
@@ -107,16 +116,19 @@ class _Code:
     def __call__(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         deadline = time.monotonic() + self.options.total_s
         with ThreadPoolExecutor(self.options.concurrency, thread_name_prefix="code") as pool:
-            return list(
-                pool.map(lambda request: try_score(self._score, request, deadline), requests)
-            )
+            return list(pool.map(partial(try_score, self._score), requests, repeat(deadline)))
 
     def read_tests(self, answer: str | None, extra: Mapping[str, Any]) -> ProblemTests:
-        """Raises ScoreError if the tests cannot be read, or their verdict would be the solution's."""
-        field, function = self.options.tests, extra.get("fn_name") or extra.get("entry_point")
+        """Reads the tests of a problem.
+
+        Raises ScoreError if they cannot be read, or their verdict would be the solution's.
+        """
+        field = self.options.tests
         try:
-            return read_tests(extra.get(field, answer), function)
-        except Unjudgeable as error:
+            return read_tests(
+                extra.get(field, answer), extra.get("fn_name") or extra.get("entry_point")
+            )
+        except UnreadableTests as error:
             raise ScoreError(
                 "unjudgeable", f"the solution would judge itself ({field}): {error}"
             ) from None
@@ -135,29 +147,28 @@ class _Code:
                 "not_run", f"ran out of total_s={self.options.total_s} before this sample"
             )
         # a sample that was started has its time, so that none can be left out by using all of it
-        run = _SampleRun(
-            source, self.limits, max(deadline, time.monotonic() + START_S + self.limits.time_s)
-        )
-        results: list[Result] = []
-        for result in run.results(tests):
-            results.append(result)
-            if result[0] and self.options.credit == "all":
+        sample_deadline = max(deadline, time.monotonic() + START_S + self.limits.time_s)
+        passed = 0
+        failure = ""
+        detail = ""
+        for kind, reason in _SampleRun(source, self.limits, sample_deadline).results(tests):
+            if not kind:
+                passed += 1
+                continue
+            if not failure:
+                failure = kind
+                detail = reason
+            if self.options.credit == "all":
                 break
-        failure, detail = next((result for result in results if result[0]), ("", ""))
         if failure in NOT_ITS_FAULT:
             raise ScoreError(failure, detail)
-        passed = sum(not kind for kind, _ in results)
-        value = (
-            passed / len(tests)
-            if self.options.credit == "fraction"
-            else float(passed == len(tests))
-        )
-        reason = f" ({detail})" if detail else ""
-        return Score(
-            value,
-            failure,
-            f"passed {passed} of {len(tests)} tests; the first failure was {failure}{reason}",
-        )
+        value = float(passed == len(tests))
+        if self.options.credit == "fraction":
+            value = passed / len(tests)
+        summary = f"passed {passed} of {len(tests)} tests; the first failure was {failure}"
+        if detail:
+            summary += f" ({detail})"
+        return Score(value, failure, summary)
 
 
 @dataclass(frozen=True)
@@ -167,16 +178,21 @@ class _SampleRun:
     deadline: float
 
     def results(self, tests: ProblemTests) -> Iterator[Result]:
-        """One result per test, in their order; the processes end with the iterator."""
-        for test in tests.programs:
+        """Yields one result per test, in their order; the processes end with the iterator."""
+        for test in tests.pairs:
+            if isinstance(test, CallTest):
+                continue
             # plus twice the expected output, so that a correct answer is never too long
-            limits = replace(
-                self.limits, output_bytes=self.limits.output_bytes + 2 * len(test.stdout)
-            )
+            most = self.limits.output_bytes + 2 * len(test.stdout)
+            limits = replace(self.limits, output_bytes=most)
             run = run_program(self.source, test.stdin, limits, deadline=self.deadline)
-            yield run.kind or ("" if test.is_passed(run.output) else "wrong_answer"), run.detail
-        if tests.calls:
-            yield from _until_the_end(len(tests.calls), self._calls(tests.calls))
+            kind = run.kind
+            if not kind and not test.is_passed(run.output):
+                kind = "wrong_answer"
+            yield kind, run.detail
+        calls = [test for test in tests.pairs if isinstance(test, CallTest)]
+        if calls:
+            yield from _until_the_end(len(calls), self._calls(calls))
         if tests.script:
             yield from _until_the_end(len(tests.script.tests), self._script(tests.script))
 
@@ -184,12 +200,16 @@ class _SampleRun:
         with closing(self._solution(len(tests))) as solution:
             solution.load(self._turn)
             for test in tests:
-                arguments = [encode(argument) for argument in test.arguments]
+                arguments = [*map(encode, test.arguments)]
                 reply = solution.call(
                     {"do": "call", "target": test.name, "arguments": arguments}, self._turn()
                 )
-                passed = "value" in reply and test.is_passed(reply["value"])
-                yield reply.get("kind") or ("" if passed else "wrong_answer"), reply.get("text", "")
+                if "value" not in reply:
+                    yield reply["kind"], reply["text"]
+                elif test.is_passed(reply["value"]):
+                    yield "", ""
+                else:
+                    yield "wrong_answer", ""
 
     def _script(self, script: Script) -> Iterator[Result]:
         tests = Tests(self.limits, num_tests=len(script.tests), deadline=self.deadline)
@@ -199,12 +219,10 @@ class _SampleRun:
                 tests.prepare(script.names, script.errors, until)
                 kind, detail = tests.run(script.prologue, None, until)
             except Ended as ended:
-                kind, detail = ended.kind, ended.detail
+                kind, detail = ended.args
             if kind:
-                raise ScoreError(
-                    "sandbox" if kind == "sandbox" else "bad_tests",
-                    f"before any test: {kind} {detail}",
-                )
+                cause = "sandbox" if kind == "sandbox" else "bad_tests"
+                raise ScoreError(cause, f"before any test: {kind} {detail}")
             solution.load(self._turn)
             for text in script.tests:
                 yield tests.run(text, solution, self._turn())
@@ -224,4 +242,4 @@ def _until_the_end(num_tests: int, results: Iterator[Result]) -> Iterator[Result
             done += 1
             yield result
     except Ended as ended:
-        yield from [(ended.kind, ended.detail)] * (num_tests - done)
+        yield from [ended.args] * (num_tests - done)

@@ -1,12 +1,12 @@
-"""The interface between the scorer and rewards: plain data without tensors, which can be sent to any process.
+"""The interface between the scorer and rewards: plain data that can be sent to any process.
 
-    Sample + Prompt --scorer--> ScoreRequest --a reward (function, code, URL, judge, process)--> Score --> Sample.reward
+    Sample + Prompt --scorer--> ScoreRequest --a reward (function, code, URL, judge, process)-->
+        Score --scorer--> Sample.reward
 
-A score without a value drops its sample, because the reward failed. One with a value and a cause is trained on: the
-policy failed (its code exceeded the time limit, for example), and the metrics count the cause.
+A score without a value drops its sample, because the reward failed. One with a value and a cause is
+trained on: the policy failed (its code exceeded the time limit, for example), and the metrics count
+the cause.
 """
-
-from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -15,19 +15,18 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from megarl.config.section import Reward, did_you_mean
+from megarl.config.schema import Reward
+from megarl.config.section import did_you_mean
 
 log = logging.getLogger(__name__)
-Options = TypeVar("Options", bound=BaseModel)
+RewardOptions = TypeVar("RewardOptions", bound=BaseModel)
 Decode = Callable[[Sequence[int]], str]  # token ids -> text
 
-UNREACHABLE = (
-    "no_connection",
-    "broken",
-)  # causes: the server gave no answer, or stopped in the middle of one
+# causes: the server gave no answer, or stopped in the middle of one
+UNREACHABLE = ("no_connection", "broken")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ScoreRequest:
     """The fields of a sample and its problem that rewards use."""
 
@@ -39,27 +38,37 @@ class ScoreRequest:
     finish: str = "stop"
     extra: Mapping[str, Any] = field(default_factory=dict)  # the problem's other fields
     prompt_tokens: tuple[int, ...] = ()
-    final_answer: str | None = (
-        None  # what judges compare with `answer` (answers.py); None: the response has none
-    )
+    # what judges compare with `answer` (answers.py); None: the response has none
+    final_answer: str | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of a reward function; the sample's fields take precedence over the problem's."""
-        fields = {
-            name: getattr(self, name)
-            for name in ("prompt", "response", "answer", "final_answer", "finish")
+        """Returns keyword arguments of a reward function.
+
+        The sample's fields take precedence over the problem's.
+        """
+        return {
+            **self.extra,
+            "prompt": self.prompt,
+            "response": self.response,
+            "answer": self.answer,
+            "final_answer": self.final_answer,
+            "finish": self.finish,
+            "tokens": list(self.tokens),
         }
-        return {**self.extra, **fields, "tokens": list(self.tokens)}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Score:
-    """`value` None drops the sample. The metrics count `cause`, one word, as reward/<name>/<cause>."""
+    """The value that a reward gives a sample; None drops the sample.
+
+    The metrics count `cause`, one word, as reward/<name>/<cause>.
+    """
 
     value: float | None
     cause: str = ""
     detail: str = ""  # one sentence for the log
-    # (index into the response's tokens, reward of the step that ends there); if set, `value` is only their mean
+    # (index into the response's tokens, reward of the step that ends there), of process rewards;
+    # `value` is only their mean
     steps: tuple[tuple[int, float], ...] | None = None
 
 
@@ -71,18 +80,19 @@ class ScoreError(Exception):
         self.cause = cause
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BatchReward:
     """One reward of a config. Calling it scores a batch in order and never raises.
 
-    The scorer waits `total_s` seconds for its thread; None: it runs on the calling one, and limits each sample's time.
+    The scorer waits `total_s` seconds for its thread. If `total_s` is None, it runs on the calling
+    thread and limits each sample's time.
     """
 
     name: str
     weight: float
     score: Callable[[Sequence[ScoreRequest]], list[Score]]
     total_s: float | None = None
-    # of a problem's answer and other fields; raises ScoreError if no response to the problem can be scored
+    # takes a problem's answer and other fields; raises ScoreError if it cannot be scored
     check: Callable[[str | None, Mapping[str, Any]], object] | None = None
 
     def __call__(self, requests: Sequence[ScoreRequest]) -> list[Score]:
@@ -94,10 +104,11 @@ class BatchReward:
 
 
 def try_score(score: Callable[..., Score], *args: Any) -> Score:
-    """Returns ``score(*args)``, or for any error, a ScoreError among `args` included, a score without a value."""
+    """Returns ``score(*args)``, or a score without a value for any error, also one among `args`."""
     try:
-        if error := next((arg for arg in args if isinstance(arg, ScoreError)), None):
-            raise error
+        for arg in args:
+            if isinstance(arg, ScoreError):
+                raise arg
         return score(*args)
     except ScoreError as error:
         return Score(None, error.cause, str(error))
@@ -105,26 +116,26 @@ def try_score(score: Callable[..., Score], *args: Any) -> Score:
         return Score(None, "error", f"raised {type(error).__name__}: {error}")
 
 
-def parse_options(section: type[Options], reward: Reward) -> Options:
+def parse_options(section: type[RewardOptions], reward: Reward) -> RewardOptions:
     """Validates a reward's options. Raises ValueError with the values and the remedy."""
     check_options(reward.name, reward.options, section.model_fields)
     try:
         return section.model_validate(reward.options)
     except ValidationError as error:
         first = error.errors()[0]
+        name = f"rewards: name={reward.name!r}"
         key = ".".join(map(str, first["loc"]))
         if first["type"] == "missing":
-            raise ValueError(
-                f"rewards: name={reward.name!r} needs the option {key}; set it"
-            ) from None
-        allowed = (
-            first["msg"].removeprefix("Value error, ").replace("Input should be", "it should be")
-        )
+            raise ValueError(f"{name} needs the option {key}; set it") from None
         where = f"option {key}={first['input']!r} is invalid" if key else "invalid options"
-        raise ValueError(f"rewards: name={reward.name!r}, {where}: {allowed}") from None
+        message = first["msg"].removeprefix("Value error, ")
+        raise ValueError(
+            f"{name}, {where}: {message.replace('Input should be', 'it should be')}"
+        ) from None
 
 
 def check_options(reward: str, options: Iterable[str], known: Collection[str]) -> None:
-    if unknown := next((name for name in options if name not in known), None):
-        remedy = did_you_mean(unknown, known, f"it takes {', '.join(known) or 'none'}; remove it")
-        raise ValueError(f"rewards: name={reward!r} has no option {unknown!r}; {remedy}")
+    for name in options:
+        if name not in known:
+            remedy = did_you_mean(name, known, f"it takes {', '.join(known) or 'none'}; remove it")
+            raise ValueError(f"rewards: name={reward!r} has no option {name!r}; {remedy}")

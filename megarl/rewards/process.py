@@ -1,14 +1,16 @@
-"""The `process` reward: splits the response into steps, and assigns each step's score to the token that completes it.
+"""The `process` reward: scores the steps of a response, each at the token that completes it.
 
-    text --splitter--> steps (joined, they are the text) --scorer--> a number each --token ends--> Sample.step_rewards
+    text --splitter--> steps (joined, they are the text) --scorer--> a number each
+         --token ends--> Sample.step_rewards
 
     rewards: [{name: process, options: {splitter: paragraph, scorer: "my_package.steps:score"}},
-              {name: accuracy, weight: 1.0}]          # an outcome reward beside it is still Sample.reward
+              {name: accuracy, weight: 1.0}]  # an outcome reward beside it is still Sample.reward
     algorithm: {advantage: grpo_process}
 
-The scorer is a function ``f(prompt, steps, answer, ...) -> one float per step`` or a URL (remote.py). `weight` scales
-each step's reward. Sample.reward is the sum of the outcome rewards; without any, the weighted mean of the steps, for
-display only. A step without a finite score drops the sample. Rewards of steps that end inside the same token add up.
+The scorer is a function ``f(prompt, steps, answer, ...) -> one float per step`` or a URL
+(remote.py). `weight` scales each step's reward. Sample.reward is the sum of the outcome rewards;
+without any, the weighted mean of the steps, for display only. A step without a finite score drops
+the sample. Rewards of steps that end inside the same token add up.
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from megarl.config.section import Pattern, Reward
+from megarl.config.schema import Reward
+from megarl.config.section import Pattern
 from megarl.data.user_code import import_function
 from megarl.rewards.functions import FunctionReward
 from megarl.rewards.interface import (
@@ -59,23 +63,30 @@ class ProcessOptions(HttpOptions):
     def _consistent(self) -> ProcessOptions:
         if (self.splitter == "regex") != bool(self.pattern):
             raise ValueError(
-                f"splitter={self.splitter!r}, pattern={self.pattern!r}; pattern and regex go together"
+                f"splitter={self.splitter!r}, pattern={self.pattern!r}; "
+                "pattern and regex go together"
             )
         return self
 
 
 def make_process(reward: Reward, decode: Decode) -> BatchReward:
-    """`decode` must return the response's text for its tokens. Raises ValueError if an option is wrong."""
+    """Makes the reward; `decode` must return the response's text for its tokens.
+
+    Raises ValueError if an option is wrong.
+    """
     options = parse_options(ProcessOptions, reward)
+    total_s = None
     if "://" in options.scorer:
-        client = HttpClient.of(options.scorer, options, reward=reward.name)
-        return BatchReward(
-            reward.name, reward.weight, _Process(options, decode, client), client.total_s
+        scorer = HttpClient(options.scorer, options, reward=reward.name)
+        total_s = scorer.total_s
+    else:
+        scorer = FunctionReward(
+            import_function(options.scorer, setting="rewards: name='process', scorer"),
+            options.options,
+            f"process, scorer {options.scorer}",
+            options.function_s,
         )
-    function = import_function(options.scorer, setting="rewards: name='process', scorer")
-    name = f"process, scorer {options.scorer}"
-    scorer = FunctionReward.of(function, options.options, name=name, timeout_s=options.function_s)
-    return BatchReward(reward.name, reward.weight, _Process(options, decode, scorer))
+    return BatchReward(reward.name, reward.weight, _Process(options, decode, scorer), total_s)
 
 
 @dataclass(frozen=True)
@@ -86,39 +97,37 @@ class _Process:
 
     def __call__(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         steps = [self._split(request) for request in requests]
-        scores: dict[int, Any] = {}  # by row, from a server
+        scores = {}  # by row
         if isinstance(self.scorer, HttpClient):
             split = [row for row, texts in enumerate(steps) if texts and isinstance(texts, list)]
             payload = [request_row(requests[row]) | {"steps": steps[row]} for row in split]
             answers = score_batches(self.scorer, payload, self.options.batch_size, key="steps")
-            scores = dict(zip(split, answers, strict=True))
+            scores |= zip(split, answers, strict=True)
         return [
-            try_score(self._score, *args, scores.get(row, []))
-            for row, args in enumerate(zip(requests, steps, strict=True))
+            try_score(self._score, request, steps[row], scores.get(row, []))
+            for row, request in enumerate(requests)
         ]
 
     def _split(self, request: ScoreRequest) -> list[str] | ScoreError:
         pattern = self.options.pattern or SPLITTERS[self.options.splitter]
-        arguments = {"text": request.response, "pattern": pattern}
+        split = partial(split_steps, request.response, pattern)
         try:
-            return call_with_time_limit(split_steps, arguments, timeout_s=self.options.function_s)
+            return call_with_time_limit(split, timeout_s=self.options.function_s)
         except ScoreError as error:
             return error
 
     def _score(self, request: ScoreRequest, steps: list[str], scores: Any) -> Score:
         if steps and isinstance(self.scorer, FunctionReward):
             scores = self.scorer.call(request, steps=steps)
-        scores = scores.tolist() if hasattr(scores, "tolist") else scores
-        if not isinstance(scores, list | tuple) or len(scores) != len(steps):
-            result = (
-                f"{len(scores)} scores"
-                if isinstance(scores, list | tuple)
-                else f"a {type(scores).__name__}"
-            )
-            raise ScoreError(
-                "bad_answer", f"{self.options.scorer} returned {result} for {len(steps)} steps"
-            )
-        values = [finite_number(score, self.options.scorer) for score in scores]
+        if hasattr(scores, "tolist"):
+            scores = scores.tolist()
+        source = self.options.scorer
+        result = f"a {type(scores).__name__}"
+        if isinstance(scores, list | tuple):
+            result = f"{len(scores)} scores"
+        if result != f"{len(steps)} scores":
+            raise ScoreError("bad_answer", f"{source} returned {result} for {len(steps)} steps")
+        values = [finite_number(score, source) for score in scores]
         ends = token_ends(self.decode, request.tokens, steps)
         if ends is None:
             raise ScoreError(
@@ -129,29 +138,40 @@ class _Process:
 
 
 def split_steps(text: str, pattern: str) -> list[str]:
-    """Splits `text` after every match of `pattern`. White space alone is not a step; it joins a neighbouring one."""
-    steps, start = [""], 0
-    for end in [match.end() for match in re.finditer(pattern, text)] + [len(text)]:
+    """Splits `text` after every match of `pattern`.
+
+    White space alone is not a step; it joins a neighbouring one.
+    """
+    steps = [""]
+    start = 0
+    for end in [*(match.end() for match in re.finditer(pattern, text)), len(text)]:
         piece = text[start:end]
         if steps[-1].strip() and piece.strip():
             steps.append(piece)
         else:
             steps[-1] += piece
         start = end
-    return steps if steps[0] else []
+    if not steps[0]:
+        return []
+    return steps
 
 
 def token_ends(decode: Decode, tokens: Sequence[int], steps: Sequence[str]) -> list[int] | None:
-    """The index of the token that completes each step's last character; None if `tokens` do not decode to the text.
+    """Returns the index of the token that completes each step's last character.
 
-    A character may span several tokens, and a token may reach into the next step: a step ends with the first token
-    after which the decoded text starts with all of it.
+    None if `tokens` do not decode to the text. A character may span several tokens, and a token may
+    reach into the next step: a step ends with the first token after which the decoded text starts
+    with all of it.
     """
     text = "".join(steps)
     if decode(tokens) != text:
         return None
-    ends: list[int] = []
-    base, base_char, char, low = 0, 0, 0, 1  # tokens[base:] decode to text[base_char:]
+    ends = []
+    # tokens[base:] decode to text[base_char:]
+    base = 0
+    base_char = 0
+    char = 0
+    low = 1
     for step in steps:
         char += len(step)
         wanted = text[base_char:char]
@@ -159,11 +179,15 @@ def token_ends(decode: Decode, tokens: Sequence[int], steps: Sequence[str]) -> l
         def complete(count: int, base: int = base, wanted: str = wanted) -> bool:
             return decode(tokens[base:count]).startswith(wanted)
 
-        high, width = low, 1
+        high = low
+        width = 1
         while high < len(tokens) and not complete(high):
-            low, high, width = high + 1, min(high + width, len(tokens)), width * 2
+            low = high + 1
+            high = min(high + width, len(tokens))
+            width *= 2
         low += bisect_left(range(low, high), True, key=complete)
         ends.append(low - 1)
         if decode(tokens[base:low]) == wanted and decode(tokens[low:]) == text[char:]:
-            base, base_char = low, char
+            base = low
+            base_char = char
     return ends

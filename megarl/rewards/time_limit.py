@@ -1,14 +1,14 @@
 """Calls a user's function under a time limit, from any thread.
 
-main thread      SIGALRM raises inside the call; the `re` engine and big-integer arithmetic check for signals too
-another thread   a worker process makes the call; its own alarm ends it, even inside C code that holds the GIL
+    main thread      SIGALRM raises inside the call; the `re` engine and big-integer arithmetic
+                     check for signals too
+    another thread   a worker process makes the call; its own alarm ends it, even inside C code that
+                     holds the GIL
 
-A thread cannot be stopped, and blocks all others while it matches a regular expression, hence the process. A function
-that cannot be pickled runs on a daemon thread, which is abandoned when it is late. C code that never checks for signals
-is not stopped on the main thread.
+A thread cannot be stopped, and blocks all others while it matches a regular expression, hence the
+process. A function that cannot be pickled runs on a daemon thread, which is abandoned when it is
+late. C code that never checks for signals is not stopped on the main thread.
 """
-
-from __future__ import annotations
 
 import os
 import pickle
@@ -16,8 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -37,20 +36,21 @@ class TimeLimitExceeded(ScoreError):
         super().__init__("timeout", f"took longer than {timeout_s} s")
 
 
-def call_with_time_limit(
-    function: Callable[..., Any], arguments: Mapping[str, Any], *, timeout_s: float
-) -> Any:
-    """Returns ``function(**arguments)``. Raises TimeLimitExceeded, or its error (in a worker, as a ScoreError)."""
+def call_with_time_limit(function: Callable[[], Any], *, timeout_s: float) -> Any:
+    """Returns ``function()``; use a `partial`, which can be pickled, for arguments.
+
+    Raises TimeLimitExceeded, or the function's error (in a worker, as a ScoreError).
+    """
     if threading.current_thread() is threading.main_thread():
         try:
             with alarm(timeout_s):
-                return function(**arguments)
+                return function()
         except Alarm:
             raise TimeLimitExceeded(timeout_s) from None
     try:
-        task = pickle.dumps((function, dict(arguments), timeout_s))
+        task = pickle.dumps((function, timeout_s))
     except Exception:  # noqa: BLE001 (pickling runs code of the arguments)
-        future = on_daemon_thread(lambda: function(**arguments))
+        future = on_daemon_thread(function)
         try:
             return future.result(timeout_s)
         except TimeoutError:
@@ -61,8 +61,8 @@ def call_with_time_limit(
 
 
 def on_daemon_thread(function: Callable[[], Any]) -> Future[Any]:
-    """Run `function` on a thread that does not keep the process alive, since it may never finish."""
-    future = Future[Any]()
+    """Runs `function` on a thread that does not keep the process alive, since it may never end."""
+    future = Future()
 
     def run() -> None:
         try:
@@ -75,7 +75,7 @@ def on_daemon_thread(function: Callable[[], Any]) -> Future[Any]:
 
 
 Worker = tuple[subprocess.Popen[bytes], Connection]
-_idle: deque[Worker] = deque()
+_idle: list[Worker] = []
 
 
 def _call_in_worker(task: bytes, timeout_s: float) -> Any:
@@ -89,9 +89,8 @@ def _call_in_worker(task: bytes, timeout_s: float) -> Any:
             connection.send_bytes(task)
             if not connection.poll(timeout_s + START_S):
                 raise TimeLimitExceeded(timeout_s)
-            status, value = (
-                connection.recv()
-            )  # a pickle from our own process, which runs the user's function
+            # a pickle from our own process, which runs the user's function
+            status, value = connection.recv()
         except (EOFError, OSError):
             returncode = process.wait(START_S)
             if returncode == -signal.SIGALRM:
@@ -123,17 +122,19 @@ def _start_worker() -> Worker:
             stdin=subprocess.DEVNULL,
             stdout=2,  # keep the function's prints out of the trainer's output
             pass_fds=(descriptor,),
-            env=child_env(PYTHONPATH=os.pathsep.join(path for path in sys.path if path)),
+            env=child_env(PYTHONPATH=os.pathsep.join(filter(None, sys.path))),
         )
     return process, connection
 
 
 def serve(descriptor: int) -> None:
-    """Makes calls until the connection closes. SIGALRM's default action ends the process if one exceeds its limit."""
+    """Makes calls until the connection closes.
+
+    SIGALRM's default action ends the process if a call exceeds its limit.
+    """
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # the parent handles Ctrl-C and then closes the connection
+    # the parent handles Ctrl-C and then closes the connection
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with Connection(descriptor) as connection:
         while True:
             try:
@@ -141,11 +142,10 @@ def serve(descriptor: int) -> None:
             except EOFError:
                 return
             try:
-                function, arguments, timeout_s = pickle.loads(
-                    task
-                )  # may import: within START_S, not the limit
+                # may import: within START_S, not the limit
+                function, timeout_s = pickle.loads(task)
                 signal.setitimer(signal.ITIMER_REAL, timeout_s)
-                reply = pickle.dumps(("value", function(**arguments)))
+                reply = pickle.dumps(("value", function()))
             except (Exception, SystemExit) as error:  # noqa: BLE001 (user code may fail in any way)
                 reply = pickle.dumps(("error", f"{type(error).__name__}: {error}"))
             signal.setitimer(signal.ITIMER_REAL, 0)

@@ -1,29 +1,31 @@
 """Rounds of requests that the engines of a split run work on while the trainer trains.
 
-    begin(requests) --submit--> engines --poll--> scoring of the round --all are back--> its samples, scored
+    begin(requests) --submit--> engines --poll--> scoring of the round --all back--> its samples
 
-Finished samples are fetched whenever anyone asks whether a round is done, and their rewards start then.
+Finished samples are fetched whenever a caller asks if a round is done. Their rewards start then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
-from megarl.roles import AsyncSampler, Rewards, Scoring, Weights
-from megarl.types import PublishReport, Request, Sample, Terminated
+from megarl.roles import AsyncSampler, Rewards, Scoring, SpanContext, Weights
+from megarl.types import PublishReport, Request, Sample, SampleKey, Terminated
 
-Key = tuple[int, int]  # of a request: its prompt's id and its index
+
+def _key(sample: Sample) -> SampleKey:
+    return sample.prompt_id, sample.index
 
 
 @dataclass(frozen=True)
 class OpenRound:
     """schedule.Round."""
 
-    missing: set[Key]
+    missing: set[SampleKey]
     scoring: Scoring
-    overlap: Overlap
+    overlap: AsyncRollouts
     samples: list[Sample] = field(default_factory=list)
 
     def is_done(self) -> bool:
@@ -34,23 +36,21 @@ class OpenRound:
         while self.missing:
             self.overlap.fetch(None)
         with self.overlap.span("reward"):  # what generation has not hidden
-            samples = self.scoring.results(
-                sorted(self.samples, key=lambda sample: (sample.prompt_id, sample.index))
-            )
+            samples = self.scoring.results(sorted(self.samples, key=_key))
         if self.overlap.is_stopping():  # SIGTERM may have ended a reward's processes, too
             raise Terminated("stopped by SIGTERM")
         return samples
 
 
 @dataclass
-class Overlap:
-    """Called as schedule.Generate, it waits for its samples; `begin` does not."""
+class AsyncRollouts:
+    """Waits for samples when called as schedule.Generate; `begin` does not wait."""
 
     sampler: AsyncSampler
     rewards: Rewards
-    span: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
+    span: SpanContext = nullcontext
     is_stopping: Callable[[], bool] = lambda: False
-    _rounds: dict[Key, OpenRound] = field(default_factory=dict)  # of each request that is not back
+    _rounds: dict[SampleKey, OpenRound] = field(default_factory=dict)  # by request that is not back
 
     def begin(self, requests: Sequence[Request], *, version: int) -> OpenRound:
         """`version` is that of the engines, which stamp the tokens themselves."""
@@ -63,16 +63,17 @@ class Overlap:
         return started
 
     def __call__(self, requests: Sequence[Request], version: int) -> list[Sample]:
-        """For an evaluation, whose prompts have the ids of others that may be on their way: here they are negative."""
-        own = [
+        """Samples for an evaluation.
+
+        Its prompts have the ids of others that may be on their way, so ids are negative meanwhile.
+        """
+        renamed = [
             replace(r, prompt=replace(r.prompt, prompt_id=-1 - r.prompt.prompt_id))
             for r in requests
         ]
-        samples = [
-            replace(s, prompt_id=-1 - s.prompt_id)
-            for s in self.begin(own, version=version).result()
-        ]
-        return sorted(samples, key=lambda sample: (sample.prompt_id, sample.index))
+        samples = self.begin(renamed, version=version).result()
+        restored = [replace(sample, prompt_id=-1 - sample.prompt_id) for sample in samples]
+        return sorted(restored, key=_key)
 
     def drain(self) -> None:
         """Waits until nothing is being sampled."""
@@ -82,22 +83,20 @@ class Overlap:
     def fetch(self, timeout_s: float | None) -> None:
         """Waits for a sample, at most this long (None: as long as it takes)."""
         for sample in self.sampler.poll(timeout_s):
-            key = sample.prompt_id, sample.index
-            round_ = self._rounds.pop(key)
-            round_.missing.discard(key)
+            round_ = self._rounds.pop(_key(sample))
+            round_.missing.discard(_key(sample))
             round_.samples.append(sample)
             round_.scoring.add([sample])
 
 
 @dataclass(frozen=True)
 class BetweenRequests:
-    """roles.Weights that change only when no request is being sampled, so that a sample has one version."""
+    """roles.Weights that change only when nothing is sampled: a sample has a single version."""
 
     weights: Weights
     drain: Callable[[], None]
-    announce: Callable[[int], None] = lambda version: (
-        None
-    )  # before draining, in which a lost engine may get weights
+    # before draining, in which a lost engine may get weights
+    announce: Callable[[int], None] = lambda version: None
 
     def publish(self, *, version: int) -> PublishReport:
         self.announce(version)

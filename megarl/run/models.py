@@ -1,25 +1,163 @@
-"""Reward models beside the policy's trainer, in the same layout. Their weights, gradients and optimizer state are on
-the host, except while they score or are trained."""
+"""The models of a rank: the policy's trainer, the frozen models and critic, reward models.
 
-from __future__ import annotations
+All have the layout of the policy's trainer and share its process groups. The weights, gradients and
+optimizer state of reward models are on the host, except while they score or are trained.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from megarl.algorithms.objective import Objective
+from megarl.config.schema import Config, FrozenModel, Train
 from megarl.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
-from megarl.launch.build import OFFLOAD_ALL, Rank, make_trainer
+from megarl.layout import Layout
 from megarl.models.hub import model_folder
+from megarl.models.registry import read_model
 from megarl.rewards.catalog import ModelOptions
 from megarl.rewards.interface import parse_options
 from megarl.rewards.model import ModelReward
-from megarl.rollout.engine import Engine
-from megarl.trainer.heads import RewardHead, load_head
+from megarl.rewards.served_model import ServedModel, client_of
+from megarl.roles import SpanContext
+from megarl.rollout.vllm.engine import Engine
+from megarl.run.context import Rank
+from megarl.trainer.actor_critic import ActorCritic, CriticHead
+from megarl.trainer.heads import Head, RewardHead, ValueHead, load_head
+from megarl.trainer.learner import PolicyLearner
+from megarl.trainer.reference import forward_in_turn
 from megarl.trainer.trainer import Trainer
-from megarl.types import Sample, TokenBatch
+from megarl.types import CheckFailed, Sample, TokenBatch, TokenOutputs
+
+OFFLOAD_ALL = ("gradients", "optimizer", "weights")  # train.offload
+Learner = PolicyLearner | ActorCritic
+
+
+def make_trainer(
+    rank: Rank,
+    layout: Layout | None = None,
+    *,
+    head: Head | None = None,
+    folder: Path | None = None,
+    beside: Trainer | None = None,
+    train: Train | None = None,
+) -> Trainer:
+    """Builds the configured trainer, or with `folder`, `head` and `train` another one.
+
+    It shares the process groups of the trainer `beside`, if there is one.
+    """
+    config = rank.config
+    shape = rank.shape
+    if folder is not None:
+        shape = read_model(folder)
+    lora = None
+    if head is None and beside is None:
+        lora = config.lora  # only the policy is adapted
+    options = dict(config.trainer.megatron_options)
+    if config.rollout.router_replay != "none":
+        options["moe_router_fusion"] = False
+    return Trainer.build(
+        shape,
+        layout or rank.layout,
+        train=train or config.train,
+        moe=config.moe,
+        head=head,
+        lora=lora,
+        fp8=config.precision.fp8,
+        folder=folder or rank.model_folder,
+        device=rank.device,
+        seed=config.run.seed,
+        megatron_options=options,
+        beside=beside,
+    )
+
+
+def check_weights(rank: Rank, trainer: Trainer) -> None:
+    """Raises CheckFailed, on every rank, if a weight is not finite.
+
+    Otherwise the first check of log-probs would blame the engine.
+    """
+    parameters = trainer.parameters_by_name().items()
+    wrong = [name for name, tensor in parameters if not torch.isfinite(tensor.sum())]
+    names = sorted(set().union(*rank.transport.gather(wrong)))
+    if not names:
+        return
+    first = ", ".join(names[:3])
+    if len(names) > 3:
+        first += f" and {len(names) - 3} more"
+    raise CheckFailed(
+        f"the trainer's weights are not finite: NaN or infinity in {first}, as loaded from "
+        f"{rank.model_folder} or a checkpoint; use an undamaged copy"
+    )
+
+
+def make_objective(config: Config) -> Objective:
+    return Objective(
+        config.algorithm,
+        config.rollout.max_tokens,
+        config.critic.lam,
+        config.critic.bootstrap_truncated,
+    )
+
+
+def make_learner(rank: Rank, trainer: Trainer, objective: Objective) -> Learner:
+    """Returns the learner, with a critic if the objective needs one.
+
+    Its reference policy is the trainer's current weights, unless the config names another model.
+    """
+    config = rank.config
+    critic = config.critic
+    frozen = {}
+    if config.reference is not None:
+        frozen["ref_logprobs"] = frozen_model(rank, config.reference, "reference", trainer)
+    if config.teacher is not None:
+        frozen["teacher_logprobs"] = frozen_model(rank, config.teacher, "teacher", trainer)
+    learner = PolicyLearner(
+        trainer,
+        objective,
+        seed=config.run.seed,
+        frozen=frozen,
+        records_routes=config.rollout.router_replay == "trainer",
+    )
+    if not objective.algorithm.needs_critic:
+        return learner
+    folder = None
+    if critic.model is not None:
+        folder = model_folder(critic.model)
+    head = ValueHead()
+    if critic.bootstrap_truncated:
+        head = CriticHead()
+    train = config.train.model_copy(update={"lr": critic.lr, "min_lr": critic.min_lr})
+    return ActorCritic(
+        learner,
+        make_trainer(rank, head=head, folder=folder, beside=trainer, train=train),
+        critic,
+    )
+
+
+def frozen_model(
+    rank: Rank, part: FrozenModel, key: str, trainer: Trainer
+) -> Callable[[TokenBatch], TokenOutputs]:
+    """Returns the function that scores batches with the model of the section `key`."""
+    top_k = 0
+    if key == "teacher":
+        top_k = rank.config.algorithm.distill_top_k
+    if part.model is None:
+        return ServedModel(client_of(part, key), part.served_name, rank.transport, top_k)
+    folder = model_folder(part.model)
+    check_vocabulary(rank.tokenizer, load_tokenizer(folder), f"{key}.model={part.model}")
+    train = rank.config.train.model_copy(
+        update={"offload": OFFLOAD_ALL, "optimizer_cpu_offload": False}
+    )
+    frozen = make_trainer(rank, folder=folder, beside=trainer, train=train)
+    check_weights(rank, frozen)
+    frozen.memory.offload_all()
+    return partial(forward_in_turn, frozen, trainer.memory, top_k=top_k)
 
 
 @dataclass(frozen=True)
@@ -36,13 +174,8 @@ class RewardModel:
         yield
         self.trainer.memory.offload_all()
 
-    def score(
-        self,
-        engine: Engine,
-        span: Callable[[str], AbstractContextManager[Any]],
-        samples: Sequence[Sample],
-    ) -> list[Sample]:
-        """Exchange.score; the engine sleeps meanwhile."""
+    def score(self, engine: Engine, span: SpanContext, samples: Sequence[Sample]) -> list[Sample]:
+        """Scores samples, as `Exchange.score` does; the engine sleeps meanwhile."""
         with span("reward_model"):
             engine.sleep()
             self.trainer.memory.onload_weights()
@@ -54,42 +187,58 @@ class RewardModel:
 
 
 def make_reward_model(rank: Rank, policy: Trainer) -> RewardModel | None:
-    """None if the run has no reward `model`. Raises ValueError for a folder that is no such model."""
+    """Returns the model of the reward `model`, or None if the run has no such reward.
+
+    Raises ValueError for a folder that is no reward model.
+    """
     config = rank.config
-    if (
-        reward := next((reward for reward in config.rewards if reward.name == "model"), None)
-    ) is None:
+    updates = config.iterative.reward_model
+    reward = next((reward for reward in config.rewards if reward.name == "model"), None)
+    if reward is None:
         return None
-    options, updates = parse_options(ModelOptions, reward), config.iterative.reward_model
-    folder = rank.model_folder if options.path is None else model_folder(options.path)
-    head = RewardHead() if options.path is None else load_head(folder)
+    options = parse_options(ModelOptions, reward)
+    folder = rank.model_folder
+    head = RewardHead()
     if options.path is not None:
+        folder = model_folder(options.path)
+        head = load_head(folder)
         check_vocabulary(rank.tokenizer, load_tokenizer(folder), f"rewards: name='model': {folder}")
     if head.kind == "process" and config.stage == "iterative_grpo" and updates.train:
         raise ValueError(
-            f"rewards: name='model': {folder} scores steps, but iterative_grpo trains on rankings of whole responses; "
-            "set iterative.reward_model.train=false, or use a model of responses"
+            f"rewards: name='model': {folder} scores steps, but iterative_grpo trains on rankings "
+            "of whole responses; set iterative.reward_model.train=false, or use a model of "
+            "responses"
         )
-    train: dict[str, Any] = {
-        "offload": OFFLOAD_ALL,
-        "lr": updates.lr,
-        "min_lr": 0.0,
-        "schedule": "constant",
-    }
-    train |= {"warmup_steps": 0, "updates_per_step": 1, "epochs_per_batch": 1}
-    trainer = make_trainer(rank, head=head, folder=folder, beside=policy, **train)
+    train = config.train.model_copy(
+        update={
+            "offload": OFFLOAD_ALL,
+            "lr": updates.lr,
+            "min_lr": 0.0,
+            "schedule": "constant",
+            "warmup_steps": 0,
+            "updates_per_step": 1,
+            "epochs_per_batch": 1,
+        }
+    )
+    trainer = make_trainer(rank, head=head, folder=folder, beside=policy, train=train)
     trainer.memory.offload_all()
     return RewardModel(
-        trainer, head, model_reward(trainer, head, reward.weight, options.splitter, rank.tokenizer)
+        trainer,
+        head,
+        model_reward(trainer, head, reward.weight, options.splitter, rank.tokenizer),
     )
 
 
 def model_reward(
     trainer: Trainer, head: RewardHead, weight: float, splitter: Any, tokenizer: Tokenizer
 ) -> ModelReward:
+    scores_steps = head.kind == "process"
+
     def score(batch: TokenBatch) -> Tensor:
         outputs = trainer.forward(batch)
         assert outputs.values_T is not None
-        return outputs.values_T if head.kind == "process" else head.scores(outputs, batch)
+        if scores_steps:
+            return outputs.values_T
+        return head.scores(outputs, batch)
 
-    return ModelReward(weight, score, head.kind == "process", splitter, tokenizer.decode)
+    return ModelReward(weight, score, scores_steps, splitter, tokenizer.decode)

@@ -1,26 +1,27 @@
-"""Phases of a step: timed, with their peak memory, and tensors that are on- or offloaded at their boundaries.
+"""Phases of a step: their time and peak memory, and the tensors that they on- or offload.
 
-    rollout   ends: the engine sleeps
-    train     begins: the trainer's weights are onloaded
-    save      begins: its gradients are freed;             ends: its optimizer state is offloaded
-    sync      begins: both sides' weights are onloaded;    ends: the trainer is offloaded, the engine's cache wakes
+    phase     begins with                    ends with
+    rollout                                  engine: sleep
+    train     trainer: onload weights
+    save      trainer: free gradients        trainer: offload optimizer state
+    sync      both: onload weights           trainer: offload all; engine: wake the cache
 
-The first phase is a sync; before it the trainer is offloaded and the engine sleeps (run_rl.train_policy). So the
-optimizer state and the engine's cache are never on the device at once. By default nothing is offloaded and nothing
-sleeps (train.offload, rollout.sleep_level). Parts of a phase ("exchange", "staging") have peaks of their own.
+The first phase is a sync; before it the trainer is offloaded and the engine sleeps (stages/rl.py).
+So the optimizer state and the engine's cache are never on the device at once. By default nothing is
+offloaded and nothing sleeps (train.offload, rollout.sleep_level). Parts of a phase, for example
+"exchange" and "staging", have peaks of their own.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
-from megarl.launch.exit_codes import CurrentPhase
 from megarl.platform.device import peak_gb, reset_peak
-from megarl.rollout.engine import Engine
+from megarl.processes.exit_codes import CurrentPhase
+from megarl.roles import Telemetry
+from megarl.rollout.vllm.engine import Engine
 from megarl.trainer.trainer import Trainer
 
 
@@ -28,8 +29,7 @@ from megarl.trainer.trainer import Trainer
 class TimedPhases:
     """roles.Phases."""
 
-    span: Callable[[str], AbstractContextManager[None]]  # Telemetry.span
-    add: Callable[[Mapping[str, float]], None]  # Telemetry.add
+    telemetry: Telemetry
     device: torch.device
     trainers: Sequence[Trainer]
     engine: Engine | None = None  # None: a stage that samples nothing
@@ -74,17 +74,18 @@ class TimedPhases:
         """Times a part of a phase and records its peak."""
         self._settle()
         self._peaks.append(0.0)
-        with self.span(name):
+        with self.telemetry.span(name):
             yield
         self._settle()
-        self.add({f"memory/{name}/peak_gb": self._peaks.pop()})
+        self.telemetry.add({f"memory/{name}/peak_gb": self._peaks.pop()})
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         self.current.name = name
         with self.part(name):
             yield
-        self.current.name = f"after {name}"  # not reached after an exception, which is attributed to the phase itself
+        # not reached after an exception, which is attributed to the phase itself
+        self.current.name = f"after {name}"
 
     def _switch(self, change: Callable[[Engine], None]) -> None:
         if self.engine is not None:
@@ -92,9 +93,12 @@ class TimedPhases:
             change(self.engine)
 
     def _settle(self) -> None:
-        """Adds the peak since the last call to all open phases, before a phase or a change of what sleeps."""
-        peak = peak_gb(self.device) - (
-            self.engine.bytes_asleep / 1e9 if self.engine is not None else 0.0
-        )
+        """Adds the peak since the last call to all open phases.
+
+        It is called before a phase begins or ends, and before the engine sleeps or wakes.
+        """
+        peak = peak_gb(self.device)
+        if self.engine is not None:
+            peak -= self.engine.bytes_asleep / 1e9
         self._peaks[:] = [max(peak, other) for other in self._peaks]  # in this order, a NaN remains
         reset_peak(self.device)

@@ -1,12 +1,11 @@
 """One rank: redirects output to its log, runs the command, and records how it ended.
 
-    python -m megarl.launch.worker runs/<name>/config.yaml COMMAND      (started by megarl.launch.spawn)
+    python -m megarl.run.rank_process runs/<name>/config.yaml COMMAND
 
+megarl.processes.spawn starts it, or an external launcher (`run_external`).
 Rank 0's Python output goes to the terminal; all other output (C++ libraries, other ranks) goes to
 runs/<name>/logs/rank_<r>.log.
 """
-
-from __future__ import annotations
 
 import ctypes
 import faulthandler
@@ -22,10 +21,11 @@ from pathlib import Path
 from typing import TextIO
 
 from megarl.config.load import load_config, run_dir
-from megarl.config.names import ENGINE_STAGES
+from megarl.config.run_dir import prepare_run_dir
 from megarl.config.schema import Config
-from megarl.config.validate import ENGINE_COMMANDS
-from megarl.launch.exit_codes import (
+from megarl.config.stages import program
+from megarl.platform.env import LOOPBACK, Env, get_env, redact, set_env
+from megarl.processes.exit_codes import (
     DONE,
     STOPPED,
     CurrentPhase,
@@ -34,9 +34,7 @@ from megarl.launch.exit_codes import (
     to_record,
     write_exit,
 )
-from megarl.launch.heartbeat import Slots
-from megarl.launch.run_config import prepare_run_dir
-from megarl.platform.env import LOOPBACK, Env, get_env, redact, set_env
+from megarl.processes.heartbeat import Slots
 
 PR_SET_PDEATHSIG = 1
 
@@ -49,48 +47,40 @@ def main(config_path: str, command: str = "train") -> int:
 
 
 def run_external(config: Config, env: Env, command: str) -> int:
-    """Run a rank that an external launcher (torchrun, Slurm) started; returns its exit code."""
+    """Runs a rank that an external launcher (torchrun, Slurm) started; returns its exit code."""
     if env.is_main:
         prepare_run_dir(config, command)
     return run_rank(config, env, command)
 
 
 def run_rank(config: Config, env: Env, command: str) -> int:
-    """Run `command` (train, check, or one of ENGINE_COMMANDS) on this rank; returns its exit code. Never raises."""
+    """Runs `command` (train, or one of RANK_COMMANDS) on this rank; returns its exit code.
+
+    It never raises.
+    """
     folder = run_dir(config)
     terminal = redirect_output(folder / "logs" / f"rank_{env.rank}.log")
     if env.is_main:
         sys.stdout = terminal
     faulthandler.enable()
-    # read when vLLM is imported: engine core in this process, logging to our stderr
-    set_env(
-        VLLM_ENABLE_V1_MULTIPROCESSING=0,
-        VLLM_LOGGING_STREAM="ext://sys.stderr",
-        TOKENIZERS_PARALLELISM="false",
-    )
-    set_env(
-        TORCH_FR_BUFFER_SIZE=get_env("TORCH_FR_BUFFER_SIZE", "256")
-    )  # collectives, for launch.progress
-    # kernels run in the order of their launch, on which Megatron's overlap of communication relies
-    set_env(CUDA_DEVICE_MAX_CONNECTIONS=get_env("CUDA_DEVICE_MAX_CONNECTIONS", "1"))
-    if env.world_size == env.local_world_size:
-        set_env(**LOOPBACK)
-    watch, phase, slots = None, CurrentPhase(), Slots(env.slots_fd)
+    _set_variables(env)
+    say = partial(print, "megarl:", file=terminal)
+    note_exit = partial(_note_exit, folder, env)
+    watch = None
+    phase = CurrentPhase()
+    slots = Slots(env.slots_fd)
     if command == "train":
         signal.signal(signal.SIGTERM, lambda _number, _frame: setattr(phase, "is_stopping", True))
     if env.launched:
         slots.start_beating(env.rank, phase)
     try:
         if env.has_launcher and not env.launched and env.world_size > 1:
-            from megarl.launch.failure_watch import FailureWatch
+            from megarl.processes.torchrun_watch import FailureWatch
 
-            say = partial(print, "megarl:", file=terminal)
-            watch = FailureWatch(
-                env, phase, config.launch.timeout_s, partial(_note_exit, folder, env), say
-            )
+            watch = FailureWatch(env, phase, config.launch.timeout_s, note_exit, say)
         _run(config, env, phase, command)
     except KeyboardInterrupt:
-        _note_exit(folder, env, Failure(env.rank, STOPPED, "stopped"))
+        note_exit(Failure(env.rank, STOPPED, "stopped"))
         return STOPPED
     except BaseException as error:  # noqa: BLE001 (every failure becomes a record and an exit code)
         failure = failure_of(error, env.rank, phase=phase.name, run_dir=folder)
@@ -98,11 +88,8 @@ def run_rank(config: Config, env: Env, command: str) -> int:
             slots.write_failure(env.rank, to_record(failure))
         with suppress(OSError):  # the log's disk is full
             print(redact(traceback.format_exc()), file=sys.stderr)
-        if _note_exit(folder, env, failure):
-            print(
-                f"megarl: rank {env.rank} ended in {failure.phase}: {failure.message}",
-                file=terminal,
-            )
+        if note_exit(failure):
+            say(f"rank {env.rank} ended in {failure.phase}: {failure.message}")
         if watch is not None:
             watch.broadcast(failure)
         return failure.code
@@ -113,26 +100,33 @@ def run_rank(config: Config, env: Env, command: str) -> int:
     return DONE
 
 
-def _run(config: Config, env: Env, phase: CurrentPhase, command: str) -> None:
-    """Imports only what the command needs: SFT and `check` run without vLLM."""
-    name = config.stage if command == "train" else command
-    has_engine = name in (*ENGINE_STAGES, *ENGINE_COMMANDS)
-    module = (
-        "run_iterative_grpo"
-        if name == "iterative_grpo"
-        else "run_rl"
-        if has_engine
-        else "run_offline"
+def _set_variables(env: Env) -> None:
+    # read when vLLM is imported: engine core in this process, logging to our stderr
+    set_env(
+        VLLM_ENABLE_V1_MULTIPROCESSING=0,
+        VLLM_LOGGING_STREAM="ext://sys.stderr",
+        TOKENIZERS_PARALLELISM="false",
     )
-    run = getattr(import_module(f"megarl.launch.{module}"), f"run_{name}")
-    from megarl.launch.build import open_rank
+    # collectives, for processes.late_ranks
+    set_env(TORCH_FR_BUFFER_SIZE=get_env("TORCH_FR_BUFFER_SIZE", "256"))
+    # kernels run in the order of their launch, on which Megatron's overlap of communication relies
+    set_env(CUDA_DEVICE_MAX_CONNECTIONS=get_env("CUDA_DEVICE_MAX_CONNECTIONS", "1"))
+    if env.world_size == env.local_world_size:
+        set_env(**LOOPBACK)
+
+
+def _run(config: Config, env: Env, phase: CurrentPhase, command: str) -> None:
+    """Runs the stage or command, whose module is imported here: SFT runs without vLLM."""
+    module, _, function = program(config.stage, command).entry.partition(":")
+    run = getattr(import_module(module), function)
+    from megarl.run.context import open_rank
 
     with open_rank(config, env, phase) as rank:
         run(rank)
 
 
 def _note_exit(folder: Path, env: Env, failure: Failure) -> bool:
-    """Write exit.json, unless megarl's launcher or a faster rank does; returns whether it was written."""
+    """Writes exit.json, unless megarl's launcher or a faster rank does; returns True if written."""
     if env.launched or (folder / "exit.json").exists():
         return False
     write_exit(folder, failure.code, failure, world=env.world_size)
@@ -140,14 +134,14 @@ def _note_exit(folder: Path, env: Env, failure: Failure) -> bool:
 
 
 def _die_with_parent(launcher_pid: int) -> None:
-    """Ask Linux to kill this process when its launcher dies; a launcher killed by SIGKILL cannot do so."""
+    """Asks Linux to kill this process when its launcher dies, however it dies."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher_pid:  # it died before the call
         os._exit(STOPPED)
 
 
 def redirect_output(log: Path) -> TextIO:
-    """Redirect file descriptors 1 and 2 to `log`; returns the former standard output."""
+    """Redirects file descriptors 1 and 2 to `log`; returns the former standard output."""
     log.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -169,6 +163,6 @@ def _flush() -> None:
 
 if __name__ == "__main__":
     code = main(*sys.argv[1:])
-    # the destructors of a process group whose peer is gone can hang or abort, so exit without running them
+    # without the destructors: those of a process group whose peer is gone can hang or abort
     _flush()
     os._exit(code)

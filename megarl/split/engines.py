@@ -1,19 +1,19 @@
 """The engine replicas of the split topology, as the controller sees them: roles.AsyncSampler.
 
-submit --a prompt's requests to one replica--> EngineActor ... poll: a call is open at every replica, and returns
-                                                              the samples that are finished, packed
-a replica is lost --> its requests go to the others, from their beginning; it starts again in its bundle, and gets
-                      no prompt before a verified sync (controller.py); with no other left, that sync is made now
+submit --a prompt's requests to one replica--> EngineActor ... poll: a call is open at every
+                                               replica, and returns the samples that are finished
+a replica is lost --> its requests go to the others, from their beginning; it starts again in its
+                      bundle, and gets no prompt before a verified sync (controller.py); with no
+                      other left, that sync is made now
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import ray
 import torch
@@ -21,21 +21,22 @@ from ray.exceptions import RayError
 from torch import Tensor
 
 from megarl.config.schema import Config
-from megarl.launch.exit_codes import DEFECT, REFUSED, USER, Failure
-from megarl.launch.ray_actors import (
+from megarl.processes.exit_codes import DEFECT, REFUSED, USER, Failure, say
+from megarl.rollout.exchange import deal, unpack
+from megarl.split.proxy import Proxy
+from megarl.split.ray_actors import (
     KILLED,
     POLL_S,
     EngineActor,
     Place,
     RankLost,
-    end_family,
+    kill_engine,
     rank_lost,
     value_of,
 )
-from megarl.rollout.exchange import deal, unpack
-from megarl.types import CheckFailed, Request, Sample, Terminated
+from megarl.split.services import EngineService
+from megarl.types import CheckFailed, Request, Sample, SampleKey, Terminated
 
-Key = tuple[int, int]  # prompt id, sample index
 T = TypeVar("T")
 
 
@@ -44,46 +45,53 @@ class EngineLost(Exception):
 
     def __init__(self, replica: Replica, lost: RankLost) -> None:
         super().__init__(lost.failure.message)
-        self.replica, self.failure, self.is_gone = replica, lost.failure, lost.is_gone
+        self.replica = replica
+        self.failure = lost.failure
+        self.is_gone = lost.is_gone
 
 
 @dataclass
 class Replica:
-    """One replica; parity.ScoringEngine."""
+    """One replica (parity.gate.ScoringEngine)."""
 
     number: int
     actor: Any = None
     starting: Any = None  # the call that starts it; None: it has started
     node: str = ""
-    family: Sequence[Any] = ()  # its processes and segments of shared memory, for end_family
+    # its process ids and its segments of shared memory, for kill_engine
+    remains: tuple[Sequence[int], Sequence[str]] | None = None
     max_model_len: int = 0
     is_joined: bool = False  # to the sync group
     is_ready: bool = False  # it serves a verified version
     poll: Any = None  # the open call
-    requests: dict[Key, Request] = field(default_factory=dict)  # those that it is to return
+    requests: dict[SampleKey, Request] = field(default_factory=dict)  # those that it is to return
     is_asleep = False
 
-    def begin(self, method: str, *values: Any) -> Any:
-        return self.actor.call.remote(method, *values)
+    @property
+    def service(self) -> EngineService:
+        """The methods of the engine; a call waits for the value, as `value` does."""
+        send = self.actor.call.remote
+        return cast(EngineService, Proxy(lambda *call: self.value(send(*call))))
+
+    def begin(self, ask: Callable[[EngineService], object]) -> Any:
+        """Begins the call that `ask` makes; `value` waits for it."""
+        return ask(cast(EngineService, Proxy(self.actor.call.remote)))
 
     def value(self, ref: Any) -> Any:
-        """Waits for a call. Raises EngineLost if the replica is lost, what it raised if it only refuses."""
+        """Waits for a call; raises EngineLost if the replica is lost, its error if it refuses."""
         try:
             return value_of(ref, f"engine {self.number}")
         except RankLost as lost:
             kind = {USER: ValueError, REFUSED: CheckFailed}.get(lost.failure.code)
-            if kind is None:
+            if not kind:
                 raise EngineLost(self, lost) from None
             raise kind(lost.failure.message) from None
 
-    def call(self, method: str, *values: Any) -> Any:
-        return self.value(self.begin(method, *values))
-
     def complete(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[Tensor]:
-        return self.call("complete", [list(prompt) for prompt in prompts], max_tokens)
+        return self.service.complete(prompts, max_tokens)
 
     def score(self, rows: Iterable[Tensor]) -> list[Tensor]:
-        return self.call("score", [row.tolist() for row in rows])
+        return self.service.score([row.tolist() for row in rows])
 
 
 @dataclass
@@ -108,21 +116,21 @@ class Engines:
 
     def _start(self, number: int) -> Replica:
         actor = self.place.start(EngineActor, number)
-        return Replica(
-            number, actor, actor.start.remote(self.config, self.folder, self.stop_token_ids)
-        )
+        starting = actor.start.remote(self.config, self.folder, self.stop_token_ids)
+        return Replica(number, actor, starting)
 
     def wait_started(self) -> None:
         """Raises EngineLost if one cannot start, NodeGone if its node is."""
         for replica in self.replicas:
-            if replica.starting is None:
+            if not replica.starting:
                 continue
             try:
                 ((replica.node, _, pid),) = self.place.cluster.placed([replica.actor])
             except RayError as error:
                 raise EngineLost(replica, rank_lost(error, f"engine {replica.number}")) from None
             self.place.watch.add(f"engine {replica.number}", replica.node, pid)
-            *replica.family, replica.max_model_len = replica.value(replica.starting)
+            pids, segments, replica.max_model_len = replica.value(replica.starting)
+            replica.remains = (pids, segments)
             replica.starting = None
 
     # sampling
@@ -134,36 +142,41 @@ class Engines:
             if not self.restarts:
                 raise CheckFailed("no engine has verified weights; publish them first")
             self.orphans += requests  # all engines are lost
-        for replica, share in zip(ready, deal(requests, len(ready)) if ready else (), strict=True):
-            replica.requests |= {
-                (request.prompt.prompt_id, request.index): request for request in share
-            }
+        shares = deal(requests, len(ready)) if ready else []
+        for replica, share in zip(ready, shares, strict=True):
+            for request in share:
+                replica.requests[request.prompt.prompt_id, request.index] = request
             try:
                 if share:
-                    replica.call("submit", share)
-                replica.poll = replica.poll or replica.begin("poll")
+                    replica.service.submit(share)
+                replica.poll = replica.poll or replica.begin(lambda engine: engine.poll())
             except EngineLost as lost:
                 self.lose(lost)
         self._rehouse()
 
     def poll(self, timeout_s: float | None = None) -> list[Sample]:
-        """roles.AsyncSampler. Raises RankLost if a rank of the trainer is gone: these samples will not be trained."""
+        """roles.AsyncSampler.
+
+        Raises RankLost if a rank of the trainer is gone: these samples will not be trained.
+        """
         while self.running():
             if self.is_stopping():
                 raise Terminated("stopped by SIGTERM")
             if self._fault:
                 raise self._fault
-            if rank := self.place.watch.gone("rank"):
+            rank = self.place.watch.gone("rank")
+            if rank:
                 raise RankLost(Failure(-1, DEFECT, f"{rank} {KILLED}"), is_gone=True)
             self._rehouse()
-            samples, self._early = self._early, []
+            samples = self._early
+            self._early = []
             samples = samples or self._receive(POLL_S if timeout_s is None else timeout_s)
             if samples or timeout_s is not None:
                 return samples
         return []
 
     def glance(self) -> None:
-        """Called while the trainer works: restarts lost replicas and moves their requests to others."""
+        """Restarts lost replicas and moves their requests to others, while the trainer works."""
         if self.is_syncing or self._fault:
             return
         self._is_glancing = True
@@ -175,19 +188,22 @@ class Engines:
             self._is_glancing = False
 
     def _receive(self, timeout_s: float) -> list[Sample]:
-        """Of the polls that have ended; waits for one, at most this long."""
-        polls = {replica.poll: replica for replica in self.replicas if replica.poll is not None}
-        count = 1 if timeout_s else len(polls)
-        ended = ray.wait(list(polls), num_returns=count, timeout=timeout_s)[0] if polls else ()
-        samples = [sample for poll in ended for sample in self._take(polls[poll])]
+        """Returns samples of finished polls; waits up to `timeout_s` for the first."""
+        polls = {replica.poll: replica for replica in self.replicas if replica.poll}
+        samples = []
+        if polls:
+            count = 1 if timeout_s else len(polls)
+            ended, _ = ray.wait(list(polls), num_returns=count, timeout=timeout_s)
+            for poll in ended:
+                samples += self._take(polls[poll])
         self._rehouse()
         return samples
 
     def _take(self, replica: Replica) -> list[Sample]:
-        """Of its open poll, which has ended; none if the replica is lost."""
+        """Returns the samples of its finished poll, or [] if the replica is lost."""
         try:
             samples = unpack(torch.tensor(replica.value(replica.poll)))
-            replica.poll = replica.begin("poll")
+            replica.poll = replica.begin(lambda engine: engine.poll())
         except EngineLost as lost:
             self.lose(lost)
             return []
@@ -197,11 +213,8 @@ class Engines:
 
     def running(self) -> int:
         """roles.AsyncSampler."""
-        return (
-            len(self._early)
-            + len(self.orphans)
-            + sum(len(replica.requests) for replica in self.replicas)
-        )
+        sampling = sum(len(replica.requests) for replica in self.replicas)
+        return sampling + len(self._early) + len(self.orphans)
 
     # replicas that are lost
 
@@ -212,11 +225,7 @@ class Engines:
         if self.restarts > limit:
             self.place.cluster.expect_nodes()  # what a whole node takes along may be more
             raise CheckFailed(f"{failure.message}; launch.max_restarts={limit} are used up")
-        print(
-            f"megarl: {failure.message}; restart {self.restarts} of {limit}",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"{failure.message}; restart {self.restarts} of {limit}")
 
     def lose(self, lost: EngineLost) -> None:
         """Ends what is left of a replica and starts it again; its requests are for `adopt`."""
@@ -229,23 +238,29 @@ class Engines:
         self.replicas[number] = self._start(number)
 
     def survive(self, call: Callable[[], T]) -> T:
-        """Repeats a call until no engine is lost in it; those that are start again, unless the first start fails."""
+        """Repeats a call until no engine is lost in it.
+
+        Lost ones start again, unless the first start fails.
+        """
         while True:
             try:
                 return call()
             except EngineLost as lost:
-                if lost.replica.starting is not None and not lost.is_gone and not self.restarts:
+                if lost.replica.starting and not lost.is_gone and not self.restarts:
                     raise
                 self.lose(lost)
 
     def adopt(self) -> None:
         """Gives the requests of lost replicas to others."""
-        orphans, self.orphans = self.orphans, []
+        orphans = self.orphans
+        self.orphans = []
         if orphans:
             self.submit(orphans)
 
     def _rehouse(self) -> None:
-        """As `adopt`, after a sync if no replica is ready."""
+        """Reassigns the requests of lost replicas; publishes weights first if no
+        replica is ready.
+        """
         if self.orphans and not any(replica.is_ready for replica in self.replicas):
             if self._is_glancing:
                 return
@@ -253,7 +268,9 @@ class Engines:
         self.adopt()
 
     def leave_ranks(self) -> None:
-        """After the trainer's ranks have ended: drops all requests, and accepts none before the next sync."""
+        """Drops all requests, and accepts none before the next sync: the trainer's
+        ranks are gone.
+        """
         for number in range(len(self.replicas)):
             self.survive(partial(self._drop, number))
         self._early.clear()
@@ -263,16 +280,16 @@ class Engines:
         replica = self.replicas[number]
         replica.is_joined = replica.is_ready = False
         self.wait_started()
-        replica.call("drop")
+        replica.service.drop()
         replica.requests.clear()
-        if replica.poll is not None:
+        if replica.poll:
             replica.value(replica.poll)  # samples of before
             replica.poll = None
 
     def _end(self, replica: Replica) -> None:
         ray.kill(replica.actor)
-        if replica.family:
-            end_family(replica.node, *replica.family)
+        if replica.remains:
+            kill_engine(replica.node, *replica.remains)
 
     def end(self) -> None:
         for replica in self.replicas:

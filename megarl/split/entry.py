@@ -1,27 +1,36 @@
-"""`megarl train` with launch.topology: split: starts the cluster and the controller in it, and records how it ended."""
-
-from __future__ import annotations
+"""`megarl train` with launch.topology: split: starts the cluster and the controller in it, and
+records how it ended.
+"""
 
 import signal
-import sys
 import time
 from collections.abc import Sequence
 
+from megarl.config.launch import fallbacks
 from megarl.config.load import run_dir
-from megarl.config.model_checks import check_cpu_engine
+from megarl.config.rollout import check_cpu_engine
+from megarl.config.run_dir import prepare_run_dir
 from megarl.config.schema import Config
-from megarl.config.validate import fallbacks, model_shape
-from megarl.launch.cluster import ROOM_S, NoRoom, open_cluster
-from megarl.launch.exit_codes import STOPPED, TERMINATED, CurrentPhase, Failure, failure_of
-from megarl.launch.run_config import prepare_run_dir
-from megarl.launch.spawn import lock_run_dir, report_end
-from megarl.planner.weight_sync import fleet_of
+from megarl.config.validate import model_shape
 from megarl.platform.env import count_gpus
+from megarl.processes.exit_codes import (
+    STOPPED,
+    TERMINATED,
+    CurrentPhase,
+    Failure,
+    failure_of,
+    say,
+)
+from megarl.processes.spawn import lock_run_dir, report_end
+from megarl.split.ray_cluster import ROOM_S, NoRoom, open_cluster
+from megarl.weights.plan.from_config import fleet_of
 
 
 def run_split(config: Config) -> int:
     """Runs the stage rl; returns the exit code."""
-    folder, phase, failure = run_dir(config), CurrentPhase(), None
+    folder = run_dir(config)
+    phase = CurrentPhase()
+    failure = None
     layouts = [config, *fallbacks(config)]
     with lock_run_dir(folder):
         prepare_run_dir(config, "train")
@@ -32,7 +41,7 @@ def run_split(config: Config) -> int:
             failure = Failure(-1, STOPPED, "stopped")
         except SystemExit:  # Ray's handler of SIGTERM, until ours is set
             failure = Failure(-1, TERMINATED, "stopped by SIGTERM")
-        except BaseException as error:  # noqa: BLE001 (every failure becomes a record and an exit code)
+        except BaseException as error:  # noqa: BLE001 (every failure becomes an exit code)
             failure = getattr(error, "failure", None) or failure_of(
                 error, -1, phase=phase.name, run_dir=folder
             )
@@ -40,7 +49,10 @@ def run_split(config: Config) -> int:
 
 
 def _first_with_room(layouts: Sequence[Config], phase: CurrentPhase) -> Config:
-    """Runs, and goes on in the next layout when a node is gone; returns the last. Raises NoRoom if none fits."""
+    """Runs, and goes on in the next layout when a node is gone; returns the last.
+
+    Raises NoRoom if none fits.
+    """
     first = None
     for number, config in enumerate(layouts):
         try:
@@ -49,12 +61,8 @@ def _first_with_room(layouts: Sequence[Config], phase: CurrentPhase) -> Config:
         except NoRoom as error:
             first = first or error
             if number < len(layouts) - 1:
-                print(
-                    f"megarl: {error}; goes on in launch.fallback_layouts[{number}]",
-                    file=sys.stderr,
-                    flush=True,
-                )
-    assert first is not None
+                say(f"{error}; goes on in launch.fallback_layouts[{number}]")
+    assert first
     raise first
 
 
@@ -64,8 +72,7 @@ def _run(config: Config, phase: CurrentPhase, room_s: float) -> None:
         signal.signal(signal.SIGTERM, lambda _number, _frame: setattr(phase, "is_stopping", True))
         if not cluster.has_gpus:
             check_cpu_engine(config, model_shape(config))
-        from megarl.launch.controller import (
-            train_split,
-        )  # its imports take seconds: Ray has started by then
+        # its imports take seconds: Ray has started by then
+        from megarl.split.controller import train_split
 
         train_split(config, cluster, fleet, phase)

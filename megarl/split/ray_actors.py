@@ -1,9 +1,10 @@
-"""The processes of the split topology: a Ray actor for each Megatron rank and each engine replica, and their groups.
+"""The processes of the split topology: a Ray actor for each Megatron rank and each engine replica.
 
-    controller --call--> RankActor x W     (a rank; all of them at once)     --> values of rank 0, or why one failed
-               --call--> EngineActor x R   (an AsyncLLM; any number of calls) --> the same
+    controller --call--> RankActor x W    (a rank; all at once)    --> rank 0's value, or a failure
+               --call--> EngineActor x R  (an AsyncLLM; any calls) --> the same
 
-A call returns {"value": ...} or {"failure": ...}: what a failure means does not depend on how Ray wraps it.
+A call returns {"value": ...} or {"failure": ...}: what a failure means does not depend on how Ray
+wraps it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 from ray.exceptions import RayActorError, RayError
@@ -27,12 +28,16 @@ from ray.util.scheduling_strategies import (
 )
 
 from megarl.config.schema import Config
-from megarl.launch.cluster import Cluster
-from megarl.launch.exit_codes import DEFECT, REFUSED, Failure, failure_of, first_failure
-from megarl.launch.watch import Watch
-from megarl.launch.worker import redirect_output
-from megarl.platform.children import Children
 from megarl.platform.env import LOOPBACK, Env, get_env, redact, set_env
+from megarl.processes.children import Children
+from megarl.processes.exit_codes import DEFECT, REFUSED, Failure, failure_of, first_failure
+from megarl.run.rank_process import redirect_output
+from megarl.split.proxy import Proxy
+from megarl.split.ray_cluster import Cluster
+from megarl.split.stopped_processes import Watch
+
+if TYPE_CHECKING:  # its types need torch, which an actor imports once its environment is set
+    from megarl.split.services import RankService
 
 GRACE_S = 10.0  # for the peers of a failed rank to fail too: the first record gives the cause
 POLL_S = 0.5
@@ -40,20 +45,23 @@ KILLED = "was killed; out of memory? see its log"
 
 
 class RankLost(RuntimeError):
-    """A trainer rank has failed or ended, and with it the group: nothing more can be asked of it."""
+    """A trainer rank has failed or ended, and with it the group: it cannot be asked any more."""
 
     def __init__(self, failure: Failure, is_gone: bool = False) -> None:
         super().__init__(failure.message)
-        self.failure, self.is_gone = failure, is_gone  # its process, not only what it was doing
+        self.failure = failure
+        self.is_gone = is_gone  # its process, not only what it was doing
 
 
 class _Actor:
     """Imports torch only once the environment is set."""
 
-    def __init__(self, number: int, log: str, environment: Mapping[str, Any]) -> None:
+    def __init__(self, number: int, log: Path, environment: Mapping[str, Any]) -> None:
         set_env(**environment)
-        redirect_output(Path(log))
-        self._number, self._log, self._made = number, Path(log), None
+        redirect_output(log)
+        self._number = number
+        self._log = log
+        self._made = None
 
     def place(self) -> tuple[str, list[int], int]:
         """Returns the node, this actor's GPUs there, and its process id."""
@@ -74,9 +82,10 @@ class _Actor:
 class RankActor(_Actor):
     def start(self, config: Config, env: Env, store: str, name: str) -> dict[str, Any]:
         try:
-            from megarl.launch.split_rank import TrainerRank
+            from megarl.split.trainer_rank import TrainerRank
 
-            self._number, self._made = env.rank, TrainerRank(config, env, store, name)
+            self._number = env.rank
+            self._made = TrainerRank(config, env, store, name)
             return {"value": None}
         except BaseException as error:  # noqa: BLE001 (every failure becomes a record)
             return self._failed(error)
@@ -97,21 +106,20 @@ class EngineActor(_Actor):
     async def start(
         self, config: Config, folder: Path, stop_token_ids: Sequence[int]
     ) -> dict[str, Any]:
-        """Returns what its end needs, processes and segments of shared memory, and the longest row."""
+        """Returns its processes and segments of shared memory, and the longest row."""
         try:
-            from megarl.rollout.async_engine import AsyncEngine
+            from megarl.rollout.vllm.async_engine import AsyncEngine
 
-            made = self._made = await AsyncEngine.start(
-                config, folder, stop_token_ids, self._number
-            )
-            pids, segments = [*made.children.pids, os.getpid()], sorted(made.children.segments)
-            return {"value": (pids, segments, made.max_model_len)}
+            number = self._number
+            made = self._made = await AsyncEngine.start(config, folder, stop_token_ids, number)
+            pids = [*made.children.pids, os.getpid()]
+            return {"value": (pids, sorted(made.children.segments), made.max_model_len)}
         except BaseException as error:  # noqa: BLE001 (every failure becomes a record)
             return self._failed(error)
 
     async def call(self, method: str, *values: Any) -> dict[str, Any]:
         try:
-            assert self._made is not None
+            assert self._made
             return {"value": await self._made.call(method, *values)}
         except BaseException as error:  # noqa: BLE001 (every failure becomes a record)
             return self._failed(error)
@@ -130,7 +138,9 @@ def value_of(ref: Any, what: str) -> Any:
 
 def rank_lost(error: RayError, what: str) -> RankLost:
     is_gone = isinstance(error, RayActorError)
-    cause = KILLED if is_gone else f"{type(error).__name__}: {error}"
+    cause = f"{type(error).__name__}: {error}"
+    if is_gone:
+        cause = KILLED
     return RankLost(Failure(-1, DEFECT, f"{what} {cause}"), is_gone)
 
 
@@ -147,38 +157,41 @@ class Place:
     def start(self, kind: Any, number: int) -> Any:
         cluster = self.cluster
         strategy = PlacementGroupSchedulingStrategy(cluster.placement, self.first_bundle + number)
-        gpus = self.gpus * cluster.has_gpus
         options = {
             "num_cpus": 1,
-            "num_gpus": gpus,
+            "num_gpus": self.gpus * cluster.has_gpus,
             "max_restarts": 0,
             "scheduling_strategy": strategy,
         }
-        name, calls = ("engine", {"max_concurrency": 1000}) if kind is EngineActor else ("rank", {})
+        name = "rank"
+        if kind is EngineActor:
+            name = "engine"
+            options["max_concurrency"] = 1000
         environment = {
             "OMP_NUM_THREADS": get_env("OMP_NUM_THREADS") or 1,
             "TOKENIZERS_PARALLELISM": "false",
         }
-        environment |= LOOPBACK if cluster.is_local else {}  # set before anything heavy is imported
-        return kind.options(**options, **calls).remote(
-            number, str(self.logs / f"{name}_{number}.log"), environment
-        )
+        if cluster.is_local:
+            environment |= LOOPBACK  # set before anything heavy is imported
+        log = self.logs / f"{name}_{number}.log"
+        return kind.options(**options).remote(number, log, environment)
 
 
 @dataclass
 class TrainerRanks:
-    """All ranks of the trainer; `call` is a collective of them."""
+    """All ranks of the trainer; a call is a collective of them."""
 
     actors: Sequence[Any]
     meanwhile: Callable[[], object] = lambda: None  # called while ranks are waited for
 
     @classmethod
     def start(cls, config: Config, place: Place, world: int, store: str) -> TrainerRanks:
-        """They meet in `store`. Ranks are numbered node by node. Raises NodeGone if a node is."""
-        ranks, name = (
-            cls([place.start(RankActor, number) for number in range(world)]),
-            f"trainer-{token_hex(4)}",
-        )
+        """Starts ranks, which meet in `store`; they are numbered node by node.
+
+        Raises NodeGone if a node is.
+        """
+        ranks = cls([place.start(RankActor, number) for number in range(world)])
+        name = f"trainer-{token_hex(4)}"
         with ExitStack() as stack:
             stack.callback(ranks.end)
             try:
@@ -186,54 +199,65 @@ class TrainerRanks:
             except RayError as error:
                 raise rank_lost(error, "a rank") from None
             nodes = list(dict.fromkeys(node for node, *_ in places))
-            order = sorted(
-                range(world),
-                key=lambda number: (nodes.index(places[number][0]), places[number][1], number),
-            )
-            ranks.actors, starts = [ranks.actors[number] for number in order], list[Any]()
-            for rank, number in enumerate(order):
-                place.watch.add(f"rank {rank}", places[number][0], places[number][2])
+            placed = list(zip(places, ranks.actors, strict=True))
+            placed.sort(key=lambda pair: (nodes.index(pair[0][0]), pair[0][1]))
+            ranks.actors = [actor for _, actor in placed]
+            starts = []
+            for rank, ((node, _, pid), actor) in enumerate(placed):
+                place.watch.add(f"rank {rank}", node, pid)
                 # on a GPU, each sees its own alone, as number 0
                 env = Env(rank, world, 0, max(1, world // len(nodes)), has_launcher=True)
-                starts.append(ranks.actors[rank].start.remote(config, env, store, name))
+                starts.append(actor.start.remote(config, env, store, name))
             ranks.wait(starts)
             stack.pop_all()
         return ranks
 
-    def call(self, method: str, *values: Any) -> Any:
-        """Returns what rank 0 does. Raises CheckFailed if all ranks refuse, RankLost if one fails otherwise."""
-        return self.wait(self.begin(method, *values))
+    @property
+    def service(self) -> RankService:
+        """The methods of all ranks; a call returns what rank 0 does.
 
-    def begin(self, method: str, *values: Any) -> list[Any]:
+        Raises CheckFailed if all ranks refuse, RankLost if one fails otherwise.
+        """
+        return cast("RankService", Proxy(lambda *call: self.wait(self._send(*call))))
+
+    def begin(self, ask: Callable[[RankService], Any]) -> list[Any]:
+        """Begins the call that `ask` makes; `wait` waits for it."""
+        return ask(cast("RankService", Proxy(self._send)))
+
+    def _send(self, method: str, *values: Any) -> list[Any]:
         from megarl.rollout.exchange import pack_batch
 
         refs = [ray.put(pack_batch(value)) for value in values]
         return [actor.call.remote(method, *refs) for actor in self.actors]
 
     def wait(self, refs: Sequence[Any], meanwhile: Callable[[], object] | None = None) -> Any:
+        """Waits for a call of all ranks, and calls `meanwhile` again and again."""
         from megarl.rollout.exchange import unpack_batch
         from megarl.types import CheckFailed
 
-        ranks, pending, failures = (
-            {ref: rank for rank, ref in enumerate(refs)},
-            list(refs),
-            list[Failure](),
-        )
-        value, deadline, gone = None, None, None
+        ranks = {ref: rank for rank, ref in enumerate(refs)}
+        pending = list(refs)
+        failures = []
+        value = None
+        deadline = None
+        gone = None
         while pending and (deadline is None or time.monotonic() < deadline):
-            done, pending = ray.wait(pending, num_returns=1, timeout=POLL_S)
+            done, pending = ray.wait(pending, timeout=POLL_S)
             (meanwhile or self.meanwhile)()
             for ref in done:
                 try:
                     returned = value_of(ref, f"rank {ranks[ref]}")
-                    value = returned if ranks[ref] == 0 else value
+                    if ranks[ref] == 0:
+                        value = returned
                 except RankLost as lost:
                     failures.append(lost.failure)
-                    gone = gone or (lost if lost.is_gone else None)
-                    deadline = (
-                        0.0 if gone else deadline or time.monotonic() + GRACE_S
-                    )  # that one is the cause
-        if (first := first_failure(failures)) is None:
+                    if lost.is_gone:
+                        gone = gone or lost
+                    deadline = deadline or time.monotonic() + GRACE_S
+                    if gone:  # that one is the cause
+                        deadline = 0.0
+        first = first_failure(failures)
+        if not first:
             return unpack_batch(value)
         if [failure.code for failure in failures] == [REFUSED] * len(refs):
             raise CheckFailed(first.message)
@@ -244,7 +268,7 @@ class TrainerRanks:
             ray.kill(actor)
 
 
-def end_family(node: str, pids: Sequence[int], segments: Sequence[str]) -> None:
+def kill_engine(node: str, pids: Sequence[int], segments: Sequence[str]) -> None:
     """Ends the processes of an engine on its node: they outlive an actor that is killed."""
     strategy: Any = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
 

@@ -1,12 +1,13 @@
-"""The Ray cluster of the split topology: an existing one (RAY_ADDRESS), or a local one that ends with the run.
+"""The Ray cluster of the split topology: an existing one (RAY_ADDRESS), or a local one that ends
+with the run.
 
-    open_cluster --> Cluster: placement, where the ranks meet    local: loopback only, a token of the job's own
-                                                                  existing: its own token (scripts/ray_cluster.sh)
+    open_cluster --> Cluster: placement, where the ranks meet
+                     local: loopback only, a token of the job's own
+                     existing: its own token (scripts/ray_cluster.sh)
 
-Ray's protocol executes what it is sent, so a port without a token is a shell for anyone who reaches it.
+Ray's protocol executes what it is sent, so a port without a token is a shell for anyone who reaches
+it.
 """
-
-from __future__ import annotations
 
 import fcntl
 import logging
@@ -21,14 +22,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from megarl.config.schema import Config
+from megarl.patches import ray as ray_patches
 from megarl.platform.env import LOOPBACK, get_env, set_env
-from megarl.weights.fleet import Fleet
+from megarl.weights.plan.fleet import Fleet
 
 STORE_BYTES = 256 << 20  # of a local object store: it has the batches of a step
-START_S = 240.0  # for Ray's own processes, on a busy machine
 ROOM_S = 60.0  # for a node to come back, or another to take its place
 TOKEN_BYTES = 32
 FOLDER = "megarl-ray-"
@@ -53,11 +53,14 @@ class Cluster:
     def resources(self) -> str:
         import ray
 
-        has = {name: ray.cluster_resources().get(name, 0) for name in ("CPU", "GPU")}
-        return f"the Ray cluster has {has['CPU']:g} CPUs and {has['GPU']:g} GPUs"
+        has = ray.cluster_resources()
+        return f"the Ray cluster has {has.get('CPU', 0):g} CPUs and {has.get('GPU', 0):g} GPUs"
 
     def placed(self, actors: Sequence[Any]) -> list[tuple[str, list[int], int]]:
-        """Waits until the actors run; returns their places. Raises NodeGone, or RayError if an actor has died."""
+        """Waits until the actors run; returns their places.
+
+        Raises NodeGone, or RayError if an actor has died.
+        """
         import ray
 
         pending = places = [actor.place.remote() for actor in actors]
@@ -73,14 +76,18 @@ class Cluster:
             deadline = deadline or time.monotonic() + ROOM_S
             if time.monotonic() > deadline:
                 raise NodeGone(
-                    f"a node is gone; {self.resources()} left; add nodes and run the same command to resume"
+                    f"a node is gone; {self.resources()} left; add nodes and run the same command "
+                    "to resume"
                 )
 
 
 @contextmanager
 def open_cluster(config: Config, fleet: Fleet, *, gpus: int, room_s: float) -> Iterator[Cluster]:
-    """Raises NoRoom if the cluster has no room for the job within `room_s`, ValueError if it refuses its token."""
-    address, store = get_env("RAY_ADDRESS"), ""
+    """Raises NoRoom if the cluster has no room for the job within `room_s`, ValueError if it
+    refuses its token.
+    """
+    address = get_env("RAY_ADDRESS")
+    store = ""
     with ExitStack() as stack:
         set_env(RAY_AUTH_MODE="token", RAY_USAGE_STATS_ENABLED=0)
         if address:
@@ -91,8 +98,11 @@ def open_cluster(config: Config, fleet: Fleet, *, gpus: int, room_s: float) -> I
             store = f"file:{folder / 'store'}"
         stack.callback(ray.shutdown)
         has_gpus = gpus > 0 if not address else ray.cluster_resources().get("GPU", 0) > 0
-        bundle = {"CPU": 1} | ({"GPU": 1} if has_gpus else {})
-        engine = bundle | ({"GPU": fleet.ranks_per_replica} if has_gpus else {})
+        bundle = {"CPU": 1}
+        engine = {"CPU": 1}
+        if has_gpus:
+            bundle["GPU"] = 1
+            engine["GPU"] = fleet.ranks_per_replica
         placement = ray.util.placement_group(
             [bundle] * fleet.trainers + [engine] * fleet.replicas, strategy="PACK"
         )
@@ -100,15 +110,17 @@ def open_cluster(config: Config, fleet: Fleet, *, gpus: int, room_s: float) -> I
         cluster = Cluster(placement, store or _listen(stack), not address, has_gpus)
         if not placement.wait(room_s):
             raise NoRoom(
-                f"{cluster.resources()}, but no room for {fleet.trainers} trainer ranks and {fleet.replicas} engines "
-                f"of {fleet.ranks_per_replica}; start more nodes"
+                f"{cluster.resources()}, but no room for {fleet.trainers} trainer ranks and "
+                f"{fleet.replicas} engines of {fleet.ranks_per_replica}; start more nodes"
             )
         yield cluster
 
 
 @contextmanager
 def _private_folder() -> Iterator[Path]:
-    """Nobody else can look into it, and it goes with this process: those of processes that were killed go now."""
+    """Nobody else can look into it, and it goes with this process: those of processes that were
+    killed go now.
+    """
     for old in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
         with suppress(OSError), _locked(old):  # not of a process that lives, or of somebody else
             if time.time() - old.stat().st_mtime > 10:
@@ -133,8 +145,9 @@ def _locked(folder: Path) -> Iterator[None]:
 def _connect(address: str) -> Any:
     if not (get_env("RAY_AUTH_TOKEN") or get_env("RAY_AUTH_TOKEN_PATH")):
         raise ValueError(
-            f"RAY_ADDRESS={address}, but neither RAY_AUTH_TOKEN nor RAY_AUTH_TOKEN_PATH is set: without a token, "
-            "anyone who reaches the cluster's ports runs code in it; use scripts/ray_cluster.sh, or set its token"
+            f"RAY_ADDRESS={address}, but neither RAY_AUTH_TOKEN nor RAY_AUTH_TOKEN_PATH is set: "
+            "without a token, anyone who reaches the cluster's ports runs code in it; use "
+            "scripts/ray_cluster.sh, or set its token"
         )
     import ray
 
@@ -151,13 +164,13 @@ def _start(folder: Path, config: Config, fleet: Fleet, gpus: int) -> Any:
     set_env(
         RAY_AUTH_TOKEN=secrets.token_hex(TOKEN_BYTES),
         RAY_AUTH_TOKEN_PATH=None,
-        RAY_agent_register_timeout_ms=int(START_S * 1000),
+        RAY_agent_register_timeout_ms=int(ray_patches.START_S * 1000),
         RAY_DISABLE_IMPORT_WARNING=1,
         **LOOPBACK,
     )
     import ray
 
-    with _patched(config.launch.dashboard):
+    with ray_patches.applied(config.launch.dashboard):
         ray.init(
             num_cpus=fleet.trainers + fleet.replicas,
             num_gpus=gpus,
@@ -168,56 +181,6 @@ def _start(folder: Path, config: Config, fleet: Fleet, gpus: int) -> Any:
             **QUIET,
         )
     return ray
-
-
-@contextmanager
-def _patched(has_dashboard: bool) -> Iterator[None]:
-    """Patches to Ray 2.60, while it starts; tests/e2e/test_split.py reads the listeners.
-
-    ENABLE_RAY_CLUSTER: on Linux, Ray replaces 127.0.0.1 by the host's address, so that every port is reachable; where
-    its clusters are disabled, as on macOS, it does not. get_node, start_raylet: its processes have 30 s to start, and
-    the raylet as long to hear of its agents' ports, whatever the settings; for ports chosen here it does not wait.
-    get_dashboard_dependency_error: without a dashboard, its agents leave out the HTTP servers.
-    """
-    from ray._private import ray_constants, services, utils
-
-    get_node, start_raylet = services.get_node, services.start_raylet
-    agents = ("metrics_agent", "metrics_export", "runtime_env_agent", "dashboard_agent_listen")
-
-    def get_node_patiently(*values: Any) -> Any:
-        deadline = time.monotonic() + START_S
-        while True:
-            try:
-                return get_node(*values)
-            except RuntimeError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.1)
-
-    def start_raylet_with_ports(*values: Any, **options: Any) -> Any:
-        with ExitStack() as stack:
-            free = [
-                stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-                for _ in agents
-            ]
-        return start_raylet(
-            *values,
-            **{**options, **dict(zip([f"{name}_port" for name in agents], free, strict=True))},
-        )
-
-    patches: list[tuple[Any, str, Any]] = [
-        (ray_constants, "ENABLE_RAY_CLUSTER", False),
-        (services, "get_node", get_node_patiently),
-        (services, "start_raylet", start_raylet_with_ports),
-    ]
-    if not has_dashboard:
-        patches.append(
-            (utils, "get_dashboard_dependency_error", lambda: ImportError("there is no dashboard"))
-        )
-    with ExitStack() as stack:
-        for module, name, value in patches:
-            stack.enter_context(patch.object(module, name, value))
-        yield
 
 
 def _listen(stack: ExitStack) -> str:

@@ -1,18 +1,16 @@
 """Processes of the split topology that are stopped or gone, on every node.
 
-    controller: a thread --names and process ids, every LOOK_S--> NodeWatch, one a node --lines--> stderr
-                                                                                        --gone--> Watch.gone
+    controller: a thread --names and process ids, every LOOK_S--> NodeWatch, one a node
+    NodeWatch --lines--> stderr
+              --gone--> Watch.gone
 
-A stopped one is reported after 5 s, killed after half of launch.timeout_s, then replaced. To Ray it looks like a slow
-one; the kernel knows the difference (launch.heartbeat.is_stopped). Ray reports a rank that is gone to whoever calls it;
-during a rollout nobody does.
+A stopped one is reported after 5 s, killed after half of launch.timeout_s, then replaced. To Ray it
+looks like a slow one; the kernel knows the difference (processes.heartbeat.is_stopped). Ray reports
+a rank that is gone to whoever calls it; during a rollout nobody does.
 """
-
-from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -25,8 +23,9 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.launch.heartbeat import STOPPED_S, is_stopped
-from megarl.platform.children import descendants
+from megarl.processes.children import descendants
+from megarl.processes.exit_codes import say
+from megarl.processes.heartbeat import STOPPED_S, is_stopped
 
 LOOK_S = 2.0
 
@@ -40,15 +39,19 @@ class StoppedProcesses:
     _said: set[int] = field(default_factory=set)
 
     def look(self, names: Mapping[str, int], now: float) -> list[str]:
-        """Checks these processes and their descendants; returns the lines to print. Kills what exceeds the limit."""
-        lines = list[str]()
+        """Checks these processes and their descendants; returns the lines to print.
+
+        Kills what exceeds the limit.
+        """
+        lines = []
         for name, root in names.items():
             for pid in (root, *descendants(root)):
                 if not is_stopped(pid):
                     self._since.pop(pid, None)
                     self._said.discard(pid)
                     continue
-                seconds, text = now - self._since.setdefault(pid, now), f"{name} (process {pid})"
+                seconds = now - self._since.setdefault(pid, now)
+                text = f"{name} (process {pid})"
                 if seconds >= self.limit_s:
                     lines.append(f"{text} has been stopped for {seconds:.0f} s; killing it")
                     with suppress(ProcessLookupError):
@@ -56,8 +59,8 @@ class StoppedProcesses:
                 elif seconds >= STOPPED_S and pid not in self._said:
                     self._said.add(pid)
                     lines.append(
-                        f"{text} is stopped, by a signal or a debugger, for {seconds:.0f} s: `kill -CONT {pid}` "
-                        f"continues it; it is killed after {self.limit_s:g} s"
+                        f"{text} is stopped, by a signal or a debugger, for {seconds:.0f} s: "
+                        f"`kill -CONT {pid}` continues it; it is killed after {self.limit_s:g} s"
                     )
         return lines
 
@@ -75,23 +78,30 @@ class Watch:
     """Checks the processes of all nodes every LOOK_S, in a thread, until `end`."""
 
     def __init__(self, timeout_s: float) -> None:
-        self._limit_s, self._ended = timeout_s / 2, threading.Event()
-        self._places, self._nodes = dict[str, tuple[str, int]](), dict[str, Any]()
+        self._limit_s = timeout_s / 2
+        self._ended = threading.Event()
+        self._places = dict[str, tuple[str, int]]()
+        self._nodes = dict[str, Any]()
         self._gone = set[tuple[str, tuple[str, int]]]()
         self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
         self._thread.start()
 
     def add(self, name: str, node: str, pid: int) -> None:
-        """In place of an earlier process of that name."""
+        """Replaces an earlier process of that name."""
         if node not in self._nodes:
-            strategy, actor = NodeAffinitySchedulingStrategy(node_id=node, soft=False), NodeWatch
+            strategy = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+            actor: Any = NodeWatch
             self._nodes[node] = actor.options(scheduling_strategy=strategy).remote(self._limit_s)
         self._places[name] = node, pid
 
     def gone(self, kind: str) -> str | None:
-        """Returns the name of a process of this kind (rank, engine) that has ended, LOOK_S late at most; or None."""
-        gone = (name for name, place in self._places.items() if (name, place) in self._gone)
-        return next((name for name in gone if name.startswith(kind)), None)
+        """Returns the name of a process of this kind (rank, engine) that has ended, LOOK_S late at
+        most; or None.
+        """
+        for name, place in self._places.items():
+            if name.startswith(kind) and (name, place) in self._gone:
+                return name
+        return None
 
     def end(self) -> None:
         self._ended.set()
@@ -108,7 +118,8 @@ class Watch:
                     lines, gone = ray.get(looks, timeout=5 * LOOK_S)
                 except RayError:
                     is_alive = any(each["Alive"] for each in ray.nodes() if each["NodeID"] == node)
-                    lines, gone = [], [] if is_alive else names
+                    lines = []
+                    gone = [] if is_alive else names
                 self._gone.update((name, (node, names[name])) for name in gone)
                 for line in lines:
-                    print(f"megarl: {line}", file=sys.stderr, flush=True)
+                    say(line)

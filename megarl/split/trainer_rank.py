@@ -1,11 +1,10 @@
-"""A Megatron rank of the split topology. The controller calls each method on all ranks at once, in one order.
+"""A Megatron rank of the split topology; the controller calls each method on all ranks, in one
+order.
 
-controller --rows of a batch--> score, update --> what rank 0 returns          the gate runs here, before the step
-           --version--> transfer --> engine workers (rollout.async_engine)     sender half of publish.Publisher
+controller --rows of a batch--> score, update --> what rank 0 returns; the gate runs here
+           --version--> transfer --> engine workers (rollout/vllm/async_engine.py)
            --step, states--> maybe_save: the same checkpoints as the colocated topology's
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -15,12 +14,13 @@ from functools import partial
 from typing import Any
 
 from megarl.config.schema import Config
-from megarl.launch import build
-from megarl.launch.exit_codes import CurrentPhase
-from megarl.launch.parity import Measured, ParityChecks, measure_logprobs
+from megarl.parity.gate import Measured, ParityChecks, measure_logprobs
 from megarl.platform.env import Env
-from megarl.rollout.async_engine import SyncGroup
-from megarl.rollout.publisher import make_publisher
+from megarl.processes.exit_codes import CurrentPhase
+from megarl.rollout.vllm.async_engine import SyncGroup
+from megarl.run.checkpoints import export, make_checkpoints
+from megarl.run.context import open_rank
+from megarl.run.models import check_weights, make_learner, make_objective, make_trainer
 from megarl.types import (
     ObjectiveState,
     PublishReport,
@@ -30,8 +30,9 @@ from megarl.types import (
     TokenScores,
     TrainBatch,
 )
-from megarl.weights.publish import Publisher, WeightSender
-from megarl.weights.transports.collective import Collective, open_store
+from megarl.weights.sync.from_config import make_publisher
+from megarl.weights.sync.publish import Publisher, WeightSender
+from megarl.weights.sync.transports.collective import Collective, open_store
 
 
 @dataclass
@@ -48,24 +49,22 @@ class StoredState:
 
 
 class TrainerRank:
+    """What the controller asks of a rank, through a proxy; the values are those of rank 0."""
+
     publisher: Publisher  # once the group is joined
 
     def __init__(self, config: Config, env: Env, store: str, name: str) -> None:
-        """A collective of the trainer's ranks, which meet at the keys `name` of `store`."""
-        self.phase, self._stack = CurrentPhase(), ExitStack()
+        """Builds the rank; all meet at the keys `name` of `store`. A collective."""
+        self.phase = CurrentPhase()
+        self._stack = ExitStack()
         meeting = open_store(store, name, timedelta(seconds=config.launch.timeout_s))
-        rank = self.rank = self._stack.enter_context(
-            build.open_rank(config, env, self.phase, meeting)
-        )
-        self.trainer = build.make_trainer(rank)
-        objective, self.prompts = build.make_objective(config), StoredState()
-        self.learner = build.make_learner(rank, self.trainer, objective)
+        rank = self.rank = self._stack.enter_context(open_rank(config, env, self.phase, meeting))
+        self.trainer = make_trainer(rank)
+        objective = make_objective(config)
+        self.prompts = StoredState()
+        self.learner = make_learner(rank, self.trainer, objective)
         state = objective.initial_state()
-        self.checkpoint = build.make_checkpoints(
-            rank, self.trainer, self.prompts, state, self.learner
-        )
-        self.save, self.finish = self.checkpoint.save, self.checkpoint.finish
-        self.export = partial(build.export, rank, self.trainer)
+        self.checkpoint = make_checkpoints(rank, self.trainer, self.prompts, state, self.learner)
         self.checks = ParityChecks(
             rank.transport,
             partial(measure_logprobs, self.trainer),
@@ -80,7 +79,7 @@ class TrainerRank:
         """Returns the steps done, and the states of the objective and of the prompts."""
         start, state = self.checkpoint.restore(self.rank.config.checkpoint.resume)
         for trained in self.learner.trainers:
-            build.check_weights(self.rank, trained)
+            check_weights(self.rank, trained)
         return start, state, self.prompts.state()
 
     def score(self, batch: TrainBatch) -> TokenScores:
@@ -91,24 +90,31 @@ class TrainerRank:
         return self.learner.update(batch, gate=self.checks.parity)
 
     def measure(self, batch: TokenBatch) -> Measured:
-        """The trainer's side of the probe; the gate starts with its floor."""
+        """Computes the trainer's side of the probe; the gate starts with its floor."""
         measured = measure_logprobs(self.trainer, batch)
         self.checks.floor = self.rank.transport.gather(measured.of_policy)[0]
         return measured
 
     def join(self, group: Mapping[str, Any]) -> None:
-        """A collective of all trainer ranks and engine workers; `group`: the values of a SyncGroup."""
+        """Joins the group of all trainer ranks and engine workers. A collective."""
         self.phase.name = "sync"
         self._leave()
         is_cuda = self.rank.device.type == "cuda"
         config, fleet, self.group = SyncGroup(**group).join(self.rank.env.rank, is_cuda=is_cuda)
         sender = WeightSender(self.trainer.local_slices(), self.trainer.merged_parameters)
         self.publisher = make_publisher(
-            config, self.rank.shape, fleet, self.group, sender, None, is_cuda=is_cuda
+            config,
+            self.rank.shape,
+            fleet,
+            self.group,
+            sender,
+            None,
+            is_cuda=is_cuda,
+            weights=self.rank.weight_format(self.trainer.hf_shapes()),
         )
 
     def transfer(self, version: int) -> bool:
-        """As Publisher.transfer."""
+        """Sends a version, as Publisher.transfer does."""
         self.phase.name = "sync"
         try:
             return self.publisher.transfer(version)
@@ -130,10 +136,19 @@ class TrainerRank:
         self.prompts.restore(prompts)
         self.checkpoint.maybe_save(step, state, last=last)
 
+    def save(self) -> None:
+        self.checkpoint.save()
+
+    def finish(self) -> None:
+        self.checkpoint.finish()
+
+    def export(self) -> None:
+        export(self.rank, self.trainer)
+
     def close(self) -> None:
         self._leave()
         self._stack.close()
 
     def _leave(self) -> None:
-        if self.group is not None:
+        if self.group:
             self.group.leave()

@@ -1,13 +1,10 @@
-"""Direct preference optimization on one batch of compared responses per step (arXiv 2305.18290; the loop: offline.py).
+"""Direct preference optimization on one batch of compared responses per step (arXiv 2305.18290).
 
-The reference is the model before the first step. Its log-prob of a response is computed once, when the response is
-first trained on, and saved with the position in the data: a resumed run continues with the same bits.
+The loop is offline.py's. The reference is the model before the first step. Its log-prob of a
+response is computed once, when the response is first trained on, and saved with the position in
+the data: a resumed run continues with the same bits.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
@@ -16,11 +13,29 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.preference import dpo_losses, pair_weights, response_logprobs
-from megarl.config.section import Dpo
+from megarl.config.schema import Dpo
+from megarl.data.preferences import preference_batch
+from megarl.roles import SpanContext
+from megarl.run.context import Rank
+from megarl.run.data import make_prompts
+from megarl.run.models import make_trainer
 from megarl.stages.evaluation import with_interval
-from megarl.trainer.reference import FrozenBase, Reference
+from megarl.stages.offline import open_run, train_measured
+from megarl.trainer.reference import FrozenBase, Reference, reference_of
 from megarl.trainer.trainer import Trainer
 from megarl.types import PreferenceBatch, StepReport
+
+
+def run(rank: Rank) -> None:
+    """Runs stage dpo on this rank."""
+    trainer = make_trainer(rank)
+    prompts = make_prompts(rank)
+    reference = reference_of(trainer)  # before a checkpoint is restored
+    with open_run(rank, trainer, prompts) as run:
+        learner = DpoLearner(trainer, reference, rank.config.dpo, prompts.kept, run.telemetry.span)
+        train_measured(
+            rank, run, partial(preference_batch, rank.tokenizer), learner.update, learner.accuracy
+        )
 
 
 @dataclass(frozen=True)
@@ -29,42 +44,49 @@ class DpoLearner:
     reference: Reference | FrozenBase
     options: Dpo
     known: dict[str, float]  # log-probs under the reference, by response
-    span: Callable[[str], AbstractContextManager[None]]
+    span: SpanContext
 
     def update(self, batch: PreferenceBatch) -> StepReport:
-        """Makes the updates of one batch: the mean over the pairs of each update. A pair is never split."""
+        """Makes the updates of one batch: the mean over the pairs of each update.
+
+        A pair is never split.
+        """
         with self.span("logprobs"):
             reference_N = self.reference_logprobs(batch)
         with self.span("update"):
-            report = self.trainer.train_on(
-                batch, partial(dpo_losses, batch, reference_N, self.options), pair_weights
-            )
+            losses = partial(dpo_losses, batch, reference_N, self.options)
+            report = self.trainer.train_on(batch, losses, pair_weights)
         return replace(report, metrics={**report.metrics, "pairs": len(batch.pairs)})
 
     def accuracy(self, batch: PreferenceBatch) -> dict[str, float]:
-        """Returns, as the mean over prompts, the share of pairs with the higher reward for the better response."""
+        """Returns the share of pairs that are ranked right: the mean over prompts."""
         rewards_N = self.options.beta * (self._logprobs(batch) - self.reference_logprobs(batch))
-        margin_P, group_P = (
-            rewards_N[batch.pairs] @ rewards_N.new_tensor([1, -1]),
-            batch.group[batch.pairs[:, 0]],
-        )
-        share_G = group_P.bincount((margin_P.sign() + 1) / 2) / group_P.bincount()
-        metrics = with_interval("accuracy", share_G.tolist())
-        return {"size": len(share_G), **metrics, "rewards/margin": float(margin_P.mean())}
+        margin_P = rewards_N[batch.pairs] @ rewards_N.new_tensor([1, -1])
+        group_P = batch.group[batch.pairs[:, 0]]
+        is_right_P = (margin_P.sign() + 1) / 2  # 0.5 for a tie
+        share_G = group_P.bincount(is_right_P) / group_P.bincount()
+        return {
+            "size": len(share_G),
+            **with_interval("accuracy", share_G.tolist()),
+            "rewards/margin": float(margin_P.mean()),
+        }
 
     def reference_logprobs(self, batch: PreferenceBatch) -> Tensor:
-        """[N] fp64. One forward pass of the reference, unless every response is known."""
-        lengths, is_learned = batch.cu_seqlens.diff().tolist(), batch.mask.long()
-        rows = zip(batch.tokens.split(lengths), is_learned.split(lengths), strict=True)
-        keys = [sha256(torch.cat(row).numpy().tobytes()).hexdigest()[:24] for row in rows]
+        """Returns [N] fp64; one forward pass of the reference, unless every response is known."""
+        lengths = batch.cu_seqlens.diff().tolist()
+        rows = torch.stack([batch.tokens, batch.mask.long()]).split(lengths, dim=1)
+        keys = [sha256(row.numpy().tobytes()).hexdigest()[:24] for row in rows]
         if not self.known.keys() >= set(keys):
-            with self.reference.in_place_of(self.trainer.parameters_by_name().values()):
-                for key, logprob in zip(keys, self._logprobs(batch).tolist(), strict=True):
-                    self.known.setdefault(key, logprob)
+            with self.reference.in_use():
+                logprobs = self._logprobs(batch).tolist()
+            for key, logprob in zip(keys, logprobs, strict=True):
+                self.known.setdefault(key, logprob)
         return torch.tensor([self.known[key] for key in keys], dtype=torch.float64)
 
     def _logprobs(self, batch: PreferenceBatch) -> Tensor:
-        logprobs_T = self.trainer.logprobs(batch)
         return response_logprobs(
-            logprobs_T, batch.mask, batch.cu_seqlens, average=self.options.averages
+            self.trainer.logprobs(batch),
+            batch.mask,
+            batch.cu_seqlens,
+            average=self.options.averages,
         )

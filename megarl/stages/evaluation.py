@@ -1,41 +1,52 @@
 """Measures accuracy on held-out problems, with the engine that samples the rollouts.
 
-problems of each set -> generate, k samples of each -> share of right answers, pass@k, intervals -> eval.jsonl
+problems of each set -> k samples of each -> right answers, pass@k, intervals -> eval.jsonl
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
+from itertools import chain, product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from megarl.algorithms.pass_at_k import ks_of, mean_interval, pass_at_k
+from megarl.config.load import run_dir
+from megarl.config.schema import Task
+from megarl.data.tasks import eval_task
 from megarl.rollout.schedule import Generate, request_seed
+from megarl.run.context import Rank
+from megarl.run.data import make_exchange, make_prompts
+from megarl.run.models import make_reward_model
+from megarl.run.sync import synced
+from megarl.telemetry.log import Silent
 from megarl.telemetry.metrics import append_line, forget_steps
 from megarl.types import Prompt, Request, Sample
 
 
 def correctness(sample: Sample) -> float:
-    """1.0 if the accuracy reward is full, else 0.0; without an accuracy reward, the reward. Unscored samples: 0.0."""
+    """Returns 1.0 if the accuracy reward is full, else 0.0; without that reward, the reward.
+
+    Unscored samples count 0.0.
+    """
     if sample.reward is None:
         return 0.0
-    return (
-        float(sample.rewards["accuracy"] >= 1.0) if "accuracy" in sample.rewards else sample.reward
-    )
+    if "accuracy" in sample.rewards:
+        return float(sample.rewards["accuracy"] >= 1.0)
+    return sample.reward
 
 
-Measure = Callable[
-    [int], Mapping[str, float]
-]  # of a step: the size of a set, metrics and their /low and /high
+# step -> the size of a set, metrics and their /low and /high
+Measure = Callable[[int], Mapping[str, float]]
+Evaluated = Callable[[int, Mapping[str, Any]], None]  # step, results
 
 
 @dataclass(frozen=True)
 class ProblemSet:
-    """Problems, and how often and at which temperature each is sampled. `metric` names the mean: aime/mean@4."""
+    """Problems, and how often and at which temperature each is sampled."""
 
-    metric: str
+    metric: str  # of the mean, for example aime/mean@4
     prompts: Callable[[], Sequence[Prompt]]  # the same problems each time
     temperature: float
     samples: int = 1  # of each problem
@@ -48,68 +59,66 @@ class Evaluation:
     measures: Sequence[Measure]
     every: int  # 0: never
     last_step: int
-    file: Path | None = None  # eval.jsonl, on rank 0
-    evaluated: Callable[[int, Mapping[str, Any]], None] = lambda step, result: (
-        None
-    )  # Telemetry.evaluated
-    say: Callable[[str], None] = lambda table: None  # prints it, on rank 0
-    measured: set[int] = field(
-        default_factory=set
-    )  # steps; iterations of a run end and begin at the same one
-
-    def forget(self, start: int) -> None:
-        """Drop the results of steps from `start` on: a resumed run measures them again."""
-        if self.file is not None and self.file.exists():
-            forget_steps(self.file, start)
+    file: Path | None = None  # eval.jsonl, on rank 0, which prints the results too
+    evaluated: Evaluated = lambda step, results: None  # Telemetry.evaluated
+    # steps; iterations of a run end and begin at the same one
+    measured: set[int] = field(default_factory=set)
 
     def maybe_run(self, step: int) -> dict[str, Any] | None:
-        """Run at the start, every `every` steps and at the end; otherwise return None."""
-        due = self.every > 0 and (step == 0 or step % self.every == 0 or step == self.last_step)
-        return self.run(step) if due and step not in self.measured else None
+        """Runs at the start, every `every` steps and at the end; otherwise returns None."""
+        is_due = self.every and (step % self.every == 0 or step == self.last_step)
+        if not is_due or step in self.measured:
+            return None
+        return self.run(step)
 
     def run(self, step: int) -> dict[str, Any]:
-        """Returns "step", and the size and metrics of each set; each metric has a 95% interval, /low to /high."""
+        """Returns "step", and the size and metrics of each set.
+
+        Each metric has a 95% interval, /low to /high.
+        """
         self.measured.add(step)
         result: dict[str, Any] = {"step": step}
         for measure in self.measures:
             result |= measure(step)
         if self.file is not None:
             append_line(self.file, result)
+            print(describe(result))
         self.evaluated(step, result)
-        self.say(describe(result))
         return result
 
 
 def sampled(generate: Generate, run_seed: int, part: ProblemSet, step: int) -> dict[str, float]:
-    """Samples the problems of a set with the engine: the mean score of a problem, and pass@k."""
+    """Samples the problems of a set with the engine; returns their mean score, and pass@k."""
     prompts = part.prompts()
     requests = [
         Request(
-            prompt, index, request_seed(run_seed, -1, prompt.prompt_id, index), part.temperature
+            prompt,
+            index,
+            request_seed(run_seed, -1, prompt.prompt_id, index),
+            part.temperature,
         )
-        for prompt in prompts
-        for index in range(part.samples)
+        for prompt, index in product(prompts, range(part.samples))
     ]
     scores: dict[int, list[float]] = {prompt.prompt_id: [] for prompt in prompts}
     for sample in generate(requests, version=step):
         scores[sample.prompt_id].append(correctness(sample))
-    is_binary = all(value in (0.0, 1.0) for values in scores.values() for value in values)
+    samples = None
+    if set(chain.from_iterable(scores.values())) <= {0.0, 1.0}:
+        samples = part.samples
     means = [fmean(values) for values in scores.values()]
-    prefix, result = (
-        _prefix(part.metric),
-        with_interval(part.metric, means, part.samples if is_binary else None),
-    )
-    result = {f"{prefix}size": len(prompts), **result}
+    prefix = _prefix(part.metric)
+    result = {f"{prefix}size": len(prompts), **with_interval(part.metric, means, samples)}
     for k in ks_of(part.samples):
-        passed = [
-            pass_at_k(len(values), sum(v >= 1.0 for v in values), k) for values in scores.values()
-        ]
+        passed = []
+        for values in scores.values():
+            num_right = sum(value >= 1.0 for value in values)
+            passed.append(pass_at_k(len(values), num_right, k))
         result |= with_interval(f"{prefix}pass@{k}", passed, part.samples)
     return result
 
 
 def _prefix(metric: str) -> str:
-    """Of the other metrics of its set: "aime/", or "" for the held-out problems of the task."""
+    """Returns the prefix of its set's other metrics: "aime/", or "" for the task's own problems."""
     return metric[: metric.rfind("/") + 1]
 
 
@@ -120,14 +129,58 @@ def with_interval(name: str, scores: Sequence[float], samples: int | None = 1) -
 
 
 def describe(result: Mapping[str, Any]) -> str:
-    """A table of one evaluation: every metric, its 95% interval and the number of problems."""
+    """Returns a table of one evaluation: every metric, its 95% interval, the number of problems."""
     rows = [(f"step {result['step']}", "value", "95% interval", "problems")]
     for name, value in result.items():
         if f"{name}/low" in result:
             interval = f"{result[f'{name}/low']:.3f} .. {result[f'{name}/high']:.3f}"
             rows.append((name, f"{value:.3f}", interval, str(result[f"{_prefix(name)}size"])))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(text.ljust(n) for text, n in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def run(rank: Rank) -> None:
+    """Runs `megarl eval` on this rank."""
+    trainer, engine, *_ = synced(rank)
+    exchange = make_exchange(rank, engine, reward_model=make_reward_model(rank, trainer))
+    evaluation_of(rank, exchange, 0, Silent().evaluated).run(0)
+
+
+def evaluation_of(rank: Rank, generate: Generate, start: int, evaluated: Evaluated) -> Evaluation:
+    """Returns the evaluation of a run that samples with `generate`, from step `start` on."""
+    config = rank.config
+
+    def problems(size: int, task: Task) -> Callable[[], list[Prompt]]:
+        return cache(lambda: make_prompts(rank, "eval", task).take(size, repeat=False))
+
+    sets = []
+    if config.eval.size:
+        held_out = problems(config.eval.size, config.task)
+        sets.append(ProblemSet("accuracy", held_out, config.eval.temperature))
+        sets.append(ProblemSet("sampled_accuracy", held_out, config.rollout.temperature))
+    for part in config.eval.sets:
+        temperature = part.temperature
+        if temperature is None:
+            temperature = config.rollout.temperature
+        prompts = problems(part.size, eval_task(config.task, part))
+        sets.append(
+            ProblemSet(f"{part.name}/mean@{part.samples}", prompts, temperature, part.samples)
+        )
+    measures = [partial(sampled, generate, config.run.seed, part) for part in sets]
+    return make_evaluation(rank, measures, start, evaluated)
+
+
+def make_evaluation(
+    rank: Rank, measures: Sequence[Measure], start: int, evaluated: Evaluated
+) -> Evaluation:
+    """Returns the evaluation of a run from step `start` on.
+
+    On rank 0 the results go to eval.jsonl and the terminal.
+    """
+    config = rank.config
+    file = None
+    if rank.env.is_main:
+        file = run_dir(config) / "eval.jsonl"
+        if file.exists():  # a resumed run measures them again
+            forget_steps(file, start)
+    return Evaluation(measures, config.eval.every, config.train.steps, file, evaluated)

@@ -1,25 +1,45 @@
-"""Iterative GRPO: reference and reward model follow the policy (DeepSeekMath, arXiv 2402.03300, algorithm 1).
+"""Iterative GRPO: reference and reward model follow the policy (arXiv 2402.03300, algorithm 1).
 
     an iteration   the policy samples, and the run's labels rank its samples
                    reference    <- policy, bit for bit
                    reward model <- the rankings, and a share of those of earlier iterations
                    stages/rl.train: `steps` steps of the policy against both
 
-What precedes the steps happens at a multiple of `steps`. A run that resumes there repeats it, from the state that
-`hold` has saved; one that resumes at another step goes on with the reference and reward model of its checkpoint.
+What precedes the steps happens at a multiple of `steps`. A run that resumes there repeats it, from
+the state that `hold` has saved; one that resumes at another step goes on with the reference and
+reward model of its checkpoint.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
-from megarl.config.section import RewardModelUpdates
+from megarl.checkpoint.state import Further
+from megarl.checkpoint.torch_dist import REWARD_MODEL
+from megarl.config.schema import RewardModelUpdates
 from megarl.data.preferences import Ranking, Replay, ranking_batch, rankings
+from megarl.rewards.scorer import make_scorer
 from megarl.roles import Prompts, Rollouts
+from megarl.rollout import schedule
+from megarl.rollout.exchange import Exchange
+from megarl.run.checkpoints import export
+from megarl.run.context import Rank
+from megarl.run.engine import make_engine
+from megarl.run.models import Learner, RewardModel
 from megarl.stages.reward_model import Rankings
-from megarl.stages.rl import RlRun, train
+from megarl.stages.rl import RlRun, train, train_policy
+from megarl.trainer.actor_critic import ActorCritic
+from megarl.trainer.learner import PolicyLearner
+from megarl.trainer.reference import Reference
+
+
+def run(rank: Rank) -> None:
+    """Runs stage iterative_grpo on this rank."""
+    iterations = Iterations(rank)
+    export(
+        rank,
+        train_policy(rank, make_engine, loop=iterations.loop, further=iterations.further),
+    )
 
 
 @dataclass(frozen=True)
@@ -38,32 +58,35 @@ class RewardModelTraining:
         return rankings(rollout.groups, self.options.pairs)
 
     def train(self, fresh: Sequence[Ranking], step: int) -> None:
-        """Makes `updates` updates, each on its share of `fresh` and a replay, then adds `fresh` to the history."""
-        shares = [
-            share
-            for number in range(self.options.updates)
-            if (share := fresh[number :: self.options.updates])
-        ]
-        mixed = [
-            self.replay.mixed(share, f"{step}/{number}") for number, share in enumerate(shares)
-        ]
+        """Makes `updates` updates, each on its share of `fresh` and a replay.
+
+        Then `fresh` is added to the history.
+        """
         memory = self.model.trainer.memory
         memory.onload_weights()
-        updates = [
-            update for batch in mixed for update in self.model.update(ranking_batch(batch)).updates
-        ]
+        stride = self.options.updates
+        trained = 0
+        updates = []
+        for number in range(min(stride, len(fresh))):
+            batch = self.replay.mixed(fresh[number::stride], f"{step}/{number}")
+            updates += self.model.update(ranking_batch(batch)).updates
+            trained += len(batch)
         memory.offload_all()
         self.replay.add(fresh)
-        trained, metrics = sum(map(len, mixed)), dict[str, float](history=len(self.replay.history))
-        metrics |= {"rankings": trained, "replayed": trained - len(fresh)}
+        metrics: dict[str, float] = {
+            "history": len(self.replay.history),
+            "rankings": trained,
+            "replayed": trained - len(fresh),
+        }
         if updates:
-            accuracy = fmean(update.metrics["accuracy"] for update in updates)  # before each update
-            metrics |= {"loss": fmean(update.loss for update in updates), "accuracy": accuracy}
+            metrics["loss"] = fmean(update.loss for update in updates)
+            # before each update
+            metrics["accuracy"] = fmean(update.metrics["accuracy"] for update in updates)
         self.add({f"reward_model/{name}": value for name, value in metrics.items()})
 
 
 def iterative_grpo(
-    rl: RlRun,  # `start` is the number of steps already done, `steps` the last one of all iterations
+    rl: RlRun,  # its `steps` are those of all iterations
     steps: int,  # of the policy in an iteration
     reset_reference: Callable[[], None],  # if it does not stay; offloads the policy
     reward_model: RewardModelTraining | None,  # None: it stays
@@ -73,8 +96,10 @@ def iterative_grpo(
             rl.checkpoint.hold()  # until the next step is done, nothing else can be saved
             with rl.phases.sync():
                 rl.weights.publish(version=first)
+            fresh = []
             with rl.phases.rollout():
-                fresh = reward_model.sample(rl.prompts, first) if reward_model else []
+                if reward_model:
+                    fresh = reward_model.sample(rl.prompts, first)
             with rl.phases.train():
                 reset_reference()
                 if reward_model:
@@ -82,3 +107,70 @@ def iterative_grpo(
         rl.steps = first + steps
         train(rl)
         rl.start = rl.steps
+
+
+class Iterations:
+    """The loop of train_policy in iterative GRPO, and what its checkpoints save in addition."""
+
+    learner: Learner
+    policy: PolicyLearner
+    reward_model: RewardModel | None  # if it is trained
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+        self.settings = rank.config.iterative
+        options = self.settings.reward_model
+        self.replay = Replay(options.replay, options.history, rank.config.run.seed)
+
+    def further(self, learner: Learner, reward_model: RewardModel | None) -> Further:
+        self.learner = learner
+        policy = learner
+        if isinstance(policy, ActorCritic):
+            policy = policy.actor
+        self.policy = policy
+        self.reward_model = None
+        if self.settings.reward_model.train:
+            self.reward_model = reward_model
+        reference = None
+        if self.settings.reset_reference and policy.reference is not None:
+            reference = policy.reference.in_use
+        if self.reward_model is None:
+            return Further(reference=reference)
+        return Further(
+            {REWARD_MODEL: self.reward_model.trainer},
+            {"replay": self.replay},
+            self.reward_model.onloaded,
+            reference,
+        )
+
+    def loop(self, run: RlRun) -> None:
+        iterative_grpo(run, run.steps // self.settings.iterations, self.reset, self._training(run))
+
+    def reset(self) -> None:
+        """Copies the policy to the reference, then offloads the policy."""
+        reference = self.policy.reference
+        if self.settings.reset_reference and isinstance(reference, Reference):
+            reference.reset()
+        for trainer in self.learner.trainers:
+            trainer.memory.offload_all()
+
+    def _training(self, run: RlRun) -> RewardModelTraining | None:
+        if self.reward_model is None:
+            return None
+        config = self.rank.config
+        options = self.settings.reward_model
+        rollouts = run.rollouts
+        assert isinstance(rollouts, schedule.Rollouts)
+        assert isinstance(rollouts.generate, Exchange)
+        labels = options.labels
+        if not labels:
+            labels = [reward for reward in config.rewards if reward.name != "model"]
+        scorer = make_scorer(labels, decode=self.rank.tokenizer.decode, answer=config.task.answer)
+        rollouts = replace(
+            rollouts,
+            generate=replace(rollouts.generate, rewards=scorer, score=list),
+            keep=schedule.has_spread,
+            greedy_baseline=False,
+        )
+        model = Rankings(self.reward_model.trainer, self.reward_model.head, by_prompt=True)
+        return RewardModelTraining(model, rollouts, self.replay, options, run.telemetry.add)

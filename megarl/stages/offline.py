@@ -1,13 +1,29 @@
-"""The loop of the stages that sample nothing, such as sft and dpo: one batch of examples per step, no engine."""
+"""Stages that sample nothing, such as sft and dpo: one batch of examples per step, no engine.
 
-from __future__ import annotations
+    prompts --examples--> batch --learn--> report
 
-from collections.abc import Callable, Sequence
+`train_offline` is their loop; `open_run` composes it on one rank.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+from megarl.data.prompts import PromptStream
+from megarl.platform.device import peak_gb
 from megarl.roles import Checkpoint, Phases, Prompts, Telemetry
+from megarl.run.checkpoints import export, make_checkpoints, saved
+from megarl.run.context import Rank, rank_telemetry
+from megarl.run.data import make_prompts
+from megarl.run.models import check_weights
+from megarl.run.phases import TimedPhases
+from megarl.stages.evaluation import make_evaluation
+from megarl.trainer.trainer import Trainer
 from megarl.types import ObjectiveState, Prompt, StepReport, Terminated
+
+Examples = Callable[[Sequence[Prompt]], Any]  # prompts -> the batch of a stage
 
 
 @dataclass
@@ -27,7 +43,7 @@ class OfflineRun:
 
 def train_offline(
     run: OfflineRun,
-    examples: Callable[[Sequence[Prompt]], Any],  # returns the batch that `learn` takes
+    examples: Examples,
     learn: Callable[[Any], StepReport],
     *,
     evaluate: Callable[[int], Any] = lambda step: None,
@@ -47,3 +63,50 @@ def train_offline(
         evaluate(step + 1)
         if is_done(report):
             return
+
+
+@contextmanager
+def open_run(rank: Rank, trainer: Trainer, prompts: PromptStream) -> Iterator[OfflineRun]:
+    """Resumes from the newest checkpoint, if any, and exports at the end.
+
+    Saves the progress on a failure.
+    """
+    train = rank.config.train
+    checkpoint = make_checkpoints(rank, trainer, prompts, ObjectiveState(kl_coef=0.0))
+    start, state = checkpoint.restore(rank.config.checkpoint.resume)
+    check_weights(rank, trainer)
+    with rank_telemetry(rank, start) as telemetry, saved([trainer], checkpoint):
+        telemetry.add({"memory/startup/peak_gb": peak_gb(rank.device)})
+        yield OfflineRun(
+            prompts=prompts,
+            phases=TimedPhases(telemetry, rank.device, [trainer], current=rank.phase),
+            checkpoint=checkpoint,
+            telemetry=telemetry,
+            state=state,
+            steps=train.steps,
+            prompts_per_step=train.prompts_per_step,
+            start=start,
+            is_stopping=lambda: any(rank.transport.gather(rank.phase.is_stopping)),
+        )
+    export(rank, trainer)
+
+
+def train_measured(
+    rank: Rank,
+    run: OfflineRun,
+    examples: Examples,
+    update: Callable[[Any], StepReport],
+    accuracy: Callable[[Any], Mapping[str, float]],
+) -> None:
+    """Trains, and measures the accuracy on held-out examples every eval.every steps."""
+    batch = held_out(rank, examples)
+    evaluation = make_evaluation(
+        rank, [lambda _step: accuracy(batch())], run.start, run.telemetry.evaluated
+    )
+    train_offline(run, examples, update, evaluate=evaluation.maybe_run)
+
+
+def held_out(rank: Rank, examples: Examples) -> Callable[[], Any]:
+    """Returns what builds the batch of held-out examples, once."""
+    size = rank.config.eval.size
+    return cache(lambda: examples(make_prompts(rank, "eval").take(size, repeat=False)))

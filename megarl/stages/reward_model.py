@@ -1,10 +1,10 @@
-"""Reward models: a head of one number, trained on batches of compared responses, or of judged steps (offline.py).
+"""Reward models: a head of one number, trained on compared responses or on judged steps.
 
-Rankings   Bradley-Terry over the pairs of a PreferenceBatch; accuracy: the share of pairs ranked right
-Steps      cross-entropy over the steps of a StepBatch; accuracy: the share of steps judged right
+    Rankings   Bradley-Terry over the pairs of a PreferenceBatch; accuracy: pairs ranked right
+    Steps      cross-entropy over the steps of a StepBatch; accuracy: steps judged right
+
+The loop is offline.py's.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,15 +17,38 @@ from torch import Tensor
 from megarl.algorithms.objective import loss_weights
 from megarl.algorithms.preference import pair_weights
 from megarl.algorithms.reward_model import ranked_right, ranking_losses, step_losses
+from megarl.data.preferences import preference_batch, step_batch
+from megarl.run.context import Rank
+from megarl.run.data import make_prompts
+from megarl.run.models import make_trainer
 from megarl.stages.evaluation import with_interval
+from megarl.stages.offline import open_run, train_measured
 from megarl.trainer.heads import RewardHead
 from megarl.trainer.trainer import Trainer
 from megarl.types import PreferenceBatch, StepBatch, StepReport
 
 
+def run(rank: Rank) -> None:
+    """Runs stage reward_model on this rank."""
+    options = rank.config.reward_model
+    kind = options.head
+    if options.process:
+        kind = "process"
+    head = RewardHead(kind=kind, aggregate=options.aggregate)
+    trainer = make_trainer(rank, head=head)
+    if options.process:
+        model: Rankings | Steps = Steps(trainer)
+        examples = partial(step_batch, rank.tokenizer, separator=options.separator)
+    else:
+        model = Rankings(trainer, head, options.centre, by_prompt=options.average == "prompts")
+        examples = partial(preference_batch, rank.tokenizer)
+    with open_run(rank, trainer, make_prompts(rank)) as run:
+        train_measured(rank, run, examples, model.update, partial(held_out_accuracy, model))
+
+
 @dataclass(frozen=True)
 class Rankings:
-    """Trains `trainer`, whose head is `head`, on responses of which some are preferred to others."""
+    """Trains `trainer`, which has `head`, on responses of which some are preferred to others."""
 
     trainer: Trainer
     head: RewardHead
@@ -33,12 +56,15 @@ class Rankings:
     by_prompt: bool = False  # every prompt counts equally, not every pair
 
     def update(self, batch: PreferenceBatch) -> StepReport:
-        """Makes the updates of one batch: the mean over all pairs of an update, whatever its micro-batches."""
-        loss = partial(ranking_losses, batch, self.head.scores, self.centre)
-        return self.trainer.train_on(batch, loss, partial(pair_weights, by_prompt=self.by_prompt))
+        """Makes the updates of one batch: the mean over all pairs of an update."""
+        return self.trainer.train_on(
+            batch,
+            partial(ranking_losses, batch, self.head.scores, self.centre),
+            partial(pair_weights, by_prompt=self.by_prompt),
+        )
 
     def right(self, batch: PreferenceBatch) -> tuple[Tensor, Tensor]:
-        """([P]: the pair is ranked right, 0.5 for a tie; [P]: its prompt)."""
+        """Returns [P]: the pair is ranked right, 0.5 for a tie; and [P]: its prompt."""
         scores_N = self.head.scores(self.trainer.forward(batch), batch)
         return ranked_right(scores_N, batch.pairs), batch.group[batch.pairs[:, 0]]
 
@@ -54,16 +80,21 @@ class Steps:
         return self.trainer.train_on(batch, partial(step_losses, batch), loss_weights)
 
     def right(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
-        """([steps]: the step is judged right, [steps]: its row)."""
-        scores_T, row_T = self.trainer.forward(batch).values_T, torch.arange(batch.num_rows)
+        """Returns [steps]: the step is judged right; and [steps]: its row."""
+        scores_T = self.trainer.forward(batch).values_T
         assert scores_T is not None
-        row_T = row_T.repeat_interleave(batch.cu_seqlens.diff())
-        return ((scores_T > 0) == batch.is_right)[batch.mask], row_T[batch.mask]
+        is_right_T = (scores_T > 0) == batch.is_right
+        row_T = torch.arange(batch.num_rows).repeat_interleave(batch.cu_seqlens.diff())
+        return is_right_T[batch.mask], row_T[batch.mask]
 
 
 def held_out_accuracy(model: Rankings | Steps, batch: Any) -> Mapping[str, float]:
-    """Returns the number of prompts, and the share of pairs or steps that are right; its interval is over prompts."""
+    """Returns the number of prompts, and the share of right pairs or steps, over prompts."""
     is_right, prompt = model.right(batch)
     shares = [float(is_right[prompt == number].double().mean()) for number in prompt.unique()]
-    metrics = with_interval("accuracy", shares, max(1, len(is_right) // len(shares)))
-    return {"size": len(shares), **metrics, "accuracy": float(is_right.double().mean())}
+    samples = max(1, len(is_right) // len(shares))
+    return {
+        "size": len(shares),
+        **with_interval("accuracy", shares, samples),
+        "accuracy": float(is_right.double().mean()),
+    }

@@ -1,18 +1,26 @@
 """The RL loop: sample with the engine, score, update, publish. It uses roles, never a backend.
 
-The same function runs on every rank of a colocated job and in the controller of a split one.
-"""
+    trainer, engine --> publisher, exchange of samples, learner --> RlRun --> train --> export
 
-from __future__ import annotations
+`train` is the same function on every rank of a colocated job and in the controller of a split one;
+`run` composes a rank of a colocated one.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from megarl.algorithms.objective import Objective
+from megarl.checkpoint.state import Further
+from megarl.config.load import run_dir
+from megarl.config.run_dir import LEDGER
+from megarl.data.collate import collate
+from megarl.data.ledger import Ledger
+from megarl.platform.device import peak_gb
 from megarl.roles import (
     Checkpoint,
-    Checks,
     Evaluation,
+    Gate,
     Learner,
     Phases,
     Prompts,
@@ -20,6 +28,26 @@ from megarl.roles import (
     Telemetry,
     Weights,
 )
+from megarl.rollout.schedule import Generate
+from megarl.rollout.vllm.engine import Engine
+from megarl.run import models
+from megarl.run.checkpoints import export, make_checkpoints, saved
+from megarl.run.context import Rank, rank_telemetry
+from megarl.run.data import make_exchange, make_prompts, make_rollouts
+from megarl.run.engine import make_engine
+from megarl.run.models import (
+    RewardModel,
+    check_weights,
+    make_learner,
+    make_objective,
+    make_reward_model,
+    make_trainer,
+)
+from megarl.run.phases import TimedPhases
+from megarl.run.sync import parity_checks, rank_publisher
+from megarl.stages.evaluation import evaluation_of
+from megarl.trainer.learner import SelectingLearner, SelectRows
+from megarl.trainer.trainer import Trainer
 from megarl.types import Group, ObjectiveState, TrainBatch
 
 
@@ -34,7 +62,7 @@ class RlRun:
     objective: Objective
     weights: Weights
     evaluation: Evaluation
-    checks: Checks
+    gate: Gate
     phases: Phases
     checkpoint: Checkpoint
     telemetry: Telemetry
@@ -56,9 +84,8 @@ def train(run: RlRun) -> None:
             with run.phases.train():
                 scores = run.learner.score(batch)  # what the objective needs before the update
                 scored, run.state = run.objective.advantages(batch, scores, run.state)
-                update = run.learner.update(
-                    scored, gate=run.checks.parity
-                )  # acts before the first optimizer step
+                # the gate acts before the first optimizer step
+                update = run.learner.update(scored, gate=run.gate)
                 run.state = run.objective.after_updates(scored, update, run.state)
                 run.rollouts.trained(step, update)
             with run.phases.save():
@@ -67,3 +94,101 @@ def train(run: RlRun) -> None:
                 sync = run.weights.publish(version=step + 1)
             record(rollout, update, sync, scored)
         run.evaluation.maybe_run(step + 1)
+
+
+def run(rank: Rank) -> None:
+    """Runs stage rl on this rank."""
+    export(rank, train_policy(rank, make_engine))
+
+
+def train_policy(
+    rank: Rank,
+    start_engine: Callable[[Rank], Engine],
+    objective: Objective | None = None,  # None: the section `algorithm`
+    select: SelectRows | None = None,  # the samples of a prompt to train on; None: all of them
+    *,
+    loop: Callable[[RlRun], None] = train,
+    further: Callable[[models.Learner, RewardModel | None], Further] = lambda *_: Further(),
+) -> Trainer:
+    """Runs the loop from the start or from a checkpoint; returns the policy.
+
+    Checkpoints also save what `further` returns. To save device memory, the trainer is offloaded
+    before the engine starts, and the engine sleeps until the first sync.
+    """
+    config = rank.config
+    trainer = make_trainer(rank)
+    ledger = Ledger(make_prompts(rank))
+    objective = objective or make_objective(config)
+    learner = make_learner(rank, trainer, objective)  # its reference is the model before any step
+    reward_model = make_reward_model(rank, trainer)
+    checkpoint = make_checkpoints(
+        rank,
+        trainer,
+        ledger,
+        objective.initial_state(),
+        learner,
+        further(learner, reward_model),
+    )
+    start, state = checkpoint.restore(config.checkpoint.resume)
+    for trained in learner.trainers:
+        check_weights(rank, trained)
+        trained.memory.offload_all()
+    engine = start_engine(rank)
+    engine.sleep()
+    with rank_telemetry(rank, start) as telemetry:
+        telemetry.add({"memory/startup/peak_gb": peak_gb(rank.device)})
+        phases = TimedPhases(telemetry, rank.device, learner.trainers, engine, rank.phase)
+        exchange = make_exchange(rank, engine, phases.part, reward_model)
+        parity = parity_checks(rank, trainer, engine)
+        weights = rank_publisher(rank, trainer, engine, parity)
+        weights.span = phases.part
+        timed = learner.timed(phases.part)
+        if select is not None:
+            timed = SelectingLearner(timed, select)
+        run = make_run(rank, exchange, ledger, telemetry, start, state)(
+            rollouts=make_rollouts(rank, exchange, ledger),
+            learner=timed,
+            objective=objective,
+            weights=weights,
+            gate=parity.parity,
+            phases=phases,
+            checkpoint=checkpoint,
+        )
+        with saved(learner.trainers, checkpoint, engine.sleep):
+            loop(run)
+    trainer.memory.onload_all()
+    return trainer
+
+
+def make_run(
+    rank: Rank,
+    generate: Generate,
+    ledger: Ledger,
+    telemetry: Telemetry,
+    start: int,
+    state: ObjectiveState,
+) -> partial[RlRun]:
+    """Returns RlRun with the parts that are alike in both topologies; its roles are to be added.
+
+    `start` steps of the run are done. Opens its ledger.
+    """
+    config = rank.config
+    if rank.env.is_main:
+        ledger.open(
+            run_dir(config) / LEDGER, step=start, max_staleness=config.rollout.max_staleness
+        )
+    return partial(
+        RlRun,
+        prompts=ledger,
+        collate=partial(
+            collate,
+            temperature=config.rollout.temperature,
+            mask_truncated=config.algorithm.truncated == "mask",
+        ),
+        evaluation=evaluation_of(rank, generate, start, telemetry.evaluated),
+        telemetry=telemetry,
+        state=state,
+        steps=config.train.steps,
+        prompts_per_step=config.train.prompts_per_step,
+        start=start,
+    )

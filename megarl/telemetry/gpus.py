@@ -1,8 +1,10 @@
-"""Memory, power, load, clocks, temperature and memory errors of GPUs, read through NVML by a thread.
+"""Memory, power, load, clocks, temperature and memory errors of GPUs, read through NVML by a
+thread.
 
-    NVML --each second--> GpuMonitor --take--> gpu/<quantity>/{mean,max} over the GPUs and the readings of a step
+    NVML --each second--> GpuMonitor --take--> gpu/<quantity>/{mean,max} over GPUs and a step
 
-A quantity that a GPU does not report is left out; so is everything if there is no GPU, driver or nvidia-ml-py.
+A quantity that a GPU does not report is left out; so is everything if there is no GPU, driver or
+nvidia-ml-py.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from typing import Any
 
 
 def open_gpus(uuids: Sequence[str], *, interval_s: float = 1.0) -> GpuMonitor | None:
-    """Monitors the GPUs with these UUIDs (without the prefix `GPU-`); None if NVML does not find them."""
+    """Monitors the GPUs with these UUIDs (without the prefix `GPU-`); None if NVML does not find
+    them.
+    """
     if not uuids:
         return None
     try:
@@ -39,7 +43,6 @@ def _quantities(nvml: Any) -> Mapping[str, Callable[[Any], float]]:
         | nvml.nvmlClocksThrottleReasonHwThermalSlowdown
         | nvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown
     )
-    uncorrected, since_boot = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
     return {
         "memory_gb": lambda device: nvml.nvmlDeviceGetMemoryInfo(device).used / 1e9,
         "power_w": lambda device: nvml.nvmlDeviceGetPowerUsage(device) / 1e3,
@@ -49,8 +52,8 @@ def _quantities(nvml: Any) -> Mapping[str, Callable[[Any], float]]:
         "temperature_c": lambda device: nvml.nvmlDeviceGetTemperature(
             device, nvml.NVML_TEMPERATURE_GPU
         ),
-        "ecc_errors": lambda device: nvml.nvmlDeviceGetTotalEccErrors(
-            device, uncorrected, since_boot
+        "ecc_errors": lambda device: nvml.nvmlDeviceGetTotalEccErrors(  # since boot
+            device, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
         ),
         "throttled": lambda device: bool(
             nvml.nvmlDeviceGetCurrentClocksThrottleReasons(device) & slowed
@@ -62,10 +65,12 @@ class GpuMonitor:
     """Reads all devices every `interval_s` in a thread, and whenever the readings are taken."""
 
     def __init__(self, nvml: Any, devices: Sequence[Any], interval_s: float) -> None:
-        self._nvml, self._devices = nvml, devices
+        self._nvml = nvml
+        self._devices = devices
         self._quantities = _quantities(nvml)
         self._readings: dict[str, list[float]] = defaultdict(list)
-        self._lock, self._stopped = Lock(), Event()
+        self._lock = Lock()
+        self._stopped = Event()
         self._thread = Thread(target=self._run, args=(interval_s,), name="gpus", daemon=True)
         self._thread.start()
 
@@ -73,12 +78,13 @@ class GpuMonitor:
         """Mean and maximum of each quantity since the last call."""
         self._read()
         with self._lock:
-            readings, self._readings = self._readings, defaultdict(list)
-        return {
-            f"gpu/{name}/{kind}": float(reduce(values))
-            for name, values in readings.items()
-            for kind, reduce in (("mean", fmean), ("max", max))
-        }
+            readings = self._readings
+            self._readings = defaultdict(list)
+        metrics = {}
+        for name, values in readings.items():
+            metrics[f"gpu/{name}/mean"] = fmean(values)
+            metrics[f"gpu/{name}/max"] = float(max(values))
+        return metrics
 
     def close(self) -> None:
         self._stopped.set()

@@ -1,23 +1,26 @@
-"""Metrics of one step, computed from what the roles returned, and their file: one JSON object per line.
+"""Metrics of one step, computed from what the roles returned, and their file: one JSON object per
+line.
 
     Rollout       --rollout_metrics-+
     StepReport    --update_metrics--+--> {key: value} --append_line--> runs/<name>/metrics.jsonl
     PublishReport --publish_metrics-+
 
-Only rank 0 writes. A run can be killed at any byte, and a disk can fill up, so readers leave out lines they cannot use.
+Only rank 0 writes. A run can be killed at any byte, and a disk can fill up, so readers leave out
+lines they cannot use.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any
 
-from megarl.platform.atomic import write_atomic
+from megarl.processes.files import write_atomic
 
 if TYPE_CHECKING:  # reading metrics needs no torch
     from megarl.types import Group, PublishReport, Rollout, StepReport
@@ -34,49 +37,59 @@ OF_UPDATES = ("kl/ref", "clip_frac", "entropy")
 
 
 def rollout_metrics(rollout: Rollout) -> dict[str, Any]:
-    """Rewards, lengths, dropped samples and digest of one rollout; an empty one has the same keys, without values.
-    Groups without spread and singletons are counted before filtering."""
+    """Rewards, lengths, dropped samples and digest of one rollout; an empty one has the same keys,
+    without values. Groups without spread and singletons are counted before filtering.
+    """
     metrics = {
         **_sample_metrics(rollout.groups),
         "rollout/digest": rollout.digest,
         **rollout.counts,
     }
-    if not (generated := rollout.generated):
+    generated = rollout.generated
+    if not generated:
         return metrics | {"samples/count": 0} | dict.fromkeys(OF_SAMPLES)
-    flat = [len({sample.reward for sample in group.samples}) <= 1 for group in generated]
-    singletons = sum(len(group.samples) == 1 for group in generated)
-    return metrics | {"reward/frac_zero_std": fmean(flat), "groups/singleton": singletons}
+    flat = [len(set(map(attrgetter("reward"), group.samples))) <= 1 for group in generated]
+    return metrics | {
+        "reward/frac_zero_std": fmean(flat),
+        "groups/singleton": sum(len(group.samples) == 1 for group in generated),
+    }
 
 
 def _sample_metrics(groups: Sequence[Group]) -> dict[str, Any]:
-    samples = [sample for group in groups for sample in group.samples]
+    samples = list(chain.from_iterable(group.samples for group in groups))
     if not samples:
         return {}
     rewards = [sample.reward or 0.0 for sample in samples]
-    lengths = [int(sample.trainable.sum()) for sample in samples]
     baselines = [group.baseline for group in groups if group.baseline is not None]
-    names = sorted({name for sample in samples for name in sample.rewards})
-    return {
-        "reward/mean": fmean(rewards),
-        "reward/std": pstdev(rewards),
-        **({"reward/baseline": fmean(baselines)} if baselines else {}),
-        **{
-            f"reward/{name}/mean": fmean(s.rewards[name] for s in samples if name in s.rewards)
-            for name in names
-        },
-        "length/mean": fmean(lengths),
+    metrics = {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)}
+    if baselines:
+        metrics["reward/baseline"] = fmean(baselines)
+    for name, mean in _means_by_name([sample.rewards for sample in samples]).items():
+        metrics[f"reward/{name}/mean"] = mean
+    return metrics | {
+        "length/mean": fmean(int(sample.trainable.sum()) for sample in samples),
         "length/truncated_frac": fmean(sample.finish == "length" for sample in samples),
         "samples/count": len(samples),
-        "samples/dropped": sum(count for group in groups for count in group.dropped.values()),
+    }
+
+
+def _means_by_name(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the mean of each name over the rows that have it, in the order of names."""
+    return {
+        name: fmean([row[name] for row in rows if name in row])
+        for name in sorted(set(chain.from_iterable(rows)))
     }
 
 
 def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
     """How many versions the weights of each sampled token are behind those that are trained."""
-    behind = [
-        version - v for g in groups for s in g.samples for v in s.versions[s.trainable].tolist()
-    ]
-    return {"staleness/mean": fmean(behind), "staleness/max": max(behind)} if behind else {}
+    behind = list[int]()
+    for group in groups:
+        for sample in group.samples:
+            behind += (version - sample.versions[sample.trainable]).tolist()
+    if not behind:
+        return {}
+    return {"staleness/mean": fmean(behind), "staleness/max": max(behind)}
 
 
 def update_metrics(report: StepReport) -> dict[str, Any]:
@@ -84,7 +97,6 @@ def update_metrics(report: StepReport) -> dict[str, Any]:
     updates = report.updates
     if not updates:
         return {"updates": 0, "update/skipped": 0, **report.metrics}
-    names = sorted({name for update in updates for name in update.metrics})
     return {
         **dict.fromkeys(OF_UPDATES),  # None without a reference, or without tokens
         "loss": fmean(update.loss for update in updates),
@@ -92,7 +104,7 @@ def update_metrics(report: StepReport) -> dict[str, Any]:
         "lr": updates[-1].lr,
         "updates": len(updates),
         "update/skipped": sum(update.skipped for update in updates),
-        **{name: fmean(u.metrics[name] for u in updates if name in u.metrics) for name in names},
+        **_means_by_name([update.metrics for update in updates]),
         **report.metrics,
     }
 
@@ -113,7 +125,9 @@ def append_line(file: Path, values: Mapping[str, Any]) -> None:
 
 
 def forget_steps(file: Path, start: int) -> None:
-    """Removes the lines of steps from `start` on, which a resumed run repeats; creates the file if there is none."""
+    """Removes the lines of steps from `start` on, which a resumed run repeats; creates the file if
+    there is none.
+    """
     earlier = [row for row in read_metrics(file) if row["step"] < start] if start else []
     write_atomic(file, "".join(map(_json_line, earlier)))
 
@@ -124,24 +138,31 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
 
 
 def read_jsonl(file: Path, **types: type) -> list[dict[str, Any]]:
-    """The objects of a JSONL file that have these keys, with values of these types; none if there is no file.
+    """The objects of a JSONL file that have these keys, with values of these types; none if there
+    is no file.
 
-    Integers are from 0 to 2**53. One warning counts the other lines. Bytes that are not UTF-8 become U+FFFD.
+    Integers are from 0 to 2**53. One warning counts the other lines. Bytes that are not UTF-8
+    become U+FFFD.
     """
     text = file.read_bytes().decode(errors="replace") if file.is_file() else ""
-    # str.splitlines would also split at the line separators of Unicode, which JSON strings may contain
-    rows = {
-        number: _parse(line, types)
-        for number, line in enumerate(text.split("\n"), 1)
-        if line.strip()
-    }
-    if bad := [number for number, row in rows.items() if row is None]:
+    # str.splitlines would also split at the line separators of Unicode, which JSON strings may
+    # contain
+    rows = []
+    bad = []
+    for number, line in enumerate(text.split("\n"), 1):
+        row = _parse(line, types)
+        if row is not None:
+            rows.append(row)
+        elif line.strip():
+            bad.append(number)
+    if bad:
         count = f"{len(bad)} lines are" if len(bad) > 1 else "1 line is"
         print(
-            f"megarl: warning: {file}: {count} left out, line {bad[0]} first: not JSON objects with {', '.join(types)}",
+            f"megarl: warning: {file}: {count} left out, line {bad[0]} first: not JSON objects "
+            f"with {', '.join(types)}",
             file=sys.stderr,
         )
-    return [row for row in rows.values() if row is not None]
+    return rows
 
 
 def _parse(line: str, types: Mapping[str, type]) -> dict[str, Any] | None:
@@ -149,22 +170,24 @@ def _parse(line: str, types: Mapping[str, type]) -> dict[str, Any] | None:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(row, dict) or any(
-        type(row.get(key)) is not kind for key, kind in types.items()
-    ):
-        return None  # True is not an int here
-    if any(kind is int and not 0 <= row[key] <= MAX_INT for key, kind in types.items()):
+    if not isinstance(row, dict):
         return None
-    return {key: _finite(value) for key, value in row.items()}
+    for key, kind in types.items():
+        value: Any = row.get(key)
+        # True is not an int here
+        if type(value) is not kind or (kind is int and not 0 <= value <= MAX_INT):
+            return None
+    return _finite(row)
 
 
 def _json_line(values: Mapping[str, Any]) -> str:
-    """NaN and infinity, which JSON lacks, become null."""
-    return json.dumps({key: _finite(value) for key, value in values.items()}) + "\n"
+    return json.dumps(_finite(values)) + "\n"
 
 
-def _finite(value: Any) -> Any:
-    try:
-        return value if not isinstance(value, int | float) or math.isfinite(value) else None
-    except OverflowError:  # an integer beyond the range of floats
-        return None
+def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """NaN and infinity, which JSON lacks, and integers beyond the range of floats become None."""
+    finite = dict(values)
+    for key, value in values.items():
+        if isinstance(value, int | float) and not abs(value) <= sys.float_info.max:
+            finite[key] = None
+    return finite

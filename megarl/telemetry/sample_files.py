@@ -1,6 +1,9 @@
-"""Writes sampled text to rollouts/step_<n>.jsonl, one object per sample, in a bounded number of files.
+"""Writes sampled text to rollouts/step_<n>.jsonl, one object per sample, in a bounded number of
+files.
 
-groups --choose_samples--> best, worst and random samples --> step_<n>.jsonl    the oldest files are removed
+    groups --choose_samples--> best, worst and random samples --> step_<n>.jsonl
+
+The oldest files are removed.
 """
 
 from __future__ import annotations
@@ -8,13 +11,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, repeat
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.schema import SampleFiles
-from megarl.platform.atomic import write_atomic
+from megarl.processes.files import write_atomic
 
 if TYPE_CHECKING:  # finding the files needs no torch
     from megarl.types import Group, Sample, ScoredBatch
@@ -30,8 +33,10 @@ def sample_files(folder: Path) -> dict[int, Path]:
 
 
 def choose_samples(samples: Sequence[Sample], count: int, *, seed: str) -> list[int]:
-    """Increasing indices of at most `count` samples: a quarter have the highest rewards, a quarter the lowest; the
-    rest, and the choice among equals, is random. It depends only on the rewards and the seed."""
+    """Increasing indices of at most `count` samples: a quarter have the highest rewards, a quarter
+    the lowest; the rest, and the choice among equals, is random. It depends only on the rewards and
+    the seed.
+    """
     random = Random(seed)
     order = random.sample(range(len(samples)), len(samples))
     if len(samples) > count:
@@ -48,7 +53,9 @@ class SampleWriter:
     """Writes the files of a run. A resumed run removes those of the steps that it repeats."""
 
     def __init__(self, folder: Path, settings: SampleFiles, *, seed: int, start: int) -> None:
-        self._folder, self._settings, self._seed = folder, settings, seed
+        self._folder = folder
+        self._settings = settings
+        self._seed = seed
         folder.mkdir(parents=True, exist_ok=True)
         for step, file in sample_files(folder).items():
             if step >= start:
@@ -58,13 +65,22 @@ class SampleWriter:
         """Row i of `scored` is sample i of the groups, as `collate` orders them."""
         if not groups or not self._settings.every or step % self._settings.every:
             return
-        rows = [(group, sample) for group in groups for sample in group.samples]
+        rows = []
+        for group in groups:
+            rows += zip(repeat(group), group.samples)
         chosen = choose_samples(
             [sample for _, sample in rows], self._settings.max_samples, seed=f"{self._seed}/{step}"
         )
-        lines = [_line(*rows[row]) | (_advantage(scored, row) if scored else {}) for row in chosen]
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        # a tokenizer or a user's task may produce lone surrogates, which UTF-8 lacks, but JSON can escape
+        text = ""
+        for row in chosen:
+            line = _line(*rows[row])
+            if scored:  # the mean of the row's trained tokens; None if none is trained
+                span = slice(*scored.cu_seqlens[row : row + 2].tolist())
+                trained = scored.advantages[span][scored.mask[span]]
+                line["advantage"] = float(trained.mean()) if trained.numel() else None
+            text += json.dumps(line, ensure_ascii=False) + "\n"
+        # a tokenizer or a user's task may produce lone surrogates, which UTF-8 lacks, but JSON can
+        # escape
         write_atomic(
             self._folder / f"step_{step:06d}.jsonl", text.encode(errors="backslashreplace")
         )
@@ -90,10 +106,3 @@ def _line(group: Group, sample: Sample) -> dict[str, Any]:
             [v, len(list(run))] for v, run in groupby(sample.versions[sample.trainable].tolist())
         ],
     }
-
-
-def _advantage(scored: ScoredBatch, row: int) -> dict[str, float | None]:
-    """The mean advantage of the row's trained tokens; None if none is trained."""
-    span = slice(*scored.cu_seqlens[row : row + 2].tolist())
-    trained = scored.advantages[span][scored.mask[span]]
-    return {"advantage": float(trained.mean()) if trained.numel() else None}

@@ -3,10 +3,9 @@
     Telemetry --log--> Trackers -+-> TensorBoard   event files in the run directory
                                  '-> WandB         a run online, or files for `wandb sync`
 
-metrics.jsonl stays the record of a run: a tracker that fails is dropped with a warning, and training continues.
+metrics.jsonl stays the record of a run: a tracker that fails is dropped with a warning, and
+training continues.
 """
-
-from __future__ import annotations
 
 import math
 import secrets
@@ -19,8 +18,8 @@ from typing import Any
 
 from megarl.config.load import run_dir
 from megarl.config.schema import Config, Telemetry
-from megarl.platform.atomic import write_atomic
 from megarl.platform.env import get_env, is_installed, redact
+from megarl.processes.files import write_atomic
 from megarl.telemetry.metrics import read_metrics
 
 UPLOAD_S = 60  # W&B may take this long to upload what is left at the end
@@ -33,7 +32,8 @@ def check_trackers(telemetry: Telemetry) -> None:
         if value and not is_installed(module):
             shown = "true" if value is True else value
             raise ValueError(
-                f"telemetry.{name}={shown} needs the package {name}, which is not installed; run pip install {name}"
+                f"telemetry.{name}={shown} needs the package {name}, which is not installed; run "
+                f"pip install {name}"
             )
     if telemetry.wandb:
         import wandb
@@ -49,7 +49,8 @@ def check_trackers(telemetry: Telemetry) -> None:
             ) from None
         if not has_login:
             raise ValueError(
-                f"telemetry.wandb={telemetry.wandb}, but there is no login for Weights & Biases; run wandb login, set "
+                f"telemetry.wandb={telemetry.wandb}, but there is no login for Weights & Biases; "
+                "run wandb login, set "
                 "WANDB_API_KEY, or record without a network by WANDB_MODE=offline"
             )
 
@@ -58,20 +59,20 @@ class Trackers:
     """The configured trackers of a run that starts at step `start`."""
 
     def __init__(self, config: Config, *, start: int) -> None:
-        folder, telemetry = run_dir(config), config.telemetry
         self._running: dict[str, TensorBoard | WandB] = {}
-        if telemetry.tensorboard:
-            with self._dropped_on_failure("TensorBoard"):
-                self._running["TensorBoard"] = TensorBoard(folder, start=start)
-        if telemetry.wandb:
-            with self._dropped_on_failure("Weights & Biases"):
-                values = config.model_dump(mode="json")
-                self._running["Weights & Biases"] = WandB(
-                    telemetry.wandb, folder, values, start=start
-                )
+        for name, setting, tracker in (
+            ("TensorBoard", config.telemetry.tensorboard, TensorBoard),
+            ("Weights & Biases", config.telemetry.wandb, WandB),
+        ):
+            if setting:
+                with self._dropped_on_failure(name):
+                    self._running[name] = tracker(config, start=start)
 
     def log(self, step: int, metrics: Mapping[str, Any], *, is_complete: bool = True) -> None:
-        """Passes on the finite numbers; booleans are 0 and 1. A later call completes a step without `is_complete`."""
+        """Passes on the finite numbers; booleans are 0 and 1.
+
+        A later call completes a step without `is_complete`.
+        """
         numbers = _numbers(metrics)
         for name, tracker in list(self._running.items()):
             with self._dropped_on_failure(name):
@@ -94,15 +95,16 @@ class Trackers:
 class TensorBoard:
     """Readers drop the steps from `start` on that an earlier run of the folder wrote."""
 
-    def __init__(self, folder: Path, *, start: int) -> None:
+    def __init__(self, config: Config, *, start: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=start)
+        self._writer = SummaryWriter(str(run_dir(config)), purge_step=start)
 
     def log(self, step: int, metrics: Mapping[str, float], *, is_complete: bool) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
-        self._writer.flush()  # otherwise a run that is killed loses steps that its checkpoint does not repeat
+        # otherwise a run that is killed loses steps that its checkpoint does not repeat
+        self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
@@ -111,22 +113,26 @@ class TensorBoard:
 class WandB:
     """A run resumes under the id in the run directory.
 
-    Online, W&B keeps the first values of repeated steps; offline it cannot append: a resumed run writes earlier ones.
+    Online, W&B keeps the first values of repeated steps; offline it cannot append: a resumed run
+    writes earlier ones.
     """
 
-    def __init__(
-        self, project: str, folder: Path, config: Mapping[str, Any], *, start: int
-    ) -> None:
+    def __init__(self, config: Config, *, start: int) -> None:
         import wandb
 
+        folder = run_dir(config)
+        file = folder / "wandb_run_id"
+        # a run from the start gets a new id, since W&B ignores steps that go back
+        if not start or not file.is_file():
+            write_atomic(file, f"{folder.name[:48]}-{secrets.token_hex(4)}")
         init = partial(
             wandb.init,
-            project=project,
-            id=_run_id(folder, start),
+            project=config.telemetry.wandb,
+            id=file.read_text(encoding="utf-8"),
             name=folder.name,
             resume="allow",
             dir=get_env("WANDB_DIR", str(folder)),
-            config=dict(config),
+            config=config.model_dump(mode="json"),
             allow_val_change=True,
             settings=wandb.Settings(
                 silent=True, console="off", finish_timeout=UPLOAD_S, finish_timeout_raises=True
@@ -150,13 +156,12 @@ class WandB:
                     }
                     self.log(row["step"], _numbers(row | named), is_complete=True)
 
-    def log(self, step: int, metrics: Mapping[str, float], *, is_complete: bool) -> None:
-        self._run.log(dict(metrics), step=step, commit=is_complete)
+    def log(self, step: int, metrics: dict[str, float], *, is_complete: bool) -> None:
+        self._run.log(metrics, step=step, commit=is_complete)
 
     def close(self) -> None:
-        self._run.finish(
-            exit_code=int(sys.exc_info()[0] is not None)
-        )  # called while an exception ends the run
+        # called while an exception ends the run
+        self._run.finish(exit_code=int(sys.exc_info()[0] is not None))
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -167,14 +172,6 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
         and isinstance(value, int | float)
         and math.isfinite(value)
     }
-
-
-def _run_id(folder: Path, start: int) -> str:
-    """Returns the id in the folder; a run from the start gets a new one, since W&B ignores steps that go back."""
-    file = folder / "wandb_run_id"
-    if not start or not file.is_file():
-        write_atomic(file, f"{folder.name[:48]}-{secrets.token_hex(4)}")
-    return file.read_text(encoding="utf-8")
 
 
 def _warn(message: str) -> None:

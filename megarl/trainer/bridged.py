@@ -1,11 +1,12 @@
-"""Families without a table: Megatron-Bridge builds the model; its conversion is recorded once and serves as the table.
+"""Families without a table: Megatron-Bridge builds the model, and its conversion is recorded once.
 
-    folder --AutoBridge--> provider, with megarl's settings --provide--> model chunks, as in model.py
-    chunks, names and shapes of the checkpoint --hf_to_megatron on index tensors--> slices of this rank
+    folder --AutoBridge--> provider, with megarl's settings --provide--> model chunks
+    chunks, names and shapes of the checkpoint --hf_to_megatron on index tensors--> slices
 
-The slices serve as a table's to load, sync and export weights. Recording makes a few copies of one HF tensor at a time,
-at 8 bytes per element. On a GPU, Bridge builds the layers from Transformer Engine. On a CPU, where it still requires it
-(tests have a stand-in), plain families use the layers of layers.py; Bridge does not know all their names.
+Weights are loaded, synced and exported by these slices of this rank, as by those of a table.
+Recording makes a few copies of one HF tensor at a time, at 8 bytes per element. On a GPU, Bridge
+builds the layers from Transformer Engine. On a CPU, where Bridge still requires it (tests have a
+stand-in), plain families use the layers of layers.py; Bridge does not know all their names.
 """
 
 from __future__ import annotations
@@ -26,20 +27,22 @@ from torch import Tensor
 from megarl.layout import Axis, Layout, stage_layers
 from megarl.models.registry import fp32_tensors, hf_shapes, padded_vocab
 from megarl.models.shape import ModelShape
-from megarl.models.shards import ShardSlice
+from megarl.models.shards import Slices, by_prefix
 from megarl.trainer.layers import block_spec
 from megarl.trainer.megatron_config import Dispatcher, router_settings, run_settings
-from megarl.trainer.model import by_prefix, local_tensors, patch_chunk
+from megarl.trainer.model import local_tensors, patch_chunk
 from megarl.weights.index_tensors import REMEDY, IndexTensors, moved_slices
-from megarl.weights.placements import SlicesByRank
-from megarl.weights.transports.values import gather_values
+from megarl.weights.plan.tables import SlicesByRank
+from megarl.weights.sync.transports.values import gather_values
 
+# settings of the families that a CPU can train
 PLAIN = {
     "normalization": "RMSNorm",
     "layernorm_zero_centered_gamma": False,
     "window_size": None,
-}  # on a CPU
-FUSED = {  # local name -> Transformer Engine's, where a norm is fused into the linear layer after it
+}
+# local name -> Transformer Engine's, where a norm is fused into the linear layer after it
+FUSED = {
     ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
     ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
     ".self_attention.q_layernorm.": ".self_attention.linear_q_up_proj.layer_norm_",
@@ -52,7 +55,10 @@ OFF = (
     "moe_shared_expert_overlap",
     "apply_rope_fusion",
 )
-EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+UNSET = ("mtp_num_layers", "moe_z_loss_coeff", "fp8")
+Shapes = Mapping[str, tuple[int, ...]]
+EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT = "output_layer.weight"
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,8 @@ class Bridged:
 
     shape: ModelShape
     layout: Layout
-    provider: Any  # a TransformerConfig that can also provide() a GPTModel; recomputation is set on it later
+    # a TransformerConfig that can also provide() a GPTModel; recomputation is set on it later
+    provider: Any
     bridge: Any  # MegatronModelBridge
 
     @classmethod
@@ -74,33 +81,23 @@ class Bridged:
         dispatcher: Dispatcher,
         use_te: bool,
     ) -> Bridged:
-        """Raises ValueError if Bridge does not know the family, or if its layers exist only in Transformer Engine."""
-        assert shape.bridge is not None
-        logging.getLogger("megatron.bridge").setLevel(logging.ERROR)
-        try:
-            from megatron.bridge import AutoBridge  # pyright: ignore[reportMissingImports]
-            from megatron.bridge.models.conversion.param_mapping import (  # pyright: ignore[reportMissingImports]
-                AutoMapping,
-            )
-        except ImportError as error:
-            raise ValueError(
-                f"model_type={shape.family!r} has no table, and Megatron-Bridge, though installed, cannot be imported: "
-                f"{error}; install a version of that package which Bridge can use, or add a table (CONTRIBUTING.md, "
-                "'Adding a model family')"
-            ) from error
+        """Applies megarl's settings: layout, numerics, no dropout, no multi-token prediction.
 
-        if not AutoBridge.can_handle(str(shape.bridge)):
-            raise ValueError(
-                f"{shape.bridge}: model_type={shape.family!r} has no table, and Megatron-Bridge does not support "
-                "it (without remote code); add a table (CONTRIBUTING.md, 'Adding a model family')"
-            )
-        for module in ("BalancedRouter", "ReplicatedLinear"):  # modules in layers.py
-            AutoMapping.register_module_type(module, "replicated")
-        auto = AutoBridge.from_hf_pretrained(str(shape.bridge))
+        Raises ValueError if Bridge does not know the family, or if its layers exist only in
+        Transformer Engine.
+        """
+        auto = _auto_bridge(shape)
         provider = auto.to_megatron_provider(load_weights=False)
-        settings = _settings(
-            provider, shape, layout, dtype=dtype, dispatcher=dispatcher, use_te=use_te
+        settings = run_settings(
+            shape.layers, layout, dtype=dtype, dispatcher=dispatcher, use_te=use_te
         )
+        if use_te:
+            # Bridge knows whether the family's activation has a fused kernel
+            del settings["bias_activation_fusion"]
+        if provider.num_moe_experts:
+            settings |= router_settings(use_te=use_te)
+        settings["vocab_size"] = padded_vocab(shape.vocab, layout.tp.size)
+        settings |= dict.fromkeys(OFF, False) | dict.fromkeys(UNSET)
         for name, value in settings.items():
             setattr(provider, name, value)
         if not use_te:
@@ -110,96 +107,122 @@ class Bridged:
 
     def build(self) -> list[GPTModel]:
         """Returns this rank's model chunks, with parameters not yet loaded."""
-        pp, count, chunks = self.layout.pp, self.layout.vpp.size, []
+        pp = self.layout.pp
+        count = self.layout.vpp.size
+        chunks = []
         for number in range(count):
-            first, last = pp.first and number == 0, pp.last and number == count - 1
-            vp_stage = number if count > 1 else None
-            model = self.provider.provide(pre_process=first, post_process=last, vp_stage=vp_stage)
+            model = self.provider.provide(
+                pre_process=pp.first and number == 0,
+                post_process=pp.last and number == count - 1,
+                vp_stage=number if count > 1 else None,
+            )
             if not isinstance(model, GPTModel):
                 raise ValueError(
-                    f"{self.shape.family}: Megatron-Bridge builds {type(model).__name__}, not GPTModel"
+                    f"{self.shape.family}: Megatron-Bridge builds {type(model).__name__}, "
+                    "not GPTModel"
                 )
-            patch_chunk(model, self.layout, last=last)
+            patch_chunk(model, self.layout)
             chunks.append(model)
         return chunks
 
     def slices_by_rank(self, chunks: Sequence[GPTModel]) -> SlicesByRank:
-        """Returns, for each rank, the slices of HF tensors that its parameters store. Call it on every rank."""
+        """Returns, for each rank, the slices of HF tensors that its parameters store.
+
+        Call it on every rank.
+        """
         slices = record(chunks, self.bridge, hf_shapes(self.shape), self.layout.ep)
-        parameters, fp32 = local_tensors(chunks), fp32_tensors(self.shape)
+        parameters = local_tensors(chunks)
+        fp32 = fp32_tensors(self.shape)
         for part in slices:
+            dtype = parameters[part.param].dtype
             expected = torch.float32 if part.name in fp32 else self.provider.params_dtype
-            if (dtype := parameters[part.param].dtype) != expected:
+            if dtype != expected:
                 raise ValueError(
-                    f"{part.param}, the parameter of {part.name}, is {dtype} in Megatron-Core, not {expected}; {REMEDY}"
+                    f"{part.param}, the parameter of {part.name}, is {dtype} in Megatron-Core, "
+                    f"not {expected}; {REMEDY}"
                 )
         return gather_values(slices)
 
 
-def _settings(provider: Any, shape: ModelShape, layout: Layout, **how: Any) -> dict[str, Any]:
-    """Returns megarl's settings, which override Bridge's: layout, numerics, no dropout, no multi-token prediction."""
-    run = run_settings(shape.layers, layout, **how)
-    if how["use_te"]:
-        del run[
-            "bias_activation_fusion"
-        ]  # Bridge knows whether the family's activation has a fused kernel
-    return {
-        **run,
-        **(router_settings(use_te=how["use_te"]) if provider.num_moe_experts else {}),
-        "vocab_size": padded_vocab(shape.vocab, layout.tp.size),
-        **dict.fromkeys(OFF, False),
-        **dict.fromkeys(("mtp_num_layers", "moe_z_loss_coeff", "fp8")),
-    }
+def _auto_bridge(shape: ModelShape) -> Any:
+    """Returns Bridge's AutoBridge of the model's folder."""
+    logging.getLogger("megatron.bridge").setLevel(logging.ERROR)
+    remedy = "add a table (CONTRIBUTING.md, 'Adding a model family')"
+    try:
+        from megatron.bridge import AutoBridge  # pyright: ignore[reportMissingImports]
+        from megatron.bridge.models.conversion.param_mapping import AutoMapping  # pyright: ignore
+    except ImportError as error:
+        raise ValueError(
+            f"model_type={shape.family!r} has no table, and Megatron-Bridge, though installed, "
+            f"cannot be imported: {error}; install a version of that package which Bridge can use, "
+            f"or {remedy}"
+        ) from error
+
+    folder = str(shape.bridge)
+    if not AutoBridge.can_handle(folder):
+        raise ValueError(
+            f"{folder}: model_type={shape.family!r} has no table, and Megatron-Bridge does not "
+            f"support it (without remote code); {remedy}"
+        )
+    for module in ("BalancedRouter", "ReplicatedLinear"):  # modules in layers.py
+        AutoMapping.register_module_type(module, "replicated")
+    return AutoBridge.from_hf_pretrained(folder)
 
 
 def _take_local_layers(provider: Any, shape: ModelShape, layout: Layout) -> None:
-    from megatron.bridge.models.gpt_provider import default_layer_spec  # pyright: ignore[reportMissingImports]
+    from megatron.bridge.models.gpt_provider import default_layer_spec  # pyright: ignore
 
     spec = provider.transformer_layer_spec
     special = [
-        f"{name}={found}"
-        for name, plain in PLAIN.items()
-        if (found := getattr(provider, name)) != plain
+        f"{name}={getattr(provider, name)}"
+        for name, value in PLAIN.items()
+        if getattr(provider, name) != value
     ]
-    if special or getattr(spec, "func", spec) not in (
-        default_layer_spec,
-        get_gpt_decoder_block_spec,
-    ):
-        reason = ", ".join(special) or "its own layer spec"
+    known = (default_layer_spec, get_gpt_decoder_block_spec)
+    if special or getattr(spec, "func", spec) not in known:
         raise ValueError(
-            f"{shape.family} has {reason}, which only Transformer Engine supports: train it on GPUs"
+            f"{shape.family} has {', '.join(special) or 'its own layer spec'}, which only "
+            "Transformer Engine supports: train it on GPUs"
         )
     chunks = stage_layers(shape.layers, layout)
 
     def layers_of_chunk(config: Any, vp_stage: int | None = None) -> Any:
-        return block_spec(
-            config, [_is_moe(config, layer) for layer in chunks[vp_stage or 0]], use_te=False
-        )
+        is_moe = [_is_moe(config, layer) for layer in chunks[vp_stage or 0]]
+        return block_spec(config, is_moe, use_te=False)
 
     provider.transformer_layer_spec = layers_of_chunk
 
 
 def _is_moe(config: Any, layer: int) -> bool:
+    if not config.num_moe_experts:
+        return False
     every = config.moe_layer_freq
-    return bool(config.num_moe_experts) and bool(
-        every[layer] if isinstance(every, list) else layer % every == 0
-    )
+    if isinstance(every, list):
+        return bool(every[layer])
+    return layer % every == 0
 
 
 @torch.no_grad()
 def record(
-    chunks: Sequence[GPTModel], bridge: Any, shapes: Mapping[str, tuple[int, ...]], experts: Axis
-) -> list[ShardSlice]:
-    """Returns the slices of the tensors in `shapes` that `chunks` store, according to Bridge's conversion. Experts are
-    split over the axis `experts`. Call it on every rank that shares tensors. Raises ValueError naming tensor and
-    parameter if the conversion does more than copy elements."""
-    registry, slices = bridge.mapping_registry(), []
+    chunks: Sequence[GPTModel],
+    bridge: Any,
+    shapes: Shapes,
+    experts: Axis,
+) -> Slices:
+    """Returns the slices of the tensors in `shapes` that `chunks` store by Bridge's conversion.
+
+    Experts are split over the axis `experts`. Call it on every rank that shares tensors. Raises
+    ValueError naming tensor and parameter if the conversion does more than copy elements.
+    """
+    registry = bridge.mapping_registry()
+    slices = []
     for prefix, chunk in by_prefix(chunks).items():
         for name, tensor in local_tensors([chunk]).items():
             mapping = _mapping(registry, chunk, _global(name, chunk, experts), shapes)
             if mapping is None:
                 raise ValueError(
-                    f"Megatron-Bridge maps no tensor of the checkpoint to {name}; is config.json from another model?"
+                    f"Megatron-Bridge maps no tensor of the checkpoint to {name}; "
+                    "is config.json from another model?"
                 )
             (first, second), indices = _convert(name, tensor, chunk, bridge, mapping, shapes)
             slices += moved_slices(
@@ -214,32 +237,34 @@ def _convert(
     chunk: GPTModel,
     bridge: Any,
     mapping: Any,
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Shapes,
 ) -> tuple[list[Tensor], IndexTensors]:
     """Returns Bridge's parameter from index tensors, twice, and these tensors."""
     module = chunk.get_submodule(name.rpartition(".")[0])
     if not hasattr(module, "config"):
-        module.config = chunk.config  # pyright: ignore[reportArgumentType]  # Bridge looks for it there
-    indices, converted = IndexTensors(shapes, tensor.device), []
-    is_vocabulary = name in (EMBEDDING, OUTPUT)
+        # Bridge looks for it there
+        module.config = chunk.config  # pyright: ignore[reportArgumentType]
+    indices = IndexTensors(shapes, tensor.device)
+    converted = []
     with _in_fp64([tensor, *module.parameters(recurse=False)]):
         for indices.is_second in (False, True):
             try:
                 weights = bridge.maybe_modify_loaded_hf_weight(mapping.hf_param, indices)
             except KeyError as error:
                 raise ValueError(
-                    f"{name}: the checkpoint has no tensor {error}; is config.json from another model?"
+                    f"{name}: the checkpoint has no tensor {error}; "
+                    "is config.json from another model?"
                 ) from None
             index = mapping.hf_to_megatron(weights, module)
-            num_missing = len(tensor) - len(index) if is_vocabulary else 0
-            if (
-                num_missing > 0 and index.shape[1:] == tensor.shape[1:]
-            ):  # an unsplit tensor comes without padding
+            if name in (EMBEDDING, OUTPUT) and index.shape[1:] == tensor.shape[1:]:
+                # an unsplit tensor comes without padding
+                num_missing = max(0, len(tensor) - len(index))
                 index = torch.cat([index, index.new_zeros(num_missing, *tensor.shape[1:])])
             if index.shape != tensor.shape:
                 raise ValueError(
-                    f"{name} has shape {tuple(tensor.shape)}, but Megatron-Bridge gives it {tuple(index.shape)} from "
-                    f"{' and '.join(indices.first)}; is config.json from another model?"
+                    f"{name} has shape {tuple(tensor.shape)}, but Megatron-Bridge gives it "
+                    f"{tuple(index.shape)} from {' and '.join(indices.first)}; "
+                    "is config.json from another model?"
                 )
             converted.append(index)
     return converted, indices
@@ -247,13 +272,15 @@ def _convert(
 
 @contextmanager
 def _in_fp64(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Make these tensors fp64 within the context: Bridge casts to their dtype, and reads only their dtype and shape."""
+    """Makes these tensors fp64 within the context.
+
+    Bridge casts to their dtype, and reads only their dtype and shape.
+    """
     originals = [(tensor, tensor.data) for tensor in tensors]
     try:
         for tensor, data in originals:
-            tensor.data = torch.empty((), dtype=torch.float64, device=data.device).expand(
-                data.shape
-            )
+            element = torch.empty((), dtype=torch.float64, device=data.device)
+            tensor.data = element.expand(data.shape)
         yield
     finally:
         for tensor, data in originals:
@@ -261,19 +288,25 @@ def _in_fp64(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _mapping(
-    registry: Any, model: GPTModel, name: str, shapes: Mapping[str, tuple[int, ...]]
+    registry: Any,
+    model: GPTModel,
+    name: str,
+    shapes: Shapes,
 ) -> Any:
-    """Bridge's rule for the parameter `name`, or for its name under Transformer Engine; None if there is none. A tied
-    output layer, on the last stage, is a copy of the embedding."""
-    names = (
-        [EMBEDDING]
-        if name == OUTPUT and model.share_embeddings_and_output_weights
-        else [name, _under_te(name)]
-    )
+    """Returns Bridge's rule for the parameter `name`, or for its name under Transformer Engine.
+
+    None if there is no rule. A tied output layer, on the last stage, is a copy of the embedding.
+    """
+    names = [name, _under_te(name)]
+    if name == OUTPUT and model.share_embeddings_and_output_weights:
+        names = [EMBEDDING]
     for megatron_name in names:
-        if (rule := registry.megatron_to_hf_lookup(megatron_name)) is None:
+        rule = registry.megatron_to_hf_lookup(megatron_name)
+        if rule is None:
             continue
-        tensors = rule.hf_param.values() if isinstance(rule.hf_param, dict) else [rule.hf_param]
+        tensors = [rule.hf_param]
+        if isinstance(rule.hf_param, dict):
+            tensors = rule.hf_param.values()
         if rule.allow_hf_name_mismatch or all(tensor in shapes for tensor in tensors):
             rule = copy(rule)
             rule.megatron_param = name
@@ -282,20 +315,20 @@ def _mapping(
 
 
 def _global(name: str, chunk: GPTModel, experts: Axis) -> str:
-    """A parameter's name in Bridge, with global layer and expert indices."""
-    if layer := re.match(r"decoder\.layers\.(\d+)\.", name):
+    """Returns a parameter's name in Bridge, with global layer and expert indices."""
+    layer = re.match(r"decoder\.layers\.(\d+)\.", name)
+    if layer:
         module: Any = chunk.decoder.layers[int(layer[1])]
         name = f"decoder.layers.{module.layer_number - 1}.{name[layer.end() :]}"
-    if (
-        expert := re.search(r"\.experts\.(?:local_experts\.|linear_fc\d\.[a-z]+)(\d+)", name)
-    ) and experts.size > 1:
+    expert = re.search(r"\.experts\.(?:local_experts\.|linear_fc\d\.[a-z]+)(\d+)", name)
+    if expert and experts.size > 1:
         first = experts.rank * (chunk.config.num_moe_experts or 0) // experts.size
         name = f"{name[: expert.start(1)]}{first + int(expert[1])}{name[expert.end(1) :]}"
     return name
 
 
 def _under_te(name: str) -> str:
-    """Maps the name of a parameter of Megatron's local layers to its name in Transformer Engine's layers."""
+    """Returns the name in Transformer Engine's layers of a parameter of Megatron's local layers."""
     name = re.sub(r"\.local_experts\.(\d+)\.(linear_fc\d\.[a-z]+)$", r".\2\1", name)
     for local, fused in FUSED.items():
         name = name.replace(local, fused)

@@ -1,11 +1,9 @@
-"""Micro-batches -> Megatron's schedule -> the head's outputs on the last stage -> losses, weighted and summed.
+"""Micro-batches -> Megatron's schedule -> the head's outputs on the last stage -> weighted losses.
 
-    pack(batch, rows) -> Microbatch --get_forward_backward_func--> hidden --head--> on_outputs(rows, outputs)
+    Microbatch --get_forward_backward_func--> hidden --head--> on_outputs(rows, outputs)
 
 Outputs are gathered over the context ranks, so a loss sees whole rows on each of them.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -21,7 +19,7 @@ from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
 )
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.nn import Module
 
 from megarl.trainer.heads import Head, HeadOptions
 from megarl.trainer.microbatch import Microbatch
@@ -29,21 +27,22 @@ from megarl.types import Loss, MicrobatchRows, TokenOutputs
 
 
 def forward_backward(
-    chunks: Sequence[torch.nn.Module],
+    chunks: Sequence[Module],
     microbatches: Sequence[Microbatch],
     head: Head,
     options: HeadOptions,
-    on_outputs: Callable[
-        [MicrobatchRows, TokenOutputs], Tensor
-    ],  # on the last stage; returns a micro-batch's loss
+    # called on the last stage; returns a micro-batch's loss
+    on_outputs: Callable[[MicrobatchRows, TokenOutputs], Tensor],
     *,
-    context: ProcessGroup,
     train: bool,
 ) -> None:
-    """Runs the micro-batches through the pipeline; with `train`, also backward, summing gradients over data ranks.
-    Several chunks (virtual stages) need micro-batches of equal length, in multiples of the pipeline size."""
+    """Runs the micro-batches through the pipeline; with `train`, also backward.
 
-    def forward_step(data: Iterator[Microbatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable]:
+    Gradients are summed over data ranks. Several chunks (virtual stages) need micro-batches of
+    equal length, in multiples of the pipeline size.
+    """
+
+    def forward_step(data: Iterator[Microbatch], chunk: Module) -> tuple[Tensor, Callable]:
         microbatch = next(data)
         hidden = chunk(
             input_ids=microbatch.tokens,
@@ -53,22 +52,15 @@ def forward_backward(
         )
         return hidden, partial(loss, microbatch, chunk)
 
-    def loss(
-        microbatch: Microbatch, chunk: torch.nn.Module, hidden: Tensor
-    ) -> tuple[Tensor, Tensor, dict]:
-        model: Any = chunk.module
-        value = on_outputs(
-            microbatch.rows, _read(microbatch, hidden, model, head, options, context)
-        )
+    def loss(microbatch: Microbatch, chunk: Any, hidden: Tensor) -> tuple[Tensor, Tensor, dict]:
+        value = on_outputs(microbatch.rows, _read(microbatch, hidden, chunk.module, head, options))
         # a token count of 0, so that Megatron does not divide the loss, which is already weighted
         return value, torch.zeros((), dtype=torch.int, device=hidden.device), {}
 
     with torch.set_grad_enabled(train):
         get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(microbatches)
-            if len(chunks) == 1
-            else [iter(microbatches) for _ in chunks],
+            data_iterator=[iter(microbatches) for _ in chunks],
             model=list(chunks),
             num_microbatches=len(microbatches),
             seq_length=max(microbatch.length for microbatch in microbatches),
@@ -83,47 +75,59 @@ def _read(
     model: GPTModel,
     head: Head,
     options: HeadOptions,
-    context: ProcessGroup,
 ) -> TokenOutputs:
-    """Hidden states [Q / tp, 1, hidden] of the last stage -> outputs [M], 0 where the head does not read."""
+    """Returns the head's outputs [M] of hidden states [Q / tp, 1, hidden] of the last stage.
+
+    They are 0 where the head does not read.
+    """
     hidden_QH = hidden.flatten(0, 1)
     if model.config.sequence_parallel:
         hidden_QH = gather_from_sequence_parallel_region(
             hidden_QH, tensor_parallel_output_grad=head.is_tensor_parallel
         )
-    outputs = head.read(
-        model, hidden_QH.index_select(0, microbatch.read), microbatch.labels, options
-    )
-    whole: dict[str, Tensor] = {}
+    hidden_SH = hidden_QH.index_select(0, microbatch.read)
+    outputs = head.read(model, hidden_SH, microbatch.labels, options)
+    whole = {}
     for field in fields(outputs):
-        if (x_S := getattr(outputs, field.name)) is not None:
-            x_M = x_S.new_zeros(len(microbatch.rows.index), *x_S.shape[1:]).index_put(
-                (microbatch.read_rows,), x_S
+        x_S = getattr(outputs, field.name)
+        if x_S is not None:
+            zeros_M = x_S.new_zeros(len(microbatch.rows.index), *x_S.shape[1:])
+            x_M = zeros_M.index_put((microbatch.read_rows,), x_S)
+            # Sum in forward, copy in backward: context ranks have the whole loss, but backpropagate
+            # only their own part.
+            whole[field.name] = reduce_from_tensor_model_parallel_region(
+                x_M, group=options.groups.context
             )
-            # Sum in forward, copy in backward: context ranks have the whole loss but backpropagate only their own part.
-            whole[field.name] = reduce_from_tensor_model_parallel_region(x_M, group=context)
     return TokenOutputs(**whole)
 
 
 class LossSums:
-    """Called on the last stage with each micro-batch's outputs: returns the weighted loss and updates `totals`, which
-    start as the sums of an empty micro-batch, so that every rank of every stage has the same keys."""
+    """Weighted losses of micro-batches, and their sums.
+
+    Called on the last stage with each micro-batch's outputs: returns the weighted loss and updates
+    `totals`, which start as the sums of an empty micro-batch, so that every rank of every stage has
+    the same keys.
+    """
 
     def __init__(
-        self, loss: Loss, weights_T: Tensor, fields: tuple[str, ...], device: torch.device
+        self,
+        loss: Loss,
+        weights_T: Tensor,
+        fields: tuple[str, ...],
+        device: torch.device,
     ) -> None:
-        """`weights_T` [T] fp64: each token's weight in the loss; `fields`: the TokenOutputs fields of the head."""
-        self.loss, self.weights_T = loss, weights_T
-        self.totals: dict[str, Tensor] = {}  # 0-d fp64, over the micro-batches of this rank
-        start, nothing = (
-            torch.zeros(1, dtype=torch.int64, device=device),
-            torch.zeros(0, device=device),
-        )
+        """`weights_T` [T] fp64: each token's weight in the loss; `fields`: the head's outputs."""
+        self.loss = loss
+        self.weights_T = weights_T
+        self.totals = {}  # 0-d fp64, over the micro-batches of this rank
+        start = torch.zeros(1, dtype=torch.int64, device=device)
+        nothing = torch.zeros(0, device=device)
         outputs = TokenOutputs(**dict.fromkeys(fields, nothing), extra_logprobs_TK=nothing[:, None])
         self(MicrobatchRows((), torch.arange(0), start, nothing.bool()), outputs)
 
     def __call__(self, rows: MicrobatchRows, outputs: TokenOutputs) -> Tensor:
-        losses, weights_M = self.loss(outputs, rows), rows.select(self.weights_T)
+        losses = self.loss(outputs, rows)
+        weights_M = rows.select(self.weights_T)
         # fp64: at the first update a loss is a sum of advantages that nearly cancel
         value = (losses.loss.detach().double() * weights_M).sum()
         for name, total in {**losses.sums, "loss": value, "count": losses.count}.items():
@@ -132,7 +136,10 @@ class LossSums:
 
 
 def global_sums(sums: Mapping[str, Tensor], *, counts: bool) -> dict[str, float]:
-    """Returns, on every rank, the sums over the ranks where `counts` is true (one for each distinct set of rows)."""
+    """Returns, on every rank, the sums over the ranks where `counts` is true.
+
+    These are one rank for each distinct set of rows.
+    """
     names = sorted(sums)
     values = torch.stack([sums[name] for name in names])
     if not counts:

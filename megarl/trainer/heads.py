@@ -1,6 +1,4 @@
-"""Heads: from hidden states of the last stage, where they read, log-probs of labels or one number per token."""
-
-from __future__ import annotations
+"""Heads: from hidden states of the last stage, log-probs of labels or one number per token."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,33 +7,34 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megarl.algorithms.reward_model import response_positions, row_scores
 from megarl.models.shape import ModelShape
-from megarl.models.shards import Replicated, Rule, Table
+from megarl.models.shards import Replicated, Table
 from megarl.platform.json_text import parse_json
 from megarl.trainer.logprobs import VocabShard, token_outputs, top_tokens
+from megarl.trainer.parallel_groups import ProcessGroups
 from megarl.types import MicrobatchRows, TokenBatch, TokenOutputs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HeadOptions:
     """Options shared by all micro-batches of a pass."""
 
-    tensor_group: ProcessGroup
+    groups: ProcessGroups
     temperature: float
     entropy: bool
-    top_k: int = 0  # log-probs of that many of the likeliest tokens too
+    top_k: int  # log-probs of that many of the likeliest tokens too
 
 
 class Head(Protocol):
-    """A head for `Trainer.build`. `S` is the number of positions it reads in a micro-batch; by default trained ones."""
+    """A head for `Trainer.build`.
 
-    @property
-    def is_tensor_parallel(self) -> bool:
-        """True if each tensor rank computes a partial gradient of the hidden states, to be summed over the ranks."""
-        ...
+    `S` is the number of positions it reads in a micro-batch; by default, those that are trained.
+    """
+
+    # True if each tensor rank computes a partial gradient of the hidden states
+    is_tensor_parallel: ClassVar[bool]
 
     def fields(self, *, entropy: bool) -> tuple[str, ...]:
         """Returns the names of the fields of TokenOutputs that `read` computes."""
@@ -49,34 +48,49 @@ class Head(Protocol):
         """Adds the head's parameters, initialised, to the last model chunk; by default none."""
 
     def read(
-        self, model: GPTModel, hidden_SH: Tensor, labels_S: Tensor, options: HeadOptions
+        self,
+        model: GPTModel,
+        hidden_SH: Tensor,
+        labels_S: Tensor,
+        options: HeadOptions,
     ) -> TokenOutputs:
-        """Returns outputs [S] fp32; every tensor rank has the whole `hidden_SH`. Labels may be [S, 1 + K]."""
+        """Returns outputs [S] fp32. Labels may be [S, 1 + K].
+
+        Every tensor rank has the whole `hidden_SH`.
+        """
         ...
 
     def table(self, table: Table, shape: ModelShape) -> Table:
-        """Returns the family's table with the tensors that a folder of the model with this head has."""
+        """Returns the family's table with the tensors of a folder of the model with this head."""
         return table
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class VocabularyHead(Head):
-    """Log-prob of each label, and entropy, by the model's output layer or its tied embedding."""
+    """Log-probs of labels, and entropy, by the model's output layer or its tied embedding."""
 
     vocab: int
     chunk: int  # tokens whose fp32 logits exist at once
-    is_tensor_parallel: bool = True
+    is_tensor_parallel: ClassVar[bool] = True
 
     def fields(self, *, entropy: bool) -> tuple[str, ...]:
-        return ("logprobs_T", "entropy_T") if entropy else ("logprobs_T",)
+        if entropy:
+            return "logprobs_T", "entropy_T"
+        return ("logprobs_T",)
 
     def read(
-        self, model: GPTModel, hidden_SH: Tensor, labels_S: Tensor, options: HeadOptions
+        self,
+        model: GPTModel,
+        hidden_SH: Tensor,
+        labels_S: Tensor,
+        options: HeadOptions,
     ) -> TokenOutputs:
-        tied = model.share_embeddings_and_output_weights
-        weight_VH = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+        weight_VH = model.output_layer.weight
+        if model.share_embeddings_and_output_weights:
+            weight_VH = model.shared_embedding_or_output_weight()
         assert weight_VH is not None
-        shard, top_SK = VocabShard.of(self.vocab, len(weight_VH), options.tensor_group), None
+        shard = VocabShard.of(self.vocab, len(weight_VH), options.groups.tensor)
+        top_SK = None
         if options.top_k:
             top_SK = top_tokens(hidden_SH, weight_VH, shard, chunk=self.chunk, count=options.top_k)
             labels_S = torch.cat([labels_S[:, None], top_SK], 1)
@@ -92,13 +106,15 @@ class VocabularyHead(Head):
         return replace(outputs, extra_labels_TK=top_SK)
 
 
-@dataclass(frozen=True, slots=True)
 class ValueHead:
-    """A critic: a linear layer, initialised to 0, from the final norm's output to one value at each trained position.
-    Its `value_head.weight` and `.bias` are replicated on all tensor ranks; in a Hugging Face folder, a token classifier
-    without `lm_head`, they are `score.weight` and `.bias`."""
+    """A critic: a linear layer, initialised to 0, that reads the final norm's output.
 
-    is_tensor_parallel: bool = False
+    It returns one value at each trained position. Its `value_head.weight` and `.bias` are
+    replicated on all tensor ranks; in a Hugging Face folder, a token classifier without `lm_head`,
+    they are `score.weight` and `.bias`.
+    """
+
+    is_tensor_parallel: ClassVar[bool] = False
     outputs: ClassVar[Any] = 1
     architecture: ClassVar[Any] = "ForTokenClassification"  # of the folder, in transformers
 
@@ -109,47 +125,54 @@ class ValueHead:
         return batch.mask
 
     def attach(self, model: GPTModel) -> None:
-        weight, has_bias = next(model.parameters()), self.architecture == "ForTokenClassification"
+        weight = next(model.parameters())
         if not model.share_embeddings_and_output_weights:
             model.output_layer.weight = None  # of the vocabulary; a tied one is the embedding
         model.value_head = torch.nn.Linear(
             model.config.hidden_size,
             self.outputs,
-            bias=has_bias,
+            bias=self._has_bias,
             device=weight.device,
             dtype=weight.dtype,
         )
         for parameter in model.value_head.parameters():
             torch.nn.init.zeros_(parameter)
 
+    @property
+    def _has_bias(self) -> bool:
+        return self.architecture == "ForTokenClassification"
+
     def table(self, table: Table, shape: ModelShape) -> Table:
-        rules: list[Rule] = [
-            Replicated("score.weight", "value_head.weight", (self.outputs, shape.hidden))
-        ]
-        if self.architecture == "ForTokenClassification":
+        rules = [rule for rule in table.head if rule.param != "output_layer.weight"]
+        rules.append(Replicated("score.weight", "value_head.weight", (self.outputs, shape.hidden)))
+        if self._has_bias:
             rules.append(Replicated("score.bias", "value_head.bias", (self.outputs,)))
-        kept = (rule for rule in table.head if rule.param != "output_layer.weight")
-        return replace(table, head=(*kept, *rules))
+        return replace(table, head=tuple(rules))
 
     def read(
-        self, model: GPTModel, hidden_SH: Tensor, labels_S: Tensor, options: HeadOptions
+        self,
+        model: GPTModel,
+        hidden_SH: Tensor,
+        labels_S: Tensor,
+        options: HeadOptions,
     ) -> TokenOutputs:
         linear = model.get_submodule("value_head")
         assert isinstance(linear, torch.nn.Linear)
-        bias_O = None if linear.bias is None else linear.bias.float()
+        bias_O = linear.bias.float() if self._has_bias else None
         outputs_SO = torch.nn.functional.linear(hidden_SH.float(), linear.weight.float(), bias_O)
-        return TokenOutputs(
-            **dict(zip(self.fields(entropy=False), outputs_SO.unbind(1), strict=True))
-        )
+        return TokenOutputs(**dict(zip(self.fields(entropy=False), outputs_SO.T, strict=True)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RewardHead(ValueHead):
     """A reward model. `scores` are one number per row; where the head does not read, outputs are 0.
 
     scalar    reads the last token of each row; a sequence classifier in a folder, without bias
-    token     reads the response's tokens and aggregates; "weighted": a second output is the logit of a token's weight
-    process   reads where `mask` is True: the last token of each step of a StepBatch. `values_T` are the scores"""
+    token     reads the response's tokens and aggregates; if aggregate is "weighted", a second
+              output is the logit of a token's weight
+    process   reads where `mask` is True, the last token of each step of a StepBatch; `values_T` are
+              the scores
+    """
 
     kind: Literal["scalar", "token", "process"] = "scalar"
     aggregate: str = "last"  # of kind token: a name of `row_scores`
@@ -163,30 +186,40 @@ class RewardHead(ValueHead):
         return "ForSequenceClassification" if self.kind == "scalar" else "ForTokenClassification"
 
     def positions(self, batch: TokenBatch) -> Tensor:
-        if self.kind != "scalar":
-            return batch.mask if self.kind == "process" else response_positions(batch.mask)
+        if self.kind == "process":
+            return batch.mask
+        if self.kind == "token":
+            return response_positions(batch.mask)
         is_last_T = torch.zeros_like(batch.mask)
         is_last_T[batch.cu_seqlens[1:][batch.cu_seqlens.diff() > 0] - 1] = True
         return is_last_T
 
     def scores(self, outputs: TokenOutputs, rows: TokenBatch | MicrobatchRows) -> Tensor:
-        """[N] fp32: the score of each row, from what `Trainer.forward` returned for a batch, or a loss was given."""
+        """Returns [N] fp32: the score of each row.
+
+        `outputs` are those of `Trainer.forward` for a batch, or those that a loss receives.
+        """
         return row_scores(outputs, rows.mask, rows.cu_seqlens, self.aggregate)
 
 
 def load_head(folder: str | Path) -> RewardHead:
-    """Returns the head of a reward model in a Hugging Face folder; another's token classifier has kind process. Pass it
-    to `Trainer.build`, which loads its weights; ``head.scores(trainer.forward(batch), batch)`` are the rewards [N].
-    Raises ValueError for a folder of another kind."""
-    if not (file := Path(folder) / "config.json").is_file():
+    """Returns the head of a reward model in a Hugging Face folder.
+
+    A token classifier that megarl did not train has kind process. Pass the head to `Trainer.build`,
+    which loads its weights; ``head.scores(trainer.forward(batch), batch)`` are the rewards [N].
+    Raises ValueError for a folder of another kind.
+    """
+    file = Path(folder) / "config.json"
+    if not file.is_file():
         raise ValueError(f"{folder} has no config.json; name the folder of a reward model")
     config = parse_json(file.read_bytes())
     if "megarl_reward_head" in config:
         return RewardHead(**config["megarl_reward_head"])
     architecture = next(iter(config.get("architectures") or ()), "unknown")
-    for head in (RewardHead(kind="scalar"), RewardHead(kind="process")):
+    for head in (RewardHead(), RewardHead(kind="process")):
         if architecture.endswith(head.architecture):
             return head
     raise ValueError(
-        f"{folder} is a {architecture}, not a reward model; use one that stage reward_model exported"
+        f"{folder} is a {architecture}, not a reward model; "
+        "use one that stage reward_model exported"
     )

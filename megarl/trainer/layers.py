@@ -1,11 +1,11 @@
-"""The transformer layer, as a Megatron spec: Transformer Engine's on a GPU, Megatron's local one on a CPU.
+"""The transformer layer, as a Megatron spec: Transformer Engine's on a GPU, a local one on a CPU.
 
-The local spec lacks what is defined here: a norm that allows sequence parallelism, a core attention of packed rows, and
-latent attention with complete gradients under tensor parallelism. Shapes: T tokens of all rows end to end, H heads of
-this tensor rank, G key/value heads, D head_dim of query and key, E of value.
+Megatron's local spec lacks what is defined here: a norm that allows sequence parallelism, a core
+attention of packed rows, and latent attention with complete gradients under tensor parallelism.
+
+Shapes: T tokens of all rows end to end, H heads of this tensor rank, G key/value heads, D head_dim
+of query and key, E of value.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,30 +23,44 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
+from torch.nn import Module, Parameter
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
 
 from megarl.trainer.context_parallel import attend, attend_stacks
 from megarl.trainer.moe import BalancedRouter
 
 
-class RMSNorm(torch.nn.Module):
-    """RMSNorm computed in fp32; the weight is marked as replicated over the sequence-parallel ranks."""
+class RMSNorm(Module):
+    """RMSNorm in fp32; the weight is marked as replicated over the sequence-parallel ranks."""
 
     def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-5,
+        **_unused: Any,
     ) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+        self.weight = _replicated(torch.ones(hidden_size, dtype=config.params_dtype), config)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.weight * rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype)
 
 
-class PackedAttention(torch.nn.Module):
-    """Causal attention within each row of a packed [T, H, D] query; key is [T, G, D], value [T, G, E]. Rows of similar
-    length are padded and share one call. Padding comes last, so the causal mask hides it."""
+def _replicated(weight: Tensor, config: TransformerConfig) -> Parameter:
+    """Returns a parameter whose gradient Megatron sums over the sequence-parallel ranks."""
+    parameter: Any = Parameter(weight)
+    parameter.sequence_parallel = config.sequence_parallel
+    return parameter
+
+
+class PackedAttention(Module):
+    """Causal attention within each row of a packed query [T, H, D], key [T, G, D], value [T, G, E].
+
+    Rows of similar length are padded and share one call. Padding comes last, so the causal mask
+    hides it.
+    """
 
     def __init__(
         self,
@@ -57,9 +71,9 @@ class PackedAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.scale = softmax_scale  # None: 1 / sqrt(D)
-        self.context = (
-            None if pg_collection is None or pg_collection.cp.size() == 1 else pg_collection.cp
-        )
+        self.context = None
+        if pg_collection is not None and pg_collection.cp.size() > 1:
+            self.context = pg_collection.cp
 
     def forward(
         self,
@@ -74,13 +88,20 @@ class PackedAttention(torch.nn.Module):
         assert packed_seq_params is not None and attention_bias is None, (
             "supports only packed rows without a bias"
         )
-        if stacks := getattr(packed_seq_params, "stacks", None):  # of SharedRows
+        stacks = getattr(packed_seq_params, "stacks", None)  # of SharedRows
+        if stacks:
             return attend_stacks(query, key, value, stacks, self._attend)
         lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
         return attend(query, key, value, lengths, self.context, self._attend)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, distance_RLK: Tensor | None) -> Tensor:
-        """Causal attention, a `Score`."""
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        distance_RLK: Tensor | None,
+    ) -> Tensor:
+        """Causal attention, a `RowAttention`."""
         mask = None if distance_RLK is None else (distance_RLK >= 0)[:, None]
         return scaled_dot_product_attention(
             q,
@@ -94,34 +115,51 @@ class PackedAttention(torch.nn.Module):
 
 
 class SinkAttention(PackedAttention):
-    """gpt-oss: the softmax has one extra logit, learned per head; every other layer uses a sliding window."""
+    """gpt-oss: the softmax has one extra logit per head, which is learned.
 
-    def __init__(self, config: TransformerConfig, layer_number: int, **kwargs: Any) -> None:
-        super().__init__(config, **kwargs)
-        self.softmax_offset = torch.nn.Parameter(
-            torch.empty(
-                config.num_attention_heads // config.tensor_model_parallel_size,
-                dtype=config.params_dtype,
-            )
-        )
+    Every other layer uses a sliding window.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **_unused: Any,
+    ) -> None:
+        super().__init__(config, softmax_scale, pg_collection)
+        heads = config.num_attention_heads // config.tensor_model_parallel_size
+        self.softmax_offset = Parameter(torch.empty(heads, dtype=config.params_dtype))
         set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
         assert config.window_size is not None and isinstance(config.window_attn_skip_freq, int)
-        skipped = layer_number % config.window_attn_skip_freq == 0
-        self.window = (
-            None if skipped else config.window_size[0] + 1
-        )  # tokens, including the query's own
+        self.window: int | None = None
+        if layer_number % config.window_attn_skip_freq:
+            self.window = config.window_size[0] + 1  # tokens, including the query's own
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+        self,
+        prefix: str = "",
+        sharded_offsets: Any = (),
+        metadata: Any = None,
     ) -> dict[str, Any]:
-        """Of every tensor rank's heads; Megatron's default would save those of the first as if they were all."""
-        tensors = self.state_dict(keep_vars=True)
+        """Returns the heads of every tensor rank.
+
+        Megatron's default would save those of the first as if they were all.
+        """
         return make_sharded_tensors_for_checkpoint(
-            tensors, prefix, {"softmax_offset": 0}, sharded_offsets
+            self.state_dict(keep_vars=True), prefix, {"softmax_offset": 0}, sharded_offsets
         )
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, distance_RLK: Tensor | None) -> Tensor:
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        distance_RLK: Tensor | None,
+    ) -> Tensor:
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+        v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
         scores_RHLL = (q @ k.transpose(-1, -2)).float() * (self.scale or q.shape[-1] ** -0.5)
         if distance_RLK is None:
             position_L = torch.arange(q.shape[2], device=q.device)
@@ -129,12 +167,27 @@ class SinkAttention(PackedAttention):
         hidden = (distance_RLK < 0) | (distance_RLK >= (self.window or k.shape[2]))
         scores_RHLL = scores_RHLL.masked_fill(hidden[:, None], -torch.inf)
         sinks = self.softmax_offset.float()[None, :, None, None].expand(*scores_RHLL.shape[:3], 1)
-        return torch.cat([scores_RHLL, sinks], -1).softmax(-1)[..., :-1].to(v.dtype) @ v
+        weights_RHLL = torch.cat([scores_RHLL, sinks], -1).softmax(-1)[..., :-1]
+        return weights_RHLL.to(v.dtype) @ v
 
 
-class LatentAttention(MLASelfAttention):
-    """Megatron's layer, with the down projections replicated on every tensor rank, as in Transformer Engine: its local
-    spec splits them, and the gradient of the key shared by all heads misses other ranks' heads (0.16.1, 0.19.2)."""
+class SpecifiedLatentAttention(MLASelfAttention):
+    """Megatron's layer, with the norms of its spec.
+
+    0.19.2 would put one before the projection of queries that are not compressed, where DeepSeek
+    models have none.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        return vars(submodules)
+
+
+class LatentAttention(SpecifiedLatentAttention):
+    """Megatron's layer, with the down projections replicated on every tensor rank.
+
+    Transformer Engine's spec does the same. Megatron's local spec splits them, and the gradient of
+    the key shared by all heads misses other ranks' heads (0.16.1, 0.19.2).
+    """
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -145,15 +198,16 @@ class LatentAttention(MLASelfAttention):
         )
 
 
-class ReplicatedLinear(torch.nn.Module):
-    """A linear layer without bias on this rank's part of the sequence; returns (output, None), as Megatron's do."""
+class ReplicatedLinear(Module):
+    """A linear layer without bias on this rank's part of the sequence.
+
+    Returns (output, None), as Megatron's layers do.
+    """
 
     def __init__(self, config: TransformerConfig, size: int) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(
-            torch.empty(size, config.hidden_size, dtype=config.params_dtype)
-        )
-        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+        weight = torch.empty(size, config.hidden_size, dtype=config.params_dtype)
+        self.weight = _replicated(weight, config)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         return self._forward_impl(input=x, weight=self.weight), None
@@ -162,14 +216,18 @@ class ReplicatedLinear(torch.nn.Module):
 
 
 class _ExpertOutput(RowParallelLinear):
-    """Works around three bugs of expert biases in Megatron's local spec (0.16.1, 0.19.2): the bias is added in place to
-    the output, to autograd a view of the input if nothing is reduced (hence the clone); it is marked as sequence
-    parallel, so its gradient is reduced twice, and not as tensor parallel, so only the first rank's norm counts it."""
+    """Works around three bugs of expert biases in Megatron's local spec (0.16.1, 0.19.2).
+
+    The bias is added in place to the output, which autograd takes for a view of the input if
+    nothing is reduced (hence the clone). It is marked as sequence parallel, so its gradient is
+    reduced twice, and not as tensor parallel, so only the first rank's norm counts it.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        set_tensor_model_parallel_attributes(self.bias, True, 0, 1)
-        self.bias.sequence_parallel = False  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+        bias: Any = self.bias
+        set_tensor_model_parallel_attributes(bias, True, 0, 1)
+        bias.sequence_parallel = False
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         output, bias = super().forward(input_)
@@ -177,9 +235,12 @@ class _ExpertOutput(RowParallelLinear):
 
 
 def block_spec(
-    config: TransformerConfig, is_moe: Sequence[bool], *, use_te: bool
+    config: TransformerConfig,
+    is_moe: Sequence[bool],
+    *,
+    use_te: bool,
 ) -> TransformerBlockSubmodules:
-    """Returns the spec of the layers of one model chunk; `is_moe` says for each layer whether it has experts."""
+    """Returns the spec of the layers of one model chunk; those with `is_moe` have experts."""
     norm: Any = RMSNorm
     if use_te:
         from megatron.core.extensions.transformer_engine import TENorm
@@ -191,23 +252,30 @@ def block_spec(
     return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in is_moe], layer_norm=norm)
 
 
-def _layer_spec(config: TransformerConfig, *, is_moe: bool, use_te: bool) -> ModuleSpec:
+def _layer_spec(
+    config: TransformerConfig,
+    *,
+    is_moe: bool,
+    use_te: bool,
+) -> ModuleSpec:
     options: dict[str, Any] = {
         "num_experts": config.num_moe_experts if is_moe else None,
         "qk_layernorm": config.qk_layernorm,
         "multi_latent_attention": config.multi_latent_attention,
     }
     if use_te:
-        return get_gpt_layer_with_transformer_engine_spec(
+        layer = get_gpt_layer_with_transformer_engine_spec(
             moe_grouped_gemm=config.moe_grouped_gemm, **options
         )
+        if config.multi_latent_attention:
+            _submodules(layer).self_attention.module = SpecifiedLatentAttention
+        return layer
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", **options)
     parts: Any = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
-    attention.core_attention = (
-        SinkAttention if config.softmax_type == "learnable" else PackedAttention
-    )
+    has_sinks = config.softmax_type == "learnable"
+    attention.core_attention = SinkAttention if has_sinks else PackedAttention
     if config.multi_latent_attention:
         parts.self_attention.module = LatentAttention
         attention.q_layernorm = attention.kv_layernorm = RMSNorm
@@ -219,5 +287,7 @@ def _layer_spec(config: TransformerConfig, *, is_moe: bool, use_te: bool) -> Mod
 
 
 def _submodules(spec: Any) -> Any:
-    """Submodules of a ModuleSpec, or of the partial that replaces it in megatron-core 0.19."""
-    return spec.submodules if isinstance(spec, ModuleSpec) else spec.keywords["submodules"]
+    """Returns the submodules of a ModuleSpec, or of the partial of megatron-core 0.19."""
+    if isinstance(spec, ModuleSpec):
+        return spec.submodules
+    return spec.keywords["submodules"]

@@ -1,12 +1,13 @@
-"""Hidden states -> log-probs of labels and entropy. Logits are computed tile by tile, in forward and in backward.
+"""Hidden states -> log-probs of labels and entropy. Logits are computed tile by tile.
 
-    hidden [T, H] --@ weight[columns].T--> tile [C, V] of logits --> running (max, sum exp, sum exp * z, labels' z)
-                                                                     two all-reduces over tp for all T
-    backward recomputes each tile, turns it into its gradient in place, and multiplies that by weight and hidden
+    hidden [T, H] --@ weight[columns].T--> tile [C, V] of logits
+    tiles  --> running (max, sum exp, sum exp * z, labels' z), then two all-reduces over tp
+    backward   recomputes each tile, and turns it into its gradient in place
 
-T positions, H hidden, K labels of each position (usually 1), C tokens and V vocabulary columns of a tile, sized to fit
-the device's cache. Padding rows of the weight are never multiplied, so they are not part of the softmax. z = logits /
-temperature. Everything is fp32: low-precision inputs are multiplied as they are and accumulated in fp32.
+T positions, H hidden, K labels of each position (usually 1), C tokens and V vocabulary columns of a
+tile, sized to fit the device's cache. Padding rows of the weight are never multiplied, so they are
+not part of the softmax. z = logits / temperature. Everything is fp32: low-precision inputs are
+multiplied as they are and accumulated in fp32.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from megarl.types import TokenOutputs
 TILE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class VocabShard:
-    """The token ids of this tensor rank's rows of the weight: [start, start + size); rows beyond are padding."""
+    """The token ids of this tensor rank's rows of the weight; the rows after them are padding."""
 
     start: int
     size: int
@@ -36,7 +37,7 @@ class VocabShard:
 
     @classmethod
     def of(cls, vocab: int, rows: int, group: ProcessGroup) -> VocabShard:
-        """`vocab` is the number of token ids, `rows` the number of weight rows on this rank, including padding."""
+        """`vocab` is the number of token ids, `rows` that of weight rows here, with padding."""
         start = rows * dist.get_rank(group)
         return cls(start, max(0, min(rows, vocab - start)), group)
 
@@ -51,32 +52,42 @@ def token_outputs(
     chunk: int,
     entropy: bool,
 ) -> TokenOutputs:
-    """Returns log-probs of `labels` and, with `entropy`, entropy in nats; differentiable in hidden and weight.
-    Labels are [T] int64, or [T, 1 + K] with K extra ones, which may repeat the first. Every tensor rank passes all of
-    `hidden_TH` and gets a partial gradient, to be summed over ranks. `chunk` tokens are processed at once. If the
-    weight has Megatron's fp32 `main_grad`, its gradient is added there and not returned."""
-    labels_KT = labels[None] if labels.ndim == 1 else labels.T
+    """Returns log-probs of `labels` and, with `entropy`, entropy in nats.
+
+    They are differentiable in hidden and weight. Labels are [T] int64, or [T, 1 + K] with K extra
+    ones, which may repeat the first. Every tensor rank passes all of `hidden_TH` and gets a partial
+    gradient, to be summed over ranks. `chunk` tokens are processed at once. If the weight has
+    Megatron's fp32 `main_grad`, its gradient is added there and not returned.
+    """
+    has_extra = labels.ndim > 1
+    labels_KT = labels.T if has_extra else labels[None]
     logprobs_KT, entropy_T = _VocabLogprobs.apply(
-        hidden_TH, weight_VH, labels_KT, (shard, temperature, chunk), entropy
+        hidden_TH,
+        weight_VH,
+        labels_KT,
+        (shard, temperature, chunk),
+        entropy,
     )
-    extra_TK = None if labels.ndim == 1 else logprobs_KT[1:].T
+    extra_TK = logprobs_KT[1:].T if has_extra else None
     return TokenOutputs(logprobs_KT[0], entropy_T if entropy else None, extra_logprobs_TK=extra_TK)
 
 
 @torch.no_grad()
 def top_tokens(
-    hidden_TH: Tensor, weight_VH: Tensor, shard: VocabShard, *, chunk: int, count: int
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    shard: VocabShard,
+    *,
+    chunk: int,
+    count: int,
 ) -> Tensor:
-    """Returns the ids [T, count] int64 of the largest logits, on every tensor rank, which pass all of `hidden_TH`."""
-    total, world = hidden_TH.shape[0], dist.get_world_size(shard.group)
-    tiles = _Tiles(
-        hidden_TH,
-        weight_VH,
-        torch.zeros((0, total), device=hidden_TH.device).long(),
-        shard,
-        1.0,
-        chunk,
-    )
+    """Returns the ids [T, count] int64 of the largest logits.
+
+    Every tensor rank passes all of `hidden_TH`, and gets the same ids.
+    """
+    total = len(hidden_TH)
+    no_labels = torch.zeros((0, total), dtype=torch.int64, device=hidden_TH.device)
+    tiles = _Tiles(hidden_TH, weight_VH, no_labels, shard, 1.0, chunk)
     best_TK = hidden_TH.new_full((total, count), -torch.inf, dtype=tiles.dtype)
     ids_TK = torch.zeros_like(best_TK, dtype=torch.int64)
     for tokens, columns, z_CV, *_ in tiles:
@@ -85,15 +96,24 @@ def top_tokens(
         best_TK[tokens], ids_TK[tokens] = _largest(
             (best_TK[tokens], z_CK), (ids_TK[tokens], column_CK), count
         )
-    if world > 1:
-        parts = [[torch.empty_like(x_TK) for _ in range(world)] for x_TK in (best_TK, ids_TK)]
-        for part, x_TK in zip(parts, (best_TK, ids_TK), strict=True):
-            dist.all_gather(part, x_TK, group=shard.group)
-        _, ids_TK = _largest(parts[0], parts[1], count)
+    if shard.group.size() > 1:
+        _, ids_TK = _largest(
+            _all_gather(best_TK, shard.group), _all_gather(ids_TK, shard.group), count
+        )
     return ids_TK
 
 
-def _largest(values: Sequence[Tensor], ids: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor]:
+def _all_gather(x: Tensor, group: ProcessGroup) -> list[Tensor]:
+    parts = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(parts, x, group=group)
+    return parts
+
+
+def _largest(
+    values: Sequence[Tensor],
+    ids: Sequence[Tensor],
+    count: int,
+) -> tuple[Tensor, Tensor]:
     values_TK, place_TK = torch.cat([*values], 1).topk(count)
     return values_TK, torch.cat([*ids], 1).gather(1, place_TK)
 
@@ -109,10 +129,11 @@ class _VocabLogprobs(torch.autograd.Function):
         entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)  # no backward for an entropy that is only reported
-        tiles, group = _Tiles(hidden_TH, weight_VH, labels_KT, *options), options[0].group
+        tiles = _Tiles(hidden_TH, weight_VH, labels_KT, *options)
+        group = tiles.shard.group
         num_labels, total = labels_KT.shape
-        lowest = torch.finfo(tiles.dtype).min  # not -inf, whose product with 0 is NaN
-        max_T = hidden_TH.new_full((total,), lowest, dtype=tiles.dtype)
+        # not -inf, whose product with 0 is NaN
+        max_T = hidden_TH.new_full((total,), torch.finfo(tiles.dtype).min, dtype=tiles.dtype)
         # exp(z - max), exp(z - max) * (z - max), labels'
         sums_nT = hidden_TH.new_zeros((2 + num_labels, total), dtype=tiles.dtype)
         for tokens, _, z_CV, row_CK, here_CK in tiles:
@@ -125,7 +146,7 @@ class _VocabLogprobs(torch.autograd.Function):
             sums_nT[0, tokens] += exp_CV.sum(1)
             if entropy:
                 sums_nT[1, tokens] += exp_CV.mul_(z_CV).sum(1)
-        if dist.get_world_size(group) > 1:
+        if group.size() > 1:
             own_max_T = max_T.clone()
             dist.all_reduce(max_T, dist.ReduceOp.MAX, group=group)
             _lower(sums_nT, own_max_T - max_T)
@@ -140,21 +161,21 @@ class _VocabLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """d logprob / dz = onehot - p, d entropy / dz = -p (log p + entropy), all times the sum of exp(z - max),
-        divided out per row: max + log sum would be rounded to the size of the logits, and with it p of a likely token,
-        of whose 1 - p little is left."""
+        """Computes d logprob / dz = onehot - p and d entropy / dz = -p (log p + entropy).
+
+        All are times the sum of exp(z - max), which is divided out per row: max + log sum would be
+        rounded to the size of the logits, and with it p of a likely token, whose 1 - p is small.
+        """
         hidden_TH, weight_VH, labels_KT, max_T, sum_T, entropy_T = ctx.saved_tensors
-        grad_logprobs_KT, grad_entropy_T = gradients
+        grad_KT, grad_entropy_T = gradients
         tiles = _Tiles(hidden_TH, weight_VH, labels_KT, *ctx.options)
-        grad_KT = (
-            torch.zeros_like(max_T).expand(labels_KT.shape)
-            if grad_logprobs_KT is None
-            else grad_logprobs_KT
-        )
+        if grad_KT is None:
+            grad_KT = torch.zeros_like(max_T).expand(labels_KT.shape)
         grad_T = grad_KT.sum(0)
-        # a row's factor is applied to the [., H] side of both products, unless it varies within the row
+        # a factor that does not vary within a row is applied to the [., H] side of both products
         has_factor = len(grad_KT) == 1 and grad_entropy_T is None
-        scale_T = (grad_T if has_factor else torch.ones_like(grad_T)) / (-tiles.temperature * sum_T)
+        factor_T = grad_T if has_factor else torch.ones_like(grad_T)
+        scale_T = factor_T / (-tiles.temperature * sum_T)
         hot_KT = sum_T[None] if has_factor else grad_KT * sum_T
         grad_hidden_TH = hidden_TH.new_zeros(hidden_TH.shape, dtype=tiles.dtype)
         grad_weight_VH = ctx.main_grad
@@ -162,13 +183,13 @@ class _VocabLogprobs(torch.autograd.Function):
             grad_weight_VH = weight_VH.new_zeros(weight_VH.shape, dtype=tiles.dtype)
         for tokens, columns, z_CV, row_CK, here_CK in tiles:
             z_CV.sub_(max_T[tokens, None])
-            if grad_entropy_T is None:
-                grad_CV = z_CV.exp_() if has_factor else z_CV.exp_().mul_(grad_T[tokens, None])
+            if has_factor:
+                grad_CV = z_CV.exp_()
+            elif grad_entropy_T is None:
+                grad_CV = z_CV.exp_().mul_(grad_T[tokens, None])
             else:
-                p_CV, grad_entropy_C = (
-                    torch.exp(z_CV, out=tiles.buffer(1, z_CV.shape)),
-                    grad_entropy_T[tokens],
-                )
+                p_CV = torch.exp(z_CV, out=tiles.buffer(1, z_CV.shape))
+                grad_entropy_C = grad_entropy_T[tokens]
                 constant_C = grad_T[tokens] + grad_entropy_C * (entropy_T - sum_T.log())[tokens]
                 grad_CV = z_CV.mul_(grad_entropy_C[:, None]).add_(constant_C[:, None]).mul_(p_CV)
             grad_CV.scatter_add_(1, row_CK, -hot_KT[:, tokens].T * here_CK)
@@ -186,63 +207,60 @@ class _VocabLogprobs(torch.autograd.Function):
 
 
 def _lower(sums_nT: Tensor, by_T: Tensor) -> None:
-    """Rescale the first two sums to a maximum that is larger by `-by_T`."""
+    """Rescales the first two sums to a maximum that is larger by `-by_T`."""
     sums_nT[1].addcmul_(by_T, sums_nT[0])
     sums_nT[:2].mul_(by_T.exp())
 
 
+@dataclass
 class _Tiles:
-    """Iterates over all logits: (tokens, columns, z_CV in a buffer that the next tile overwrites, the labels' columns
-    [C, K] or 0, whether each label is in this tile)."""
+    """Iterates over all logits.
 
-    def __init__(
-        self,
-        hidden_TH: Tensor,
-        weight_VH: Tensor,
-        labels_KT: Tensor,
-        shard: VocabShard,
-        temperature: float,
-        chunk: int,
-    ) -> None:
-        self.temperature = temperature
-        self.dtype = torch.promote_types(hidden_TH.dtype, torch.float32)
-        self._hidden_TH, self._weight_VH, self._labels_KT, self._shard = (
-            hidden_TH,
-            weight_VH,
-            labels_KT,
-            shard,
-        )
-        self._tokens = max(1, min(chunk, hidden_TH.shape[0]))
-        columns = TILE_BYTES[hidden_TH.device.type] // (self._tokens * self.dtype.itemsize)
-        self._columns = max(1, min(columns, shard.size))
-        self._buffers: list[Tensor] = []
+    Yields tokens, columns, z_CV in a buffer that the next tile overwrites, the labels' columns [C,
+    K] or 0, and [C, K]: whether each label is in this tile.
+    """
+
+    hidden_TH: Tensor
+    weight_VH: Tensor
+    labels_KT: Tensor
+    shard: VocabShard
+    temperature: float
+    chunk: int
+
+    def __post_init__(self) -> None:
+        self.dtype = torch.promote_types(self.hidden_TH.dtype, torch.float32)
+        self._tokens = max(1, min(self.chunk, len(self.hidden_TH)))
+        columns = TILE_BYTES[self.hidden_TH.device.type] // (self._tokens * self.dtype.itemsize)
+        self._columns = max(1, min(columns, self.shard.size))
+        self._buffers = {}
 
     def __iter__(self) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor]]:
-        for tokens in _slices(self._hidden_TH.shape[0], self._tokens):
+        for tokens in _slices(len(self.hidden_TH), self._tokens):
             hidden_CH = self.hidden(tokens)
-            for columns in _slices(self._shard.size, self._columns):
+            for columns in _slices(self.shard.size, self._columns):
                 z_CV = self.buffer(0, (tokens.stop - tokens.start, columns.stop - columns.start))
-                _add_product(
-                    z_CV,
-                    hidden_CH,
-                    self._weight_VH[columns].T,
-                    beta=0.0,
-                    alpha=1 / self.temperature,
-                )
-                row_CK = self._labels_KT[:, tokens].T - (self._shard.start + columns.start)
+                weight_HV = self.weight_VH[columns].T
+                _add_product(z_CV, hidden_CH, weight_HV, beta=0.0, alpha=1 / self.temperature)
+                row_CK = self.labels_KT[:, tokens].T - (self.shard.start + columns.start)
                 here_CK = (row_CK >= 0) & (row_CK < z_CV.shape[1])
                 yield tokens, columns, z_CV, row_CK.where(here_CK, 0), here_CK
 
     def hidden(self, tokens: slice) -> Tensor:
-        """[C, H]; in fp32 on a CPU, which cannot accumulate a product of low-precision numbers in fp32."""
-        hidden_CH = self._hidden_TH[tokens]
+        """Returns [C, H], in fp32 on a CPU.
+
+        A CPU cannot accumulate a product of low-precision numbers in fp32.
+        """
+        hidden_CH = self.hidden_TH[tokens]
         return hidden_CH if hidden_CH.is_cuda else hidden_CH.to(self.dtype)
 
     def buffer(self, number: int, shape: Sequence[int]) -> Tensor:
-        """The first of two buffers has the logits; the second, as large, exists once it is asked for."""
-        while len(self._buffers) <= number:
-            self._buffers.append(
-                self._hidden_TH.new_empty(self._tokens * self._columns, dtype=self.dtype)
+        """Returns the first of two buffers, which has the logits, or the second, as large.
+
+        A buffer exists from its first use.
+        """
+        if number not in self._buffers:
+            self._buffers[number] = self.hidden_TH.new_empty(
+                self._tokens * self._columns, dtype=self.dtype
             )
         return self._buffers[number][: prod(shape)].view(*shape)
 
@@ -255,10 +273,9 @@ def _add_product(
     into: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0, alpha: float = 1.0
 ) -> None:
     """into = beta x into + alpha x a @ b, accumulated in the precision of `into`."""
-    if into.is_cuda and not a.dtype == b.dtype == into.dtype:
-        low = b.dtype if b.dtype != into.dtype else a.dtype
-        torch.addmm(
-            into, a.to(low), b.to(low), beta=beta, alpha=alpha, out_dtype=into.dtype, out=into
-        )
-    else:
-        torch.addmm(into, a.to(into.dtype), b.to(into.dtype), beta=beta, alpha=alpha, out=into)
+    options: dict[str, Any] = {"beta": beta, "alpha": alpha}
+    dtype = into.dtype
+    if into.is_cuda and not a.dtype == b.dtype == dtype:
+        options["out_dtype"] = dtype
+        dtype = a.dtype if b.dtype == dtype else b.dtype
+    torch.addmm(into, a.to(dtype), b.to(dtype), out=into, **options)

@@ -1,6 +1,4 @@
-"""ModelShape and layout -> Megatron's TransformerConfig, or MLATransformerConfig for latent attention."""
-
-from __future__ import annotations
+"""ModelShape and layout -> Megatron's TransformerConfig, or its MLATransformerConfig."""
 
 import importlib
 import math
@@ -18,26 +16,26 @@ from megarl.trainer.parallel_groups import megatron_sizes
 from megarl.trainer.rope import yarn_factor
 
 Dispatcher = Literal["alltoall", "allgather"]
-KERNELS = {  # setting -> what it needs of megatron.core.extensions.transformer_engine
+# setting -> what it needs of megatron.core.extensions.transformer_engine
+KERNELS = {
     "apply_rope_fusion": "fused_apply_rotary_pos_emb_thd",
     "moe_permute_fusion": "fused_permute_with_probs",
     "moe_router_fusion": "fused_topk_with_score_function",
     "moe_shared_expert_overlap": "TELinear",
 }
-OFF = (
-    "bias_dropout_fusion",
-    "masked_softmax_fusion",
-    "gradient_accumulation_fusion",
-    "persist_layer_norm",
-)
 INIT_METHODS = ("init_method", "output_layer_init_method", "embedding_init_method")
 ACTIVATIONS = {"silu": torch.nn.functional.silu, "quick_gelu": quick_gelu}
 
 
 def transformer_config(
-    shape: ModelShape, layout: Layout, *, dtype: torch.dtype, dispatcher: Dispatcher, use_te: bool
+    shape: ModelShape,
+    layout: Layout,
+    *,
+    dtype: torch.dtype,
+    dispatcher: Dispatcher,
+    use_te: bool,
 ) -> TransformerConfig:
-    """Returns Megatron's settings for this model and layout: those that follow from the shape, then the family's."""
+    """Returns Megatron's settings for this model and layout."""
     factor = yarn_factor(shape)
     settings: dict[str, Any] = {
         "num_layers": shape.layers,
@@ -53,71 +51,91 @@ def transformer_config(
         "activation_func": "silu",
         "add_bias_linear": shape.out_bias,
         "add_qkv_bias": shape.qkv_bias,
-        # the square of yarn's factor on cosine and sine, which Megatron does not apply; None is Megatron's default
-        "softmax_scale": None if factor == 1 else factor**2 / math.sqrt(shape.head_dim),
-        **(_moe_settings(shape, use_te=use_te) if shape.is_moe else {}),
-        **run_settings(shape.layers, layout, dtype=dtype, dispatcher=dispatcher, use_te=use_te),
-        **FAMILIES[shape.family].megatron(shape),
     }
+    if factor != 1:
+        # the square of yarn's factor on cosine and sine, which Megatron does not apply
+        settings["softmax_scale"] = factor**2 / math.sqrt(shape.head_dim)
+    if shape.is_moe:
+        settings |= _moe_settings(shape, use_te=use_te)
+    settings |= run_settings(
+        shape.layers,
+        layout,
+        dtype=dtype,
+        dispatcher=dispatcher,
+        use_te=use_te,
+    )
+    settings |= FAMILIES[shape.family].megatron(shape)
     settings["activation_func"] = ACTIVATIONS[settings["activation_func"]]
-    return (MLATransformerConfig if shape.latent else TransformerConfig)(**settings)
+    if shape.latent:
+        return MLATransformerConfig(**settings)
+    return TransformerConfig(**settings)
 
 
 def te_kernels() -> frozenset[str]:
-    """Returns the settings of KERNELS that megatron-core and this Transformer Engine can fuse or overlap."""
+    """Returns the settings of KERNELS that this Transformer Engine can fuse or overlap."""
     te = vars(importlib.import_module("megatron.core.extensions.transformer_engine"))
     return frozenset(name for name, kernel in KERNELS.items() if te.get(kernel) is not None)
 
 
 def fusions(config: Any, kernels: frozenset[str]) -> dict[str, bool]:
-    """Returns the settings for fused kernels and overlap that a model with this TransformerConfig can use. Fused rotary
-    embeddings are experimental for latent attention; 0.16.1's ignore interleaving and scaled cosines."""
-    is_moe, is_rope = (
-        bool(config.num_moe_experts),
-        getattr(config, "position_embedding_type", "rope") == "rope",
-    )
-    overlaps = config.moe_shared_expert_intermediate_size and "shared_experts" not in (
-        config.recompute_modules or ()
-    )
+    """Returns the settings for fused kernels and overlap that a model with this config can use.
+
+    Fused rotary embeddings are experimental for latent attention; 0.16.1's ignore interleaving and
+    scaled cosines.
+    """
+    is_moe = bool(config.num_moe_experts)
+    is_rope = getattr(config, "position_embedding_type", "rope") == "rope"
+    is_recomputed = "shared_experts" in (config.recompute_modules or ())
+    is_all_to_all = config.moe_token_dispatcher_type == "alltoall"
+    has_shared = is_moe and config.moe_shared_expert_intermediate_size
     suits = {
         "apply_rope_fusion": is_rope
         and not config.multi_latent_attention
         and not config.rotary_interleaved,
         "moe_permute_fusion": is_moe,
         "moe_router_fusion": is_moe,
-        "moe_shared_expert_overlap": is_moe
-        and overlaps
-        and config.moe_token_dispatcher_type == "alltoall",
+        "moe_shared_expert_overlap": has_shared and is_all_to_all and not is_recomputed,
     }
     return {name: name in kernels and bool(is_suitable) for name, is_suitable in suits.items()}
 
 
 def run_settings(
-    layers: int, layout: Layout, *, dtype: torch.dtype, dispatcher: Dispatcher, use_te: bool
+    layers: int,
+    layout: Layout,
+    *,
+    dtype: torch.dtype,
+    dispatcher: Dispatcher,
+    use_te: bool,
 ) -> dict[str, Any]:
-    """Returns the settings of every model: the layout, the numerics, and no random initialisation."""
+    """Returns the settings of every model: layout, numerics, and no random initialisation."""
     return {
-        **dict.fromkeys(("attention_dropout", "hidden_dropout"), 0.0),
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
         **megatron_sizes(layout),
         "pipeline_model_parallel_layout": _pipeline_layout(layers, layout),
         "sequence_parallel": layout.tp.size > 1,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        # Packed micro-batches differ in length, except with virtual stages (of two ranks, each is next and previous
-        # to the other, so lengths sent ahead in both directions could be mixed up) and with the allgather dispatcher,
-        # which gathers the same number of tokens from every expert rank.
+        # Packed micro-batches differ in length, except with virtual stages (of two ranks, each is
+        # next and previous to the other, so lengths sent ahead in both directions could be mixed
+        # up) and with the allgather dispatcher, which gathers as many tokens from every expert
+        # rank.
         "variable_seq_lengths": layout.vpp.size == 1 and dispatcher == "alltoall",
         "overlap_p2p_comm": layout.vpp.size > 1,  # which also creates a group per direction
         "batch_p2p_comm": layout.vpp.size == 1,
         "moe_token_dispatcher_type": dispatcher,  # for dense models too: Megatron checks it first
         "calculate_per_token_loss": True,
-        # Every parameter is loaded, so the init methods do nothing. But initialisation also marks parameters as split
-        # over tensor ranks; without the mark the gradient norm counts them on the first rank only.
+        # Every parameter is loaded, so the init methods do nothing. But initialisation also marks
+        # parameters as split over tensor ranks; without the mark, the gradient norm counts them on
+        # the first rank only.
         "perform_initialization": True,
         **dict.fromkeys(INIT_METHODS, torch.nn.Identity()),
         "bias_activation_fusion": use_te,
-        **dict.fromkeys(OFF, False),
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
         # With overlapped sends Megatron frees an output at once, which gloo may still be reading.
         "deallocate_pipeline_outputs": layout.pp.size > 1 and (use_te or layout.vpp.size == 1),
     }
@@ -125,7 +143,7 @@ def run_settings(
 
 def _moe_settings(shape: ModelShape, *, use_te: bool) -> dict[str, Any]:
     router = shape.router
-    return {
+    settings: dict[str, Any] = {
         "num_moe_experts": shape.experts,
         "moe_layer_freq": [int(layer >= shape.dense_layers) for layer in range(shape.layers)],
         "moe_ffn_hidden_size": shape.moe_intermediate,
@@ -136,10 +154,12 @@ def _moe_settings(shape: ModelShape, *, use_te: bool) -> dict[str, Any]:
         "moe_router_score_function": router.score_function,
         "moe_router_topk_scaling_factor": None if router.scale == 1 else router.scale,
         "moe_router_enable_expert_bias": router.expert_bias,
-        "moe_router_num_groups": router.groups if router.groups > 1 else None,
-        "moe_router_group_topk": router.groups_per_token if router.groups > 1 else None,
         **router_settings(use_te=use_te),
     }
+    if router.groups > 1:
+        settings["moe_router_num_groups"] = router.groups
+        settings["moe_router_group_topk"] = router.groups_per_token
+    return settings
 
 
 def router_settings(*, use_te: bool) -> dict[str, Any]:
@@ -154,14 +174,17 @@ def router_settings(*, use_te: bool) -> dict[str, Any]:
 
 
 def _pipeline_layout(layers: int, layout: Layout) -> list[list[str]] | None:
-    """Returns the layers of each chunk of the pipeline, in order; Megatron's default needs stages of equal size."""
-    if layout.pp.size == 1:
+    """Returns the layers of each chunk of the pipeline, in order.
+
+    Megatron's default needs stages of equal size.
+    """
+    size = layout.pp.size
+    if size == 1:
         return None
-    stages = [
-        stage_layers(layers, replace(layout, pp=Axis(layout.pp.size, p)))
-        for p in range(layout.pp.size)
-    ]
-    chunks = [["decoder"] * len(stage[v]) for v in range(layout.vpp.size) for stage in stages]
+    stages = [stage_layers(layers, replace(layout, pp=Axis(size, x))) for x in range(size)]
+    chunks = []
+    for chunks_of_stages in zip(*stages, strict=True):
+        chunks += [["decoder"] * len(chunk) for chunk in chunks_of_stages]
     chunks[0].insert(0, "embedding")
     chunks[-1].append("loss")
     return chunks

@@ -1,15 +1,16 @@
-"""Packs rows of a batch end to end into one model input; with context parallelism, only this rank's chunks of them.
+"""Packs rows of a batch end to end into one model input.
 
-Where prefixes are shared, tokens with which several rows begin, such as the prompt of a group, are computed once.
-Each row is padded so that context parallelism can split it (context_parallel.py), and a dummy row is appended so that
-sequence parallelism can split the total. M real positions, P >= M including all padding, Q = P / C of them on each of
-C context ranks, S of those Q read by the head.
+With context parallelism, it has only this rank's chunks of the rows. Where prefixes are shared,
+tokens with which several rows begin, such as the prompt of a group, are computed once. Each row is
+padded so that context parallelism can split it (context_parallel.py), and a dummy row is appended
+so that sequence parallelism can split the total.
+
+M real positions, P >= M including all padding, Q = P / C of them on each of C context ranks, S of
+those Q read by the head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,11 +21,17 @@ from torch.nn.utils.rnn import pad_sequence
 
 from megarl.layout import Axis
 from megarl.platform.device import to_device
-from megarl.trainer.context_parallel import RowStack, local_positions, row_multiple, shared_stacks
+from megarl.trainer.context_parallel import (
+    RowStack,
+    cu_seqlens_of,
+    local_positions,
+    row_multiple,
+    shared_stacks,
+)
 from megarl.types import MicrobatchRows, TokenBatch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Microbatch:
     """Model input on the device: whole rows, or this context rank's chunks of them."""
 
@@ -39,12 +46,19 @@ class Microbatch:
     read_rows: Tensor  # [S] int64: the same positions among the M
     labels: Tensor  # [S] int64, or [S, 1 + K] with the batch's extra ones
 
+    def local_source(self, tensor: Axis) -> Tensor:
+        """Returns [N] int64: the part of `source` that sequence parallelism gives a tensor rank."""
+        return self.source.chunk(tensor.size)[tensor.rank]
+
 
 @dataclass
 class SharedRows(PackedSeqParams):
-    """One row to Megatron; `stacks` has the real ones. Rotary embeddings must go by position (rope.py)."""
+    """One row to Megatron; `stacks` has the real ones.
 
-    stacks: list[RowStack] = field(default_factory=list)
+    Rotary embeddings must go by position (rope.py).
+    """
+
+    stacks: Sequence[RowStack] = ()
 
 
 def pack(
@@ -58,65 +72,64 @@ def pack(
     share: bool = False,  # prefixes; without context parallelism only
     length: int = 0,  # P, if it is not to be the smallest
 ) -> Microbatch:
-    """Packs `rows`; the head reads the positions where `is_read_T` [T] is true. Without rows, only the dummy row."""
-    starts, ends = batch.cu_seqlens[[*rows]], batch.cu_seqlens[[row + 1 for row in rows]]
-    lengths = (ends - starts).tolist()
-    index = starts.repeat_interleave(ends - starts) + _places(lengths)
+    """Packs `rows`, if any, and the dummy row; the head reads where `is_read_T` [T] is true."""
+    lengths_R = batch.cu_seqlens.diff()[[*rows]]
+    lengths = lengths_R.tolist()
+    index = batch.cu_seqlens[[*rows]].repeat_interleave(lengths_R) + _places(lengths)
+    batch_tokens = batch.tokens[index]
     multiple = row_multiple(context.size)
     padded = [length + -length % multiple for length in lengths]
-    first_P = (
-        _first_positions(batch.tokens[index].split(lengths)) if share else torch.arange(sum(padded))
-    )
-    num_own = int((first_P == torch.arange(len(first_P))).sum())
+    first_P = _first_positions(batch_tokens.split(lengths)) if share else torch.arange(sum(padded))
+    num_own = len(first_P.unique())
     unit = tensor * multiple
-    if num_dummy := max(length or unit, num_own + -num_own % unit) - num_own:
+    num_dummy = max(length or unit, num_own + -num_own % unit) - num_own
+    if num_dummy:
         padded.append(num_dummy)
         first_P = torch.cat([first_P, torch.arange(len(first_P), sum(padded))])
     position_P = _places(padded)
-    is_real_P = position_P < torch.tensor([*lengths, 0][: len(padded)]).repeat_interleave(
-        torch.tensor(padded)
-    )
+    real_lengths = torch.tensor([*lengths, 0][: len(padded)])
+    is_real_P = position_P < real_lengths.repeat_interleave(torch.tensor(padded))
     source_P = torch.where(is_real_P, is_real_P.cumsum(0) - 1, -1)
     is_own_P = first_P == torch.arange(len(first_P))
-    local_Q = is_own_P.nonzero().flatten() if share else local_positions(padded, context)
+    local_Q = local_positions(padded, context)
+    local_Q = local_Q[is_own_P[local_Q]]
     slot_P = torch.full_like(first_P, -1).index_put((local_Q,), torch.arange(len(local_Q)))[first_P]
+    packed = _rows(padded, context.size, device)
+    if share:
+        packed = _shared(padded, slot_P, is_own_P, device)
     source = source_P[local_Q]
-    is_real = source >= 0
-    is_read_P = (slot_P >= 0) & is_real_P & torch.cat([is_read_T[index], is_real_P[:1]])[source_P]
-    read, read_rows = slot_P[is_read_P], source_P[is_read_P]
-    tokens = torch.zeros_like(source).index_put((is_real,), batch.tokens[index][source[is_real]])
-    cu_seqlens, labels = torch.tensor([0, *lengths]).cumsum(0), batch.labels[index][read_rows]
+    # padding, whose source is -1, reads what `pad` appends
+    tokens = pad(batch_tokens, (0, 1))[source]
+    is_read_P = (slot_P >= 0) & pad(is_read_T[index], (0, 1))[source_P]
+    read_rows = source_P[is_read_P]
+    labels = batch.labels[index][read_rows]
     if batch.extra_labels is not None:
         labels = torch.cat([labels[:, None], batch.extra_labels[index][read_rows]], 1)
+    cu_seqlens = to_device(cu_seqlens_of(lengths), device)
     return Microbatch(
         tokens=to_device(tokens[None], device),
         positions=to_device(position_P[local_Q][None], device),
-        packed=_shared(padded, slot_P, is_own_P, device)
-        if share
-        else _rows(padded, context.size, device),
+        packed=packed,
         source=source,
         lengths=tuple(lengths),
         length=len(local_Q) * context.size,
-        rows=MicrobatchRows(
-            tuple(rows), index, to_device(cu_seqlens, device), to_device(batch.mask[index], device)
-        ),
-        read=to_device(read, device),
+        rows=MicrobatchRows(tuple(rows), index, cu_seqlens, to_device(batch.mask[index], device)),
+        read=to_device(slot_P[is_read_P], device),
         read_rows=to_device(read_rows, device),
         labels=to_device(labels, device),
     )
 
 
 def _places(lengths: Sequence[int]) -> Tensor:
-    """Returns [P] int64: the place of each position in its row, for rows of these lengths end to end."""
-    lengths_R = torch.tensor(lengths, dtype=torch.int64)
-    return torch.arange(sum(lengths)) - (lengths_R.cumsum(0) - lengths_R).repeat_interleave(
-        lengths_R
-    )
+    """Returns [P] int64: each position's place in its row, for rows of these lengths end to end."""
+    return torch.cat([torch.arange(length) for length in (0, *lengths)])
 
 
 def _first_positions(rows: Sequence[Tensor]) -> Tensor:
-    """Returns [P]: for each position of `rows`, end to end, the one that computes it, of all with the same tokens up to
-    there: that of the first row in lexical order."""
+    """Returns [P]: for each position of `rows`, end to end, the one that computes it.
+
+    Of all with the same tokens up to there, it is that of the first row in lexical order.
+    """
     if not rows:
         return torch.arange(0)
     order = sorted(range(len(rows)), key=[row.tolist() for row in rows].__getitem__)
@@ -124,11 +137,10 @@ def _first_positions(rows: Sequence[Tensor]) -> Tensor:
     is_real_RL = tokens_RL >= 0
     is_same_RL = pad(tokens_RL[1:] == tokens_RL[:-1], (0, 0, 1, 0)).cumprod(1).bool()
     first_RL = torch.where(is_same_RL, 0, torch.arange(len(rows))[:, None]).cummax(0).values
-    at_RL = torch.tensor([0, *map(len, rows)]).cumsum(0)[order, None] + torch.arange(
-        tokens_RL.shape[1]
-    )
-    at_P = at_RL[is_real_RL]
-    return torch.empty_like(at_P).index_put((at_P,), at_RL.gather(0, first_RL)[is_real_RL])
+    position_RL = cu_seqlens_of(map(len, rows))[order, None] + torch.arange(tokens_RL.shape[1])
+    position_P = position_RL[is_real_RL]
+    first_P = position_RL.gather(0, first_RL)[is_real_RL]
+    return torch.empty_like(position_P).index_put((position_P,), first_P)
 
 
 def _shared(
@@ -140,9 +152,12 @@ def _shared(
 
 
 def _rows(lengths: Sequence[int], context: int, device: torch.device) -> PackedSeqParams:
-    """Returns Megatron's description of rows with these padded lengths. Padding comes last, hidden by the causal mask.
-    Transformer Engine splits rows by `cu_seqlens_*_padded`."""
-    cu_seqlens = to_device(torch.tensor([0, *lengths]).cumsum(0).int(), device)
+    """Returns Megatron's description of rows with these padded lengths.
+
+    Padding comes last, hidden by the causal mask. Transformer Engine splits rows by
+    `cu_seqlens_*_padded`.
+    """
+    cu_seqlens = to_device(cu_seqlens_of(lengths).int(), device)
     padded: Any = cu_seqlens if context > 1 else None
     return PackedSeqParams(
         qkv_format="thd",

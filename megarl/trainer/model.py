@@ -1,7 +1,8 @@
-"""Builds this rank's chunks of Megatron-Core's GPTModel for a ModelShape. The output layer keeps its weight but returns
-its input: a head (heads.py) reads hidden states, so the logits of a micro-batch never exist all at once."""
+"""Builds this rank's chunks of Megatron-Core's GPTModel for a ModelShape.
 
-from __future__ import annotations
+The output layer keeps its weight but returns its input: a head (heads.py) reads hidden states, so
+the logits of a micro-batch never exist all at once.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,15 +17,25 @@ from megarl.layout import Layout, stage_layers
 from megarl.models.lora import is_adapter
 from megarl.models.registry import padded_vocab
 from megarl.models.shape import ModelShape
+from megarl.models.shards import by_prefix
 from megarl.trainer.layers import block_spec
 from megarl.trainer.rope import rotate_by_position, scaled_frequencies
 
 
 def build_model(
-    shape: ModelShape, layout: Layout, config: TransformerConfig, *, use_te: bool
+    shape: ModelShape,
+    layout: Layout,
+    config: TransformerConfig,
+    *,
+    use_te: bool,
 ) -> list[GPTModel]:
-    """Returns this rank's chunks, parameters not yet loaded. The last one returns hidden states [T / tp, 1, hidden]."""
-    chunks, models = stage_layers(shape.layers, layout), []
+    """Returns this rank's chunks, with parameters not yet loaded.
+
+    The last one returns hidden states [T / tp, 1, hidden].
+    """
+    rotary_base: Any = shape.rope_theta  # a float, despite GPTModel's annotation
+    chunks = stage_layers(shape.layers, layout)
+    models = []
     for number, layers in enumerate(chunks):
         last = layout.pp.last and number == len(chunks) - 1
         # GPTModel also accepts a block's submodules instead of a layer spec, despite its annotation
@@ -47,66 +58,65 @@ def build_model(
             share_embeddings_and_output_weights=shape.tied,
             position_embedding_type="rope",
             rotary_percent=shape.rotary_fraction,
-            rotary_base=shape.rope_theta,  # pyright: ignore[reportArgumentType]  # it also takes a float
+            rotary_base=rotary_base,
             vp_stage=number if len(chunks) > 1 else None,
         )
         if shape.rope_scaling and shape.latent is None:
-            model.rotary_pos_emb.inv_freq = scaled_frequencies(shape).to(
-                model.rotary_pos_emb.inv_freq.device
-            )
+            rotary = model.rotary_pos_emb
+            rotary.inv_freq = scaled_frequencies(shape).to(rotary.inv_freq.device)
         if shares_prefixes(shape, layout, use_te=use_te):
             rotate_by_position(model)
-        patch_chunk(model, layout, last=last)
+        patch_chunk(model, layout)
         models.append(model)
     return models
 
 
-def shares_prefixes(shape: ModelShape, layout: Layout, *, use_te: bool) -> bool:
-    """Whether an update computes the tokens with which several rows of a micro-batch begin once, as on a CPU. Not with
-    experts, whose router losses count every token, nor where Megatron rotates or sends rows itself."""
+def shares_prefixes(
+    shape: ModelShape,
+    layout: Layout,
+    *,
+    use_te: bool,
+) -> bool:
+    """Returns True if an update computes tokens with which several rows begin only once.
+
+    It does so on a CPU, but not with experts, whose router losses count every token, nor where
+    Megatron rotates or sends rows itself.
+    """
     is_plain = shape.bridge is None and shape.latent is None and not shape.is_moe
     return is_plain and not use_te and layout.cp.size == layout.vpp.size == 1
 
 
-def patch_chunk(model: GPTModel, layout: Layout, *, last: bool) -> None:
-    """Prepares a chunk for the trainer, including one that Megatron-Bridge built."""
-    for parameter in (
-        model.parameters()
-    ):  # Transformer Engine keeps attention sinks in fp32; Float16Module casts them
+def patch_chunk(model: Any, layout: Layout) -> None:
+    """Prepares a GPTModel for the trainer, including one that Megatron-Bridge built."""
+    for parameter in model.parameters():
+        # Transformer Engine keeps attention sinks in fp32; Float16Module casts them
         parameter.data = parameter.data.to(model.config.params_dtype)
-    for module in torch.nn.Module.modules(model):
+    for module in model.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
-            # Megatron's gradient_accumulation_fusion, without Apex, which only the unused output layer would need
-            module.fuse_wgrad_accumulation = True  # pyright: ignore[reportArgumentType]
-    if last:
-        model.output_layer.forward = _passthrough  # pyright: ignore[reportAttributeAccessIssue]
-    # With expert parallelism 1, megatron-core 0.16.1 reduces gradients of experts over the ranks of dense ones. Where
-    # expert_tensor != tensor, an expert's replicas are on other ranks, and would drift apart.
+            # Megatron's gradient_accumulation_fusion, without Apex, which only the unused output
+            # layer would need
+            module.fuse_wgrad_accumulation = True
+    if model.post_process:
+        model.output_layer.forward = _passthrough
+    # With expert parallelism 1, megatron-core 0.16.1 reduces gradients of experts over the ranks of
+    # dense ones. Where expert_tensor != tensor, an expert's replicas are on other ranks, and would
+    # drift apart.
     if layout.ep.size == 1 and layout.etp.size != layout.tp.size:
         for name, parameter in model.named_parameters():
             if ".experts." in name:
-                parameter.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def by_prefix(chunks: Sequence[Any]) -> dict[str, Any]:
-    """Returns the chunks by the prefix of their tensors' names: `chunk<n>.` if there are several."""
-    return {
-        f"chunk{number}." if len(chunks) > 1 else "": chunk for number, chunk in enumerate(chunks)
-    }
+                parameter.allreduce = False
 
 
 def local_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
-    """Returns parameters and router biases by GPTModel's names, prefixed; without LoRA's adapters."""
-    tensors: dict[str, Tensor] = {}
+    """Returns parameters and router biases by GPTModel's names, prefixed; without adapters."""
+    tensors = {}
     for prefix, chunk in by_prefix(chunks).items():
-        tensors |= {
-            prefix + name: x for name, x in chunk.named_parameters() if not is_adapter(name)
-        }
-        tensors |= {
-            prefix + name: buffer
-            for name, buffer in chunk.named_buffers()
-            if name.endswith(".expert_bias")
-        }
+        for name, parameter in chunk.named_parameters():
+            if not is_adapter(name):
+                tensors[prefix + name] = parameter
+        for name, buffer in chunk.named_buffers():
+            if name.endswith(".expert_bias"):
+                tensors[prefix + name] = buffer
     return tensors
 
 

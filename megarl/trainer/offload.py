@@ -5,12 +5,10 @@
                            sync                weights
                            rollout             nothing
 
-Optimizer state is on the device only for the step, never together with activations. Tensors keep their identity: only
-their storages are copied to one flat host buffer, which is pinned on a GPU, and freed. On a CPU, which copies too, only
-freed gradients save memory.
+Optimizer state is on the device only for the step, never together with activations. Tensors keep
+their identity: only their storages are copied to one flat host buffer, which is pinned on a GPU,
+and freed. On a CPU, which copies too, only freed gradients save memory.
 """
-
-from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -27,31 +25,37 @@ from megarl.platform.device import host_bytes
 
 
 def recompute(settings: TransformerConfig, granularity: str, modules: Sequence[str]) -> None:
-    """Configures which activations are recomputed: of every layer ("full"), or of the named modules ("selective").
-    Raises ValueError for modules that Megatron-Core cannot recompute, or that this model does not have."""
+    """Configures which activations are recomputed.
+
+    They are those of every layer ("full"), or of the named modules ("selective"). Raises ValueError
+    for modules that Megatron-Core cannot recompute, or that this model does not have.
+    """
     if granularity == "none":
         return
     if granularity == "full":
-        settings.recompute_granularity, settings.recompute_method, settings.recompute_num_layers = (
-            "full",
-            "uniform",
-            1,
-        )
+        settings.recompute_granularity = "full"
+        settings.recompute_method = "uniform"
+        settings.recompute_num_layers = 1
         return
-    known = ["core_attn", "mlp"]
-    known += ["moe"] if settings.num_moe_experts else []
-    known += ["shared_experts"] if settings.moe_shared_expert_intermediate_size else []
-    if (
-        HAVE_TE
-    ):  # these three drop an output and keep its inputs, by way of Transformer Engine's state
-        known += ["layernorm"]
-        known += ["moe_act"] if settings.moe_grouped_gemm else []
-        known += ["mla_up_proj"] if settings.multi_latent_attention else []
-    if unknown := [module for module in modules if module not in known]:
-        raise ValueError(
-            f"train.recompute_modules={list(modules)}: {unknown[0]} is unavailable; choose from {', '.join(known)}"
-        )
-    settings.recompute_granularity, settings.recompute_modules = "selective", list(modules)
+    is_available = {
+        "core_attn": True,
+        "mlp": True,
+        "moe": settings.num_moe_experts,
+        "shared_experts": settings.moe_shared_expert_intermediate_size,
+        # these three drop an output and keep its inputs, by way of Transformer Engine's state
+        "layernorm": HAVE_TE,
+        "moe_act": HAVE_TE and settings.moe_grouped_gemm,
+        "mla_up_proj": HAVE_TE and settings.multi_latent_attention,
+    }
+    for module in modules:
+        if not is_available.get(module):
+            known = ", ".join(name for name, available in is_available.items() if available)
+            raise ValueError(
+                f"train.recompute_modules={list(modules)}: {module} is unavailable; "
+                f"choose from {known}"
+            )
+    settings.recompute_granularity = "selective"
+    settings.recompute_modules = list(modules)
 
 
 class HostBuffer:
@@ -60,39 +64,38 @@ class HostBuffer:
     _bytes = torch.empty(0)
 
     def beside(self, tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Returns each storage of `tensors` once, as [bytes] uint8, with its place in the buffer."""
-        unique = {x.untyped_storage().data_ptr(): x for x in tensors if x.numel()}.values()
-        flats, sizes = (
-            [flat_storage(x) for x in unique],
-            [x.untyped_storage().nbytes() for x in unique],
-        )
+        """Returns each storage of `tensors` once, as [bytes] uint8, and its place in the buffer."""
+        unique = {x.untyped_storage().data_ptr(): x for x in tensors if x.numel()}
+        flats = [flat_storage(x) for x in unique.values()]
+        sizes = [len(flat) for flat in flats]
         if len(self._bytes) != sum(sizes):
             self._bytes = host_bytes(sum(sizes), flats[0].device)
         return list(zip(flats, self._bytes.split(sizes), strict=True))
 
 
 class Memory:
-    """Moves weights, gradients and optimizer state between device and host. All methods are idempotent."""
+    """Moves weights, gradients and optimizer state between device and host; idempotent."""
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], offload: Collection[str]) -> None:
         """`offload`: of gradients, optimizer, weights."""
+        self._buffers = []
+        self._frozen = []  # in no buffer
         wrapped: Sequence[Any] = chunks
-        self._buffers: list[Any] = [
-            b for chunk in wrapped for b in chunk.buffers + chunk.expert_parallel_buffers
-        ]
-        self._frozen = [
-            x for chunk in wrapped for x in chunk.parameters() if not x.requires_grad
-        ]  # in no buffer
-        self.optimizer: MegatronOptimizer | None = (
-            None  # set later: the gradients are freed before it is built
-        )
+        for chunk in wrapped:
+            self._buffers += [*chunk.buffers, *chunk.expert_parallel_buffers]
+            self._frozen += [x for x in chunk.parameters() if not x.requires_grad]
+        # set later: the gradients are freed before it is built
+        self.optimizer: MegatronOptimizer | None = None
         self._hosts = {kind: HostBuffer() for kind in offload}
-        self._freed: list[Tensor] = []  # gradient buffers
-        self._away: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        self._freed = []  # gradient buffers
+        self._away = {}
         self.free_gradients()
 
     def onload_gradients(self) -> None:
-        """Before the backward pass: reallocate and zero the gradient buffers, and offload the optimizer state."""
+        """Reallocates and zeroes the gradient buffers, and offloads the optimizer state.
+
+        Call it before the backward pass.
+        """
         self._store_optimizer()
         for flat in self._freed:
             flat.untyped_storage().resize_(len(flat))
@@ -100,24 +103,24 @@ class Memory:
         self._freed = []
 
     def free_gradients(self) -> None:
-        """After the optimizer's step: a checkpoint does not read them."""
+        """Frees the gradient buffers after the step; a checkpoint does not read them."""
         if "gradients" in self._hosts and not self._freed:
             self._freed = [flat_storage(buffer.grad_data) for buffer in self._buffers]
             for flat in self._freed:
                 flat.untyped_storage().resize_(0)
 
     def onload_optimizer(self) -> None:
-        """Before the optimizer step, and before a checkpoint."""
+        """Call it before the optimizer step, and before a checkpoint."""
         self._onload("optimizer")
 
     def offload_training_state(self) -> None:
-        """Offload optimizer state and free gradients; keep the weights."""
+        """Offloads optimizer state and frees gradients; keeps the weights."""
         self._store_optimizer()
         self.free_gradients()
         torch.cuda.empty_cache()  # the engine allocates outside of torch's pool
 
     def offload_all(self) -> None:
-        """Offload the weights too."""
+        """Offloads the weights too."""
         self.offload_training_state()
         self._offload("weights", [*(buffer.param_data for buffer in self._buffers), *self._frozen])
         torch.cuda.empty_cache()
@@ -126,30 +129,26 @@ class Memory:
         self._onload("weights")
 
     def onload_all(self) -> None:
-        """Copy back what a checkpoint or an export reads: weights and optimizer state."""
+        """Copies weights and optimizer state back, which a checkpoint or an export reads."""
         self.onload_weights()
         self.onload_optimizer()
 
     def _store_optimizer(self) -> None:
-        """The moments, and in bf16 the fp32 main weights (in fp32 they are the model's weights)."""
-        # a rank may have no expert state
-        parts = [
-            part
-            for part in parts_of(self.optimizer)
-            if getattr(part, "optimizer", None) is not None
-        ]
-        mains = [
-            x
-            for part in parts
-            if part.config.bf16
-            for g in part.optimizer.param_groups
-            for x in g["params"]
-        ]
-        states = [state for part in parts for state in part.optimizer.state.values()]
-        self._offload(
-            "optimizer",
-            mains + [x for state in states for name, x in state.items() if name != "step"],
-        )
+        """Offloads the moments, and in bf16 the fp32 main weights.
+
+        In fp32, the main weights are those of the model.
+        """
+        tensors = []
+        for part in parts_of(self.optimizer):
+            optimizer = getattr(part, "optimizer", None)
+            if optimizer is None:  # a rank may have no expert state
+                continue
+            if part.config.bf16:
+                for group in optimizer.param_groups:
+                    tensors += group["params"]
+            for state in optimizer.state.values():
+                tensors += [x for name, x in state.items() if name != "step"]
+        self._offload("optimizer", tensors)
 
     @torch.no_grad()
     def _offload(self, kind: str, tensors: Iterable[Tensor]) -> None:
@@ -168,4 +167,5 @@ class Memory:
 
 def flat_storage(x: Tensor) -> Tensor:
     """Returns the whole storage of `x` as [bytes] uint8."""
-    return x.new_empty(0, dtype=torch.uint8).set_(x.untyped_storage())  # pyright: ignore[reportArgumentType]
+    storage: Any = x.untyped_storage()
+    return x.new_empty(0, dtype=torch.uint8).set_(storage)

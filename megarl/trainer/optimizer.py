@@ -1,13 +1,11 @@
-"""Megatron's DistributedDataParallel and DistributedOptimizer around the model, and one guarded optimizer step.
+"""Megatron's DistributedDataParallel and DistributedOptimizer, and one guarded optimizer step.
 
-Gradients are summed in fp32 over data ranks, not divided: the loss is weighted already. The gradient norm of the whole
-model decides whether a step is skipped, on every rank alike.
+Gradients are summed in fp32 over data ranks, not divided: the loss is weighted already. The
+gradient norm of the whole model decides whether a step is skipped, on every rank alike.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +35,8 @@ class LrSchedule:
     @property
     def lr(self) -> float:
         """Linear warm-up, then the schedule down to min_lr at the last step."""
-        train, step = self.train, self.step
+        train = self.train
+        step = self.step
         if step < train.warmup_steps:
             return train.lr * (step + 1) / train.warmup_steps
         if train.schedule == "constant":
@@ -48,13 +47,19 @@ class LrSchedule:
 
 
 def wrap(
-    model: Sequence[GPTModel], reduced: Callable[[], None] | None = None, **options: Any
+    model: Sequence[GPTModel],
+    options: Mapping[str, Any],
+    reduced: Callable[[], None] | None,
 ) -> list[DistributedDataParallel]:
-    """Moves loaded parameters and fp32 gradients into flat buffers. `reduced` is called after Megatron's reductions."""
+    """Moves loaded parameters and fp32 gradients into flat buffers.
+
+    `options` are fields of DistributedDataParallelConfig; `reduced` is called after Megatron's
+    reductions.
+    """
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
-        check_for_nan_in_grad=False,  # a non-finite gradient skips the step rather than ending the run
+        check_for_nan_in_grad=False,  # a non-finite gradient skips the step, the run goes on
         **options,
     )
     chunks = [
@@ -64,18 +69,19 @@ def wrap(
     config: Any = model[0].config  # of all chunks
 
     def finalize(chunks: list[Any], _num_tokens: Any = None, **options: Any) -> None:
-        finalize_model_grads(
-            chunks, None, **options
-        )  # without Megatron's division by a token count
-        if reduced is not None:
+        finalize_model_grads(chunks, None, **options)  # without division by a token count
+        if reduced:
             reduced()
 
     config.finalize_model_grads_func = finalize
     if options.get("overlap_grad_reduce"):
-        for parameter in (p for chunk in chunks for p in chunk.parameters()):
-            # logprobs.py adds to main_grad, but Megatron waits for this one
-            parameter.must_have_grad = True  # pyright: ignore[reportAttributeAccessIssue]
-        config.no_sync_func = [x.no_sync for x in chunks] if len(chunks) > 1 else chunks[0].no_sync
+        config.no_sync_func = [chunk.no_sync for chunk in chunks]
+        if len(chunks) == 1:
+            config.no_sync_func = chunks[0].no_sync
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                # logprobs.py adds to main_grad, but Megatron waits for this one
+                parameter.must_have_grad = True  # pyright: ignore[reportAttributeAccessIssue]
     return chunks
 
 
@@ -90,7 +96,10 @@ _CPU_OFFLOAD: dict[str, Any] = {
 
 
 def build_optimizer(chunks: Sequence[DistributedDataParallel], train: Train) -> MegatronOptimizer:
-    """AdamW with fp32 main weights, its state sharded over data ranks; norms and biases have no weight decay."""
+    """Builds AdamW with fp32 main weights, its state sharded over data ranks.
+
+    Norms and biases have no weight decay.
+    """
     bf16 = train.dtype == "bf16"
     config = OptimizerConfig(
         optimizer="adam",
@@ -120,10 +129,16 @@ def zero_grad(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOpti
 
 @torch.no_grad()
 def take_step(
-    optimizer: MegatronOptimizer, *, lr: float, clip_grad: float, device: torch.device
+    optimizer: MegatronOptimizer,
+    *,
+    lr: float,
+    clip_grad: float,
+    device: torch.device,
 ) -> tuple[float, bool]:
-    """Clips the gradient of the whole model to `clip_grad` (0: not at all) and steps, unless it is not finite. Returns
-    its norm before clipping, and whether the step was skipped."""
+    """Clips the gradient of the whole model to `clip_grad` (0: not at all), and steps.
+
+    Returns the norm before clipping, and True if the step was skipped: the gradient is not finite.
+    """
     for group in optimizer.param_groups:
         group["lr"] = lr
     found_inf = optimizer.prepare_grads()
@@ -133,7 +148,8 @@ def take_step(
     if clip_grad > 0:
         parts: Sequence[MegatronOptimizer] = parts_of(optimizer)
         for part in parts:
-            if parameters := part.get_parameters():
+            parameters = part.get_parameters()
+            if parameters:
                 clip_grad_by_total_norm_fp32(
                     list[Tensor](parameters),
                     clip_grad,
@@ -145,12 +161,16 @@ def take_step(
 
 
 def gradient_norm(optimizer: MegatronOptimizer, device: torch.device) -> float:
-    """L2 norm over the whole model. A collective: the distributed optimizer assigns each gradient to one rank."""
+    """Returns the L2 norm over the whole model.
+
+    It is a collective: the distributed optimizer assigns each gradient to one rank.
+    """
     total = torch.zeros((), dtype=torch.float64, device=device)
     parts: Sequence[MegatronOptimizer] = parts_of(optimizer)
     for part in parts:
         if hasattr(part, "get_grads_for_grad_norm"):  # megatron-core 0.19; 0.16 has the other
-            gradients = part.get_grads_for_grad_norm()  # pyright: ignore[reportAttributeAccessIssue]
+            mcore: Any = part
+            gradients = mcore.get_grads_for_grad_norm()
         else:
             gradients = part.get_main_grads_for_grad_norm()
         for gradient in gradients:
@@ -160,8 +180,14 @@ def gradient_norm(optimizer: MegatronOptimizer, device: torch.device) -> float:
 
 
 def sum_of_squares(x: Tensor, *, run: int = 1024) -> Tensor:
-    """Adds fp32 norms of `run` elements up in fp64: on a CPU, torch's fp32 norm of 28 million elements is 0.2% off."""
+    """Adds fp32 norms of `run` elements up in fp64.
+
+    On a CPU, torch's fp32 norm of 28 million elements is 0.2% off.
+    """
     whole = x.numel() // run * run
     runs = (x.flatten()[:whole].view(-1, run), x.flatten()[whole:])
-    norms = (torch.linalg.vector_norm(each, dim=-1, dtype=torch.float32) for each in runs)
-    return torch.stack([norm.double().square().sum() for norm in norms]).sum()
+    sums = [
+        torch.linalg.vector_norm(each, dim=-1, dtype=torch.float32).double().square().sum()
+        for each in runs
+    ]
+    return torch.stack(sums).sum()

@@ -1,6 +1,4 @@
-"""Creates Megatron-Core's process groups for a layout. The only reader of `megatron.core.parallel_state`."""
-
-from __future__ import annotations
+"""Creates Megatron-Core's process groups; the only reader of `megatron.core.parallel_state`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +7,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch.distributed import ProcessGroup
 
-from megarl.layout import Layout
+from megarl.layout import Axis, Layout
 
 AXES = {  # of a Layout -> Megatron's
     "tp": "tensor_model_parallel",
@@ -20,7 +18,7 @@ AXES = {  # of a Layout -> Megatron's
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ProcessGroups:
     """The ranks that share this rank's work along one axis."""
 
@@ -36,52 +34,47 @@ def megatron_sizes(layout: Layout) -> dict[str, Any]:
 
 
 def init_parallel(layout: Layout, *, seed: int = 0) -> ProcessGroups:
-    """Creates Megatron's process groups for this layout, after destroying a previous set. Call it on every rank."""
+    """Creates Megatron's process groups for this layout, after destroying a previous set.
+
+    Call it on every rank.
+    """
     destroy_parallel()
     parallel_state.initialize_model_parallel(
         **megatron_sizes(layout),
         virtual_pipeline_model_parallel_size=layout.vpp.size if layout.vpp.size > 1 else None,
-        order="tp-cp-ep-dp-pp",
         create_gloo_process_groups=False,
     )
-    _assert_agrees(layout)
+    axes = AXES | {"dp": "data_parallel", "edp": "expert_data_parallel"}
+    for name, megatron_name in axes.items():
+        size = getattr(parallel_state, f"get_{megatron_name}_world_size")()
+        rank = getattr(parallel_state, f"get_{megatron_name}_rank")()
+        axis = getattr(layout, name)
+        assert axis == Axis(size, rank), (
+            f"{name}: Megatron has rank {rank} of {size}, the layout {axis}"
+        )
     # Megatron's layers enter a named random state even if they draw no random number.
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-    names = {"tensor": AXES["tp"], "expert_tensor": AXES["etp"], "context": AXES["cp"]}
-    groups: dict[str, Any] = {
-        name: getattr(parallel_state, f"get_{of}_group")() for name, of in names.items()
-    }
-    groups["stage"] = parallel_state.get_amax_reduction_group(with_context_parallel=True)
-    return ProcessGroups(**groups)
+    state: Any = parallel_state
+    return ProcessGroups(
+        state.get_tensor_model_parallel_group(),
+        state.get_expert_tensor_parallel_group(),
+        state.get_context_parallel_group(),
+        stage=state.get_amax_reduction_group(with_context_parallel=True),
+    )
 
 
 def destroy_parallel() -> None:
-    """Closes Megatron's process groups, so that another layout can be built in this process. Call it on every rank.
-    Megatron only drops its references: the groups' threads (about fifty per layout with gloo) would keep polling."""
+    """Closes Megatron's process groups, so that another layout can be built in this process.
+
+    Call it on every rank. Megatron only drops its references: the groups' threads (about fifty per
+    layout with gloo) would keep polling.
+    """
     if not parallel_state.model_parallel_is_initialized():
         return
     dist.barrier()  # no rank closes a connection that a peer still reads from
-    known = (
-        dist.distributed_c10d._world.pg_map
-    )  # closing the default group has closed its subgroups too
+    # closing the default group has closed its subgroups too
+    known = dist.distributed_c10d._world.pg_map
     groups = [group for group in parallel_state._global_process_group_list or () if group in known]
     parallel_state.destroy_model_parallel()
     for group in groups:
         dist.destroy_process_group(group)
-
-
-def _assert_agrees(layout: Layout) -> None:
-    """Asserts that Megatron gives this rank the coordinates of `layout`."""
-    for name, megatron_name in {
-        **AXES,
-        "dp": "data_parallel",
-        "edp": "expert_data_parallel",
-    }.items():
-        size, rank = (
-            getattr(parallel_state, f"get_{megatron_name}_{what}")()
-            for what in ("world_size", "rank")
-        )
-        axis = getattr(layout, name)
-        assert (size, rank) == (axis.size, axis.rank), (
-            f"{name}: Megatron has rank {rank} of {size}, the layout {axis}"
-        )

@@ -1,7 +1,7 @@
-"""Rotary frequencies for longer contexts after pre-training: Llama 3's method, and YaRN (arXiv 2309.00071), which
-Megatron-Core implements only for latent attention. Elsewhere these frequencies replace its own."""
+"""Rotary frequencies for contexts longer than in pre-training: Llama 3's, YaRN (arXiv 2309.00071).
 
-from __future__ import annotations
+Megatron-Core implements YaRN only for latent attention. Elsewhere, these replace its frequencies.
+"""
 
 import math
 from typing import Any
@@ -13,37 +13,44 @@ from megarl.models.shape import ModelShape
 
 
 def scaled_frequencies(shape: ModelShape) -> Tensor:
-    """Returns [rotary dim / 2] fp32 frequencies: low ones are divided by `factor`, with a ramp to the high ones."""
-    dim, scaling = int(shape.head_dim * shape.rotary_fraction), shape.rope_scaling
-    frequencies = 1.0 / shape.rope_theta ** (
-        torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
-    )
-    ramp = {"llama3": _llama3_ramp, "yarn": _yarn_ramp}[scaling["rope_type"]](shape, frequencies)
+    """Returns [rotary dim / 2] fp32 frequencies.
+
+    Low ones are divided by `factor`, with a ramp to the high ones.
+    """
+    dim = int(shape.head_dim * shape.rotary_fraction)
+    scaling = shape.rope_scaling
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
+    frequencies = 1.0 / shape.rope_theta**exponents
+    ramps = {"llama3": _llama3_ramp, "yarn": _yarn_ramp}
+    ramp = ramps[scaling["rope_type"]](shape, frequencies)
     return ramp * frequencies + (1 - ramp) * frequencies / float(scaling["factor"])
 
 
 def _llama3_ramp(shape: ModelShape, frequencies: Tensor) -> Tensor:
-    """Returns the unscaled share of each frequency, linear in its number of turns over the original context."""
+    """Returns the unscaled share of each frequency, linear in its turns over that context."""
     scaling = shape.rope_scaling
     turns = float(scaling["original_max_position_embeddings"]) * frequencies / (2 * math.pi)
-    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
-    return ((turns - low) / (high - low)).clamp(0, 1)
+    low = float(scaling["low_freq_factor"])
+    return ((turns - low) / (float(scaling["high_freq_factor"]) - low)).clamp(0, 1)
 
 
 def _yarn_ramp(shape: ModelShape, frequencies: Tensor) -> Tensor:
     """Returns the unscaled share of each frequency, linear in its index."""
-    scaling, count = shape.rope_scaling, frequencies.numel()
+    scaling = shape.rope_scaling
+    count = frequencies.numel()
     context = float(scaling["original_max_position_embeddings"])
-    (
-        low,
-        high,
-    ) = (  # indices of the frequencies with beta_fast and beta_slow turns over the original context
-        count * math.log(context / (scaling[beta] * 2 * math.pi)) / math.log(shape.rope_theta)
-        for beta in ("beta_fast", "beta_slow")
-    )
+
+    def index(turns: float) -> float:
+        """Returns the index of the frequency with that many turns over the original context."""
+        return count * math.log(context / (turns * 2 * math.pi)) / math.log(shape.rope_theta)
+
+    low = index(scaling["beta_fast"])
+    high = index(scaling["beta_slow"])
     if scaling["truncate"]:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, 2 * count - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, 2 * count - 1)
     indices = torch.arange(count, dtype=torch.float32, device="cpu")
     return 1 - ((indices - low) / max(high - low, 0.001)).clamp(0, 1)
 
@@ -56,13 +63,16 @@ def yarn_factor(shape: ModelShape) -> float:
 
 
 def rotate_by_position(model: Any) -> None:
-    """Makes a GPTModel rotate each packed token by its `position_ids`, not by its place in a row."""
+    """Makes a GPTModel rotate packed tokens by `position_ids`, not by their place in a row."""
     rotary = model.rotary_pos_emb
-    table, positions = rotary.forward, []
-    rotary.forward = lambda *args, **kwargs: table(*args, **kwargs)[positions[-1]]
-    model.register_forward_pre_hook(
-        lambda _model, _args, kwargs: positions.__setitem__(
-            slice(None), [kwargs["position_ids"][0]]
-        ),
-        with_kwargs=True,
-    )
+    table = rotary.forward
+
+    def keep_positions(
+        _model: Any,
+        _args: Any,
+        kwargs: dict[str, Any],
+    ) -> None:
+        rotary.positions = kwargs["position_ids"][0]
+
+    rotary.forward = lambda *args, **kwargs: table(*args, **kwargs)[rotary.positions]
+    model.register_forward_pre_hook(keep_positions, with_kwargs=True)

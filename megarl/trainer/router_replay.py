@@ -1,18 +1,23 @@
-"""Replays the experts that the engine, or an earlier pass of the trainer, has chosen for each token.
+"""Replays the experts that the engine, or an earlier pass of the trainer, has chosen.
 
-    Routes of a row, on the ranks that own them --fetch: a rank's rows, its stage's layers, verified--> LayerRoutes
-    LayerRoutes of a router --in place of its top-k--> experts; their probabilities come from the trainer's own logits
+    Routes of a row, on the ranks that own them --fetch: a rank's rows, its stage's layers-->
+    LayerRoutes LayerRoutes of a router --in place of its top-k--> experts; their probabilities come
+    from the trainer's own logits
 
-So the router is trained, at fixed routes. Auxiliary losses are those of its own choices, which they are to balance; the
-update of its bias counts the tokens that experts really got. A token without a known route is routed by the trainer.
-Unlike Megatron's RouterReplay, a global list and a queue, each router has the routes of all micro-batches of one pass.
-Shapes: L tokens of a row, M of all rows of a rank, N of a micro-batch on this rank, K experts of a token.
+So the router is trained, at fixed routes. Auxiliary losses are those of its own choices, which they
+are to balance; the update of its bias counts the tokens that experts really got. A token without a
+known route is routed by the trainer. Unlike Megatron's RouterReplay, a global list and a queue,
+each router has the routes of all micro-batches of one pass.
+
+Shapes: L tokens of a row, M of all rows of a rank, N of a micro-batch on this rank, K experts of a
+token.
 """
 
-from __future__ import annotations
-
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,32 +27,33 @@ from torch import Tensor
 from megarl.layout import Layout, stage_layers
 from megarl.models.shape import ModelShape
 from megarl.platform.device import to_device
+from megarl.trainer.context_parallel import cu_seqlens_of
 from megarl.trainer.microbatch import Microbatch
 from megarl.trainer.parallel_groups import ProcessGroups
 from megarl.types import CheckFailed, Routes, TokenBatch, route_dtype
-from megarl.weights.checksum import row_checksums
+from megarl.weights.sync.checksum import row_checksums
 
 BatchRoutes = tuple[Routes | None, ...]  # by row
-Record = list[Routes] | None  # gets the routes of each row
-RowsByRank = Sequence[
-    Sequence[Sequence[int]]
-]  # the rows of each micro-batch of each data-parallel rank
+RecordedRoutes = list[Routes] | None  # gets the routes of each row
+# the rows of each micro-batch of each data-parallel rank
+RowsByRank = Sequence[Sequence[Sequence[int]]]
+RowLayers = tuple[int, Routes, list[int]]  # a row, its routes, and some of its layers
 
 
+@dataclass
 class LayerRoutes:
-    """One router's routes in one pass, in the place of Megatron's RouterReplay. The n-th call in the forward pass, and
-    where activations are recomputed, is for the n-th micro-batch: none overtakes another within a model chunk."""
+    """One router's routes in one pass, in the place of Megatron's RouterReplay.
 
-    def __init__(
-        self, experts: Sequence[Tensor] | None, device: torch.device, *, train: bool
-    ) -> None:
-        """`experts`: [N, K] of each micro-batch; None: record the router's own."""
-        self._experts, self._counts_at = experts, train
-        self.calls = {False: 0, True: 0}  # by whether gradients are enabled
-        self.recorded: list[Tensor] = []
-        self.counts = torch.zeros(
-            2, dtype=torch.int64, device=device
-        )  # tokens routed otherwise; with known routes
+    The n-th call in the forward pass, and where activations are recomputed, is for the n-th
+    micro-batch: none overtakes another within a model chunk.
+    """
+
+    experts: Sequence[Tensor] | None  # [N, K] of each micro-batch; None: record the router's own
+    # of all layers: tokens that the trainer would route otherwise; tokens with known routes
+    counts: Tensor
+    train: bool
+    calls: Counter[bool] = field(default_factory=Counter)  # by whether gradients are enabled
+    recorded: list[Tensor] = field(default_factory=list)
 
     def get_replay_topk(
         self,
@@ -58,14 +64,15 @@ class LayerRoutes:
         compute_topk: Any,
     ) -> tuple[Tensor, Tensor]:
         has_grad = torch.is_grad_enabled()
-        number, self.calls[has_grad] = self.calls[has_grad], self.calls[has_grad] + 1
+        number = self.calls[has_grad]
+        self.calls[has_grad] += 1
         values, own_NK = compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        if self._experts is None:
+        if self.experts is None:
             self.recorded.append(own_NK)
             return values, own_NK
-        experts_NK = self._experts[number].long()
+        experts_NK = self.experts[number].long()
         is_known_N = is_known(experts_NK)
-        if has_grad == self._counts_at:
+        if has_grad == self.train:
             is_other_N = is_known_N & (experts_NK.sort(1).values != own_NK.sort(1).values).any(1)
             self.counts += torch.stack([is_other_N.sum(), is_known_N.sum()])
         chosen_NK = torch.where(is_known_N[:, None], experts_NK, own_NK)
@@ -76,33 +83,33 @@ def is_known(experts_XK: Tensor) -> Tensor:
     return (experts_XK != experts_XK[..., :1]).any(-1)
 
 
+@dataclass
 class RouterReplay:
-    """Of the routers of this rank. Every rank calls every method, in the same order."""
+    """Replays or records the routes of this rank's routers.
 
-    def __init__(
-        self, chunks: Sequence[Any], shape: ModelShape, layout: Layout, groups: ProcessGroups
-    ) -> None:
-        """`chunks`: none if their routers cannot replay."""
-        self._shape, self._layout, self._groups, self.is_possible = (
-            shape,
-            layout,
-            groups,
-            bool(chunks),
-        )
+    Every rank calls every method, in the same order.
+    """
+
+    chunks: Sequence[Any]  # none if their routers cannot replay
+    shape: ModelShape
+    layout: Layout
+    groups: ProcessGroups
+
+    def __post_init__(self) -> None:
+        layout = self.layout
         self._layouts = [
             Layout.of(layout.sizes, layout.world, rank) for rank in range(layout.world)
         ]
-        dense, stages = shape.dense_layers, self._layouts[:: layout.world // layout.pp.size]
-        ranges = [stage_layers(shape.layers, stage) for stage in stages]
-        self._layers_by_stage = [
-            [x - dense for part in stage for x in part if x >= dense] for stage in ranges
-        ]
-        layers: list[Any] = [layer for chunk in chunks for layer in chunk.module.decoder.layers]
-        self._routers: list[Any] = [
-            layer.mlp.router for layer in layers if hasattr(layer.mlp, "router")
-        ]
-        assert not chunks or len(self._routers) == len(self._layers_by_stage[layout.pp.rank])
-        self._dtype, self._counts = route_dtype(shape.experts), [0, 0, 0]
+        stages = self._layouts[:: layout.world // layout.pp.size]
+        self._layers_by_stage = [_layers_with_experts(self.shape, stage) for stage in stages]
+        self._layers = self._layers_by_stage[layout.pp.rank]
+        self._routers = []
+        for chunk in self.chunks:
+            mlps = [layer.mlp for layer in chunk.module.decoder.layers]
+            self._routers += [mlp.router for mlp in mlps if hasattr(mlp, "router")]
+        assert not self.chunks or len(self._routers) == len(self._layers)
+        self._dtype = route_dtype(self.shape.experts)
+        self._counts = [0, 0, 0]
 
     @contextmanager
     def over(
@@ -110,26 +117,31 @@ class RouterReplay:
         batch: TokenBatch,
         ranks: RowsByRank,
         microbatches: Sequence[Microbatch],
-        record: Record,
+        record: RecordedRoutes,
         *,
         train: bool,
     ) -> Iterator[None]:
-        """A context for one pass over this rank's `microbatches`, the rows of which `ranks` has for all ranks; with
-        `record`, nothing is replayed: it has the routes of each row afterwards."""
+        """A context for one pass over this rank's `microbatches`; `ranks` has those of all ranks.
+
+        With `record`, nothing is replayed: it has the routes of each row afterwards.
+        """
         if record is None and not batch.routes:
             yield
             return
-        assert self.is_possible, "this trainer cannot replay routes"
-        device, missing = microbatches[0].tokens.device, 0
+        assert self.chunks, "this trainer cannot replay routes"
+        device = microbatches[0].tokens.device
+        missing = 0
         by_layer: list[Any] = [None] * len(self._routers)
         if record is None:
             fetched = self._fetch(batch, ranks)
-            experts, unknown = zip(
-                *(self._of_microbatch(each, fetched) for each in microbatches), strict=True
-            )
-            by_layer = [*zip(*(to_device(x_LNK, device) for x_LNK in experts), strict=True)]
-            missing = sum(unknown) * len(by_layer)
-        passes = [LayerRoutes(experts, device, train=train) for experts in by_layer]
+            by_microbatch = []
+            for microbatch in microbatches:
+                experts_LNK, unknown = self._of_microbatch(microbatch, fetched)
+                by_microbatch.append(to_device(experts_LNK, device))
+                missing += unknown * len(by_layer)
+            by_layer = [*zip(*by_microbatch, strict=True)]
+        counts = torch.zeros(2, dtype=torch.int64, device=device)
+        passes = [LayerRoutes(experts, counts, train) for experts in by_layer]
         for router, layer_routes in zip(self._routers, passes, strict=True):
             router.router_replay = layer_routes
         try:
@@ -137,24 +149,22 @@ class RouterReplay:
         finally:
             for router in self._routers:
                 router.router_replay = None
-        allowed = [
-            {train: len(microbatches), (not train): calls}
-            for calls in (0, len(microbatches) * train)
-        ]
-        assert all(each.calls in allowed for each in passes), (
-            "a router missed a micro-batch, or its top-k is fused"
-        )
+        count = len(microbatches)
+        assert all(
+            each.calls[train] == count and each.calls[not train] in (0, count * train)
+            for each in passes
+        ), "a router missed a micro-batch, or its top-k is fused"
         if record is not None:
             record[:] = self._as_routes(batch, microbatches, passes)
-        counts = sum(
-            (each.counts for each in passes), torch.zeros(2, dtype=torch.int64, device=device)
-        )
         self._counts = [*counts.tolist(), missing]
 
     def metrics(self) -> dict[str, float]:
-        """Returns shares of the (token, layer) pairs of the last pass: those that the trainer would have routed
-        otherwise, and those without a known route."""
-        counts = torch.tensor(self._counts, dtype=torch.int64)
+        """Returns shares of the (token, layer) pairs of the last pass.
+
+        They are those that the trainer would have routed otherwise, and those without a known
+        route.
+        """
+        counts = torch.tensor(self._counts)
         dist.all_reduce(counts)
         differing, known, missing = counts.tolist()
         return {
@@ -163,137 +173,130 @@ class RouterReplay:
         }
 
     def _fetch(self, batch: TokenBatch, ranks: RowsByRank) -> dict[int, Tensor]:
-        """Returns [layers of this stage, L, K] of each row of this rank, on the CPU, from the ranks that own them;
-        CheckFailed on every rank if a checksum differs."""
-        layout, rows_by_rank = (
-            self._layout,
-            [[row for rows in parts for row in rows] for parts in ranks],
-        )
-        lengths, topk, dtype = (
-            batch.cu_seqlens.diff().tolist(),
-            self._shape.experts_per_token,
-            self._dtype,
-        )
-        here = self._layers_by_stage[layout.pp.rank]
-        found = {
-            row: torch.zeros(len(here), lengths[row], topk, dtype=dtype)
-            for row in rows_by_rank[layout.dp.rank]
-        }
+        """Returns [layers of this stage, L, K] of each row of this rank, on the CPU.
 
-        def num_bytes(parts: Sequence[tuple[int, list[int]]]) -> int:
-            return sum(len(layers) * lengths[row] for row, layers in parts) * topk * dtype.itemsize
+        They come from the ranks that own them. Raises CheckFailed on every rank if a checksum
+        differs.
+        """
+        layout = self.layout
+        lengths = batch.cu_seqlens.diff().tolist()
+        topk = self.shape.experts_per_token
+        dtype = self._dtype
 
-        incoming = [self._parts(batch, rows_by_rank, owner.rank, layout) for owner in self._layouts]
-        outgoing = [
-            self._parts(batch, rows_by_rank, layout.rank, receiver) for receiver in self._layouts
-        ]
-        owned = [(batch.routes[row], layers) for parts in outgoing for row, layers in parts]
-        sent = [
-            x.experts[layers].flatten().view(torch.uint8)
-            for x, layers in owned
-            if x and x.experts is not None
-        ]
-        receive_bytes, send_bytes = (
-            [num_bytes(parts) for parts in each] for each in (incoming, outgoing)
-        )
+        def num_bytes(part: RowLayers) -> int:
+            row, _, layers = part
+            return len(layers) * lengths[row] * topk * dtype.itemsize
+
+        incoming = [self._parts(batch, ranks, owner.rank, layout) for owner in self._layouts]
+        outgoing = [self._parts(batch, ranks, layout.rank, rank) for rank in self._layouts]
+        sent = [torch.empty(0, dtype=torch.uint8)]
+        for _, routes, layers in chain.from_iterable(outgoing):
+            if routes.experts is not None:
+                sent.append(routes.experts[layers].flatten().view(torch.uint8))
+        receive_bytes = [sum(map(num_bytes, parts)) for parts in incoming]
+        send_bytes = [sum(map(num_bytes, parts)) for parts in outgoing]
         message = torch.empty(sum(receive_bytes), dtype=torch.uint8)
-        dist.all_to_all_single(message, torch.cat([message[:0], *sent]), receive_bytes, send_bytes)
-        parts = [part for each in incoming for part in each]
+        dist.all_to_all_single(message, torch.cat(sent), receive_bytes, send_bytes)
+        fetched = {
+            row: torch.zeros(len(self._layers), lengths[row], topk, dtype=dtype)
+            for row in chain.from_iterable(ranks[layout.dp.rank])
+        }
+        parts = [*chain.from_iterable(incoming)]
+        received = message.split([*map(num_bytes, parts)])
         wrong = torch.zeros((), dtype=torch.int64)
-        for part, received in zip(
-            parts, message.split([num_bytes([part]) for part in parts]), strict=True
-        ):
-            (row, layers), routes = part, batch.routes[part[0]]
-            assert routes is not None
-            experts = received.view(dtype).view(len(layers), lengths[row], topk)
-            wrong += (
-                row_checksums(experts) != torch.tensor([routes.checksums[x] for x in layers])
-            ).sum()
-            found[row][[here.index(layer) for layer in layers]] = experts
+        for (row, routes, layers), data in zip(parts, received, strict=True):
+            experts = data.view(dtype).view(len(layers), lengths[row], topk)
+            checksums = torch.tensor([routes.checksums[layer] for layer in layers])
+            wrong += (row_checksums(experts) != checksums).sum()
+            fetched[row][[self._layers.index(layer) for layer in layers]] = experts
         dist.all_reduce(wrong)
         if wrong:
             raise CheckFailed(
                 f"the routes of {int(wrong)} (row, layer) pairs changed on their way to the trainer"
             )
-        return found
+        return fetched
 
     def _parts(
-        self, batch: TokenBatch, rows_by_rank: Sequence[Sequence[int]], owner: int, receiver: Layout
-    ) -> list[tuple[int, list[int]]]:
-        """Returns what `owner` sends to a rank: rows, and the layers of each."""
-        parts, here = [], self._layers_by_stage[receiver.pp.rank]
-        for row in rows_by_rank[receiver.dp.rank]:
+        self, batch: TokenBatch, ranks: RowsByRank, owner: int, receiver: Layout
+    ) -> list[RowLayers]:
+        """Returns what `owner` sends to a rank."""
+        parts = []
+        for row in chain.from_iterable(ranks[receiver.dp.rank]):
             routes = batch.routes[row]
-            if (
-                routes
-                and owner in routes.owners
-                and (layers := [x for x in here if routes.owners[x] == owner])
-            ):
-                parts.append((row, layers))
+            if not routes or owner not in routes.owners:
+                continue
+            stage = self._layers_by_stage[receiver.pp.rank]
+            layers = [layer for layer in stage if routes.owners[layer] == owner]
+            if layers:
+                parts.append((row, routes, layers))
         return parts
 
     def _of_microbatch(
         self, microbatch: Microbatch, fetched: dict[int, Tensor]
     ) -> tuple[Tensor, int]:
-        """Returns [layers, N, K] of this rank's tokens, and how many of them that have a label have no known route."""
-        layers, topk = len(self._routers), self._shape.experts_per_token
-        rows = [fetched[row] for row in microbatch.rows.rows]
-        experts_LMK = torch.cat([torch.zeros(layers, 0, topk, dtype=self._dtype), *rows], 1)
-        source_N = self._source(microbatch)
+        """Returns [layers, N, K] of this rank's tokens, and how many have a label but no route."""
+        source_N = microbatch.local_source(self.layout.tp)
         is_real_N = source_N >= 0
-        experts_LNK = torch.zeros(layers, len(source_N), topk, dtype=self._dtype)
+        experts_LNK = torch.zeros(
+            len(self._routers), len(source_N), self.shape.experts_per_token, dtype=self._dtype
+        )
+        rows = [fetched[row] for row in microbatch.rows.rows]
+        experts_LMK = torch.cat([experts_LNK[:, :0], *rows], 1)
         experts_LNK[:, is_real_N] = experts_LMK[:, source_N[is_real_N]]
-        ends = torch.tensor(microbatch.lengths, dtype=torch.int64).cumsum(0) - 1
+        ends = cu_seqlens_of(microbatch.lengths)[1:] - 1
         counted_N = is_real_N & ~torch.isin(source_N, ends)
         return experts_LNK, int((counted_N & ~is_known(experts_LNK).all(0)).sum())
 
-    def _source(self, microbatch: Microbatch) -> Tensor:
-        """Returns [N] int64: the positions, among those of the rows, that this rank routes; -1 for padding."""
-        return microbatch.source.chunk(self._layout.tp.size)[self._layout.tp.rank]
-
     def _as_routes(
-        self, batch: TokenBatch, microbatches: Sequence[Microbatch], passes: Sequence[LayerRoutes]
+        self,
+        batch: TokenBatch,
+        microbatches: Sequence[Microbatch],
+        passes: Sequence[LayerRoutes],
     ) -> list[Routes]:
-        """Returns the routes of each row, owned by the first tensor and context rank that has it on each stage."""
-        layout, device = self._layout, microbatches[0].tokens.device
-        lengths = batch.cu_seqlens.diff().tolist()
-        rows = [row for microbatch in microbatches for row in microbatch.rows.rows]
-        total = sum(lengths[row] for row in rows)
+        """Returns the routes of each row, owned by each stage's first tensor and context rank."""
+        layout = self.layout
+        device = microbatches[0].tokens.device
+        rows = [*chain.from_iterable(microbatch.rows.rows for microbatch in microbatches)]
+        lengths = [*chain.from_iterable(microbatch.lengths for microbatch in microbatches)]
         experts_LMK = torch.zeros(
-            len(passes), total, self._shape.experts_per_token, dtype=torch.int32, device=device
+            len(passes),
+            sum(lengths),
+            self.shape.experts_per_token,
+            dtype=torch.int32,
+            device=device,
         )
         start = 0
         for number, microbatch in enumerate(microbatches):
-            source_N = self._source(microbatch)
+            source_N = microbatch.local_source(layout.tp)
             is_real_N = source_N >= 0
-            position_N, is_real_N = (
-                to_device(start + source_N[is_real_N], device),
-                to_device(is_real_N, device),
-            )
+            position_N = to_device(start + source_N[is_real_N], device)
+            is_real_N = to_device(is_real_N, device)
             for layer, layer_routes in enumerate(passes):
                 experts_LMK[layer, position_N] = layer_routes.recorded[number][is_real_N].int()
             start += sum(microbatch.lengths)
-        for size, group in (
-            (layout.tp.size, self._groups.tensor),
-            (layout.cp.size, self._groups.context),
-        ):
-            if size > 1:
+        for group in (self.groups.tensor, self.groups.context):
+            if group.size() > 1:
                 dist.all_reduce(experts_LMK, group=group)
-        num_layers, here = (
-            self._shape.layers - self._shape.dense_layers,
-            self._layers_by_stage[layout.pp.rank],
-        )
-        table = torch.zeros(2, batch.num_rows, num_layers, dtype=torch.int64)  # owners, checksums
-        kept: dict[int, Tensor] = {}
+        num_layers = self.shape.layers - self.shape.dense_layers
+        table = torch.zeros(2, batch.num_rows, num_layers, dtype=torch.int64)
+        owners, checksums = table
+        local = {}
         if layout.tp.first and layout.cp.first:
-            parts = experts_LMK.to(self._dtype).cpu().split([lengths[row] for row in rows], 1)
+            parts = experts_LMK.to(self._dtype).cpu().split(lengths, 1)
             for row, part in zip(rows, parts, strict=True):
-                kept[row] = torch.zeros(num_layers, *part.shape[1:], dtype=self._dtype)
-                kept[row][here] = part
-                table[0, row, here], table[1, row, here] = layout.rank, row_checksums(part)
+                local[row] = part.new_zeros(num_layers, *part.shape[1:])
+                local[row][self._layers] = part
+                owners[row, self._layers] = layout.rank
+                checksums[row, self._layers] = row_checksums(part)
         dist.all_reduce(table)
-        owners, checksums = table.tolist()
         return [
-            Routes(tuple(owners[n]), tuple(checksums[n]), kept.get(n))
-            for n in range(batch.num_rows)
+            Routes(tuple(owners[row].tolist()), tuple(checksums[row].tolist()), local.get(row))
+            for row in range(batch.num_rows)
         ]
+
+
+def _layers_with_experts(shape: ModelShape, stage: Layout) -> list[int]:
+    """Returns the layers of a stage that have experts, numbered among all that have."""
+    dense = shape.dense_layers
+    layers = chain.from_iterable(stage_layers(shape.layers, stage))
+    return [layer - dense for layer in layers if layer >= dense]

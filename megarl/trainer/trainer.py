@@ -1,6 +1,6 @@
-"""Trains one model on Megatron-Core, in one layout, with a head. It is algorithm-agnostic: the loss is an argument.
+"""Trains one model on Megatron-Core, in one layout, with a head, for a loss that is an argument.
 
-    build:    process groups -> model -> weights from a checkpoint -> head -> gradient buffers -> optimizer
+    build:    process groups -> model -> weights -> head -> gradient buffers -> optimizer
     forward:  TokenBatch -> TokenOutputs
     step:     TokenBatch, plan, loss, weights -> one optimizer step
 
@@ -12,7 +12,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +28,18 @@ from torch import Tensor
 from megarl.checkpoint import rank_state
 from megarl.checkpoint.hf_folder import load_hf
 from megarl.checkpoint.torch_dist import is_checkpoint
-from megarl.config.schema import Moe, Train
-from megarl.config.section import Fp8, Lora
+from megarl.config.schema import Fp8, Lora, Moe, Train
 from megarl.data.packing import microbatch_multiple, plan_microbatches, plan_rows
 from megarl.layout import Layout
 from megarl.models.registry import hf_shapes, megatron_table, padded_vocab
 from megarl.models.shape import ModelShape
-from megarl.models.shards import ShardSlice, Table, shapes_of, slices_by_rank, slices_of
+from megarl.models.shards import Slices, Table, shapes_of, slices_by_rank, slices_of
 from megarl.platform.device import DTYPES, to_device
 from megarl.trainer.bridged import Bridged
 from megarl.trainer.forward import LossSums, forward_backward, global_sums
 from megarl.trainer.fp8 import MULTIPLES, Emulation, megatron_settings
 from megarl.trainer.heads import Head, HeadOptions, VocabularyHead
-from megarl.trainer.lora import Adapters
+from megarl.trainer.lora import Adapters, Merged
 from megarl.trainer.megatron_config import fusions, te_kernels, transformer_config
 from megarl.trainer.microbatch import Microbatch, pack
 from megarl.trainer.model import build_model, local_tensors, shares_prefixes
@@ -47,7 +47,7 @@ from megarl.trainer.moe import RouterLosses, forget_last_batch
 from megarl.trainer.offload import Memory, recompute
 from megarl.trainer.optimizer import LrSchedule, build_optimizer, take_step, wrap, zero_grad
 from megarl.trainer.parallel_groups import ProcessGroups, destroy_parallel, init_parallel
-from megarl.trainer.router_replay import Record, RouterReplay, RowsByRank
+from megarl.trainer.router_replay import RecordedRoutes, RouterReplay, RowsByRank
 from megarl.types import (
     Loss,
     MicrobatchPlan,
@@ -57,8 +57,9 @@ from megarl.types import (
     TokenOutputs,
     UpdateReport,
 )
-from megarl.weights.placement_check import slice_checksum, sums_by_tensor
-from megarl.weights.placements import SlicesByRank
+from megarl.weights.plan.tables import SlicesByRank
+from megarl.weights.sync.execute import slice_checksum
+from megarl.weights.sync.placement import sums_by_tensor
 
 
 @dataclass
@@ -80,9 +81,9 @@ class Trainer:
     table: Table | None  # of the model with its head; None: the family has none
     traced: SlicesByRank | None  # instead of a table: recorded from Megatron-Bridge
     owns_groups: bool  # False: built beside another trainer
-    fp8: Fp8 | None = None
-    emulation: Emulation | None = None
-    adapters: Adapters | None = None  # None: all weights are trained
+    fp8: Fp8 | None
+    emulation: Emulation | None
+    adapters: Adapters | None  # None: all weights are trained
 
     @classmethod
     def build(
@@ -94,80 +95,63 @@ class Trainer:
         folder: str | Path,
         device: torch.device,
         moe: Moe | None = None,
-        head: Head
-        | Lora
-        | None = None,  # None: log-probs over the vocabulary; Lora: the same, training adapters only
+        head: Head | None = None,  # None: log-probs over the vocabulary
+        lora: Lora | None = None,  # None: all weights are trained
+        fp8: Fp8 | None = None,
         seed: int = 0,
-        # of TransformerConfig and DistributedDataParallelConfig; `fp8` may be the section precision.fp8
+        # fields of TransformerConfig and of DistributedDataParallelConfig
         megatron_options: Mapping[str, Any] | None = None,
-        beside: Trainer
-        | None = None,  # of the same layout, whose process groups are used; it must be closed last
+        # of the same layout, whose process groups are used; it must be closed last
+        beside: Trainer | None = None,
     ) -> Trainer:
-        """Builds the model of `folder`, a Hugging Face or Megatron checkpoint, with torch.distributed initialised."""
-        lora = head if isinstance(head, Lora) else None
+        """Builds the model of `folder`, a Hugging Face or Megatron checkpoint."""
         moe = moe or Moe()
-        head = (
-            VocabularyHead(shape.vocab, train.logprob_chunk)
-            if head is None or isinstance(head, Lora)
-            else head
-        )
-        options = {
-            name: value for name, value in (megatron_options or {}).items() if name != "unsafe"
-        }
-        reduction = {
-            name: options.pop(name)
-            for name in [*options]
-            if not hasattr(MLATransformerConfig, name)
-        }
+        head = head or VocabularyHead(shape.vocab, train.logprob_chunk)
+        settings, reduction = _split_options(megatron_options or {})
         assert beside is None or beside.layout == layout
         groups = init_parallel(layout, seed=seed) if beside is None else beside.groups
         if lora:  # in the overlap, Megatron gathers the inputs of shared experts itself
-            options.setdefault("moe_shared_expert_overlap", False)
-        use_te, rows = device.type == "cuda", padded_vocab(shape.vocab, layout.tp.size)
-        fp8 = section if isinstance(section := options.get("fp8"), Fp8) else None
+            settings.setdefault("moe_shared_expert_overlap", False)
         if fp8:
-            options = {**options, "fp8": None} | megatron_settings(fp8, device)
-        model, traced = _build_model(shape, layout, train, moe, options, use_te=use_te)
+            settings |= megatron_settings(fp8, device)
+        use_te = device.type == "cuda"
+        model, traced = _build_model(shape, layout, train, moe, settings, use_te=use_te)
         emulation = Emulation(model, fp8, groups.stage) if fp8 and fp8.emulate else None
-        if traced is None:
-            table = head.table(
-                megatron_table(shape, spec="te" if use_te else "local", padded_vocab=rows), shape
-            )
-            slices = slices_of(table, shape, layout)
-        else:
-            table, slices = None, traced[layout.rank]
-        _load(model, slices, layout, head, Path(folder), has_table=table is not None)
+        table = _load(model, traced, shape, layout, head, Path(folder), use_te=use_te)
         adapters = None
-        if lora is not None:
+        if lora:
             assert table is not None, "check_lora refuses families without a table"
             adapters = Adapters(model, table, shape, layout, lora, groups=groups, seed=seed)
-        # an overlapped reduction waits for the gradient of the output layer, which other heads do not use
+        # an overlapped reduction waits for the output layer's gradient, which other heads do not
+        # use
         overlaps = use_te and layout.dp.size * layout.cp.size > 1 and head.is_tensor_parallel
-        reduced = None if adapters is None else adapters.reduce_gradients
-        chunks = wrap(model, reduced, **({"overlap_grad_reduce": overlaps} | reduction))
-        memory = Memory(chunks, train.offload)  # frees the gradients
-        memory.optimizer = optimizer = build_optimizer(
-            chunks, train
-        )  # copies the weights: they must be loaded before
-        if emulation is not None:
-            emulation.after_update()
-        router_losses = (
-            RouterLosses(chunks, moe, shape, layout.tp)
-            if shape.is_moe and moe.changes_router
-            else None
+        chunks = wrap(
+            model,
+            {"overlap_grad_reduce": overlaps} | reduction,
+            adapters and adapters.reduce_gradients,
         )
-        can_replay = (
-            shape.is_moe and traced is None and not model[0].config.moe_router_fusion
-        )  # which replays nothing
+        memory = Memory(chunks, train.offload)  # frees the gradients
+        # copies the weights: they must be loaded before
+        memory.optimizer = optimizer = build_optimizer(chunks, train)
+        if emulation:
+            emulation.after_update()
+        router_losses = None
+        if shape.is_moe and moe.changes_router:
+            router_losses = RouterLosses(chunks, moe, shape, layout.tp)
+        # a fused router replays nothing
+        can_replay = shape.is_moe and traced is None and not model[0].config.moe_router_fusion
         router_replay = RouterReplay(chunks if can_replay else [], shape, layout, groups)
         return cls(
-            shape, layout, train, head, groups, device, chunks, optimizer, LrSchedule(train), router_losses,
-            router_replay, memory, table, traced, owns_groups=beside is None, fp8=fp8, emulation=emulation,
-            adapters=adapters,
+            shape, layout, train, head, groups, device, chunks, optimizer, LrSchedule(train),
+            router_losses, router_replay, memory, table, traced, beside is None,
+            fp8, emulation, adapters,
         )  # fmt: skip
 
     def close(self) -> None:
-        """Frees memory and process groups; another trainer can then be built in this process. Call it on every rank."""
+        """Frees memory and process groups; another trainer can then be built in this process.
+
+        Call it on every rank.
+        """
         owns_groups = self.owns_groups
         forget_last_batch(self.model)
         vars(self).clear()  # so that other references to this trainer keep no tensor alive
@@ -176,36 +160,35 @@ class Trainer:
             destroy_parallel()
 
     def parameters_by_name(self) -> dict[str, Tensor]:
-        """Returns this rank's parameters and router biases by GPTModel's names (`local_tensors`)."""
+        """Returns this rank's parameters and router biases by name (`local_tensors`)."""
         return local_tensors([chunk.module for chunk in self.model])
 
     def merged_parameters(self) -> Mapping[str, Tensor]:
         """Returns the same, with adapters merged into them."""
         parameters = self.parameters_by_name()
-        return parameters if self.adapters is None else self.adapters.merged(parameters)
+        return parameters if self.adapters is None else Merged(parameters, self.adapters.layers)
 
     @cached_property
     def base_checksums(self) -> dict[str, tuple[int, int]]:
-        """Of the frozen weights with LoRA, by HF tensor over all ranks: elements, and their positional checksum. A
-        collective, the first time."""
+        """Elements and positional checksums of the frozen weights with LoRA, by HF tensor.
+
+        They are sums over all ranks; the first access is a collective.
+        """
         if self.adapters is None:
             return {}
-        parameters, shapes, slices = (
-            self.parameters_by_name(),
-            self.hf_shapes(),
-            self.local_slices(),
-        )
+        parameters = self.parameters_by_name()
+        shapes = self.hf_shapes()
+        slices = self.local_slices()
         checksums = [
-            slice_checksum(x, parameters, shapes[x.name], parameters[x.param].dtype) for x in slices
+            slice_checksum(part, parameters, shapes[part.name], parameters[part.param].dtype)
+            for part in slices
         ]
         sums = sums_by_tensor(shapes, slices, torch.stack(checksums))
         dist.all_reduce(sums)
-        return {
-            name: (int(numel), int(value))
-            for name, (numel, value) in zip(shapes, sums.T.tolist(), strict=True)
-        }
+        numels, values = sums.tolist()
+        return dict(zip(shapes, zip(numels, values, strict=True), strict=True))
 
-    def local_slices(self) -> Sequence[ShardSlice]:
+    def local_slices(self) -> Slices:
         """Returns the slices of HF tensors that this rank's parameters store."""
         if self.table is None:
             return self.slices_by_rank()[self.layout.rank]
@@ -222,17 +205,21 @@ class Trainer:
         """Returns the full shape of every trained tensor of the checkpoint."""
         if self.table is not None:
             return shapes_of(self.table, self.shape)
-        trained = {part.name for slices in self.slices_by_rank() for part in slices}
+        trained = {part.name for part in chain.from_iterable(self.slices_by_rank())}
         return {name: size for name, size in hf_shapes(self.shape).items() if name in trained}
 
-    def forward(self, batch: TokenBatch, *, top_k: int = 0, record: Record = None) -> TokenOutputs:
-        """Returns the head's outputs, without gradient: [T] fp32 on the CPU of every rank, 0 where it does not read.
-        With `top_k`, `extra_labels_TK` are the likeliest tokens, not those of the batch."""
-        batch = replace(batch, extra_labels=None)
-        options = HeadOptions(self.groups.tensor, batch.temperature, entropy=False, top_k=top_k)
-        return self._gathered(self._run(batch, self._rows(batch), options, None, record))
+    def forward(
+        self, batch: TokenBatch, *, top_k: int = 0, record: RecordedRoutes = None
+    ) -> TokenOutputs:
+        """Returns the head's outputs, without gradient: [T] fp32 on the CPU of every rank.
 
-    def logprobs(self, batch: TokenBatch, record: Record = None) -> Tensor:
+        They are 0 where the head does not read. With `top_k`, `extra_labels_TK` are the likeliest
+        tokens, not those of the batch.
+        """
+        batch = replace(batch, extra_labels=None)
+        return self._gathered(self._run(batch, self._rows(batch), record=record, top_k=top_k))
+
+    def logprobs(self, batch: TokenBatch, record: RecordedRoutes = None) -> Tensor:
         """Returns [T]: what `forward` does, where the head is that of the vocabulary."""
         logprobs_T = self.forward(batch, record=record).logprobs_T
         assert logprobs_T is not None
@@ -258,43 +245,51 @@ class Trainer:
         before_step: Callable[[TokenOutputs], None] | None = None,
         needs_entropy: bool = False,
     ) -> UpdateReport:
-        """Takes one optimizer step on the rows of `plan`, which must have one update. The loss is the sum over tokens
-        of ``loss_T * weights_T``; `weights_T` [T] fp64 includes all divisors, so the split into micro-batches and ranks
-        does not matter. It gets entropy if it needs it, and every `train.entropy_every` steps. The step is skipped if
-        the gradient is not finite, or if no token is trained: Adam's momentum alone would change the weights.
-        `before_step` gets the forward pass's outputs after the backward pass; if it raises, nothing has changed."""
-        (ranks,), (num_tokens,) = plan.rows, plan.num_tokens
-        lr, every = self.scheduler.lr, self.train.entropy_every
+        """Takes one optimizer step on the rows of `plan`, which must have one update.
+
+        The loss is the sum over tokens of ``loss_T * weights_T``; `weights_T` [T] fp64 includes all
+        divisors, so the split into micro-batches and ranks does not matter. The loss gets entropy
+        if it needs it, and every `train.entropy_every` steps. The step is skipped if the gradient
+        is not finite, or if no token is trained: Adam's momentum alone would change the weights.
+        `before_step` gets the forward pass's outputs after the backward pass; if it raises, nothing
+        has changed.
+        """
+        (ranks,) = plan.rows
+        (num_tokens,) = plan.num_tokens
+        lr = self.scheduler.lr
+        every = self.train.entropy_every
         entropy = needs_entropy or (every > 0 and self.scheduler.step % every == 0)
         if not num_tokens:
-            if before_step is not None:
+            if before_step:
                 before_step(self._gathered(self._no_outputs(batch)))
             return UpdateReport(0.0, 0.0, lr, skipped=True)
         self.memory.onload_gradients()
         zero_grad(self.model, self.optimizer)
         sums = LossSums(loss, weights_T, self.head.fields(entropy=entropy), self.device)
-        outputs = self._run(
-            batch, ranks, HeadOptions(self.groups.tensor, batch.temperature, entropy), sums
-        )
-        if before_step is not None:
+        outputs = self._run(batch, ranks, sums, entropy=entropy)
+        if before_step:
             before_step(self._gathered(outputs))
         self.memory.onload_optimizer()
         grad_norm, skipped = take_step(
             self.optimizer, lr=lr, clip_grad=self.train.clip_grad, device=self.device
         )
-        if self.emulation is not None:
+        if self.emulation:
             self.emulation.after_update()
         totals = global_sums(sums.totals, counts=self._owns_outputs)
-        value, count = totals.pop("loss"), totals.pop("count")
+        value = totals.pop("loss")
+        count = totals.pop("count")
         metrics = {name: total / max(count, 1.0) for name, total in totals.items()}
-        if self.router_losses is not None:
+        if self.router_losses:
             metrics |= global_sums(self.router_losses.finish(step=not skipped), counts=True)
         if batch.routes:
             metrics |= self.router_replay.metrics()
         return UpdateReport(value, grad_norm, lr, skipped, metrics)
 
     def finish_batch(self) -> None:
-        """Advances the learning-rate schedule after the updates of one batch. A checkpoint may be saved afterwards."""
+        """Advances the learning-rate schedule after the updates of one batch.
+
+        A checkpoint may be saved afterwards.
+        """
         self.scheduler.step += 1
         self.memory.onload_optimizer()
 
@@ -304,12 +299,14 @@ class Trainer:
 
     def _rows(self, batch: TokenBatch) -> RowsByRank:
         """Returns the rows of each micro-batch of each data-parallel rank, for a forward pass."""
-        max_tokens, multiple = (
-            self.train.max_tokens_per_microbatch,
-            microbatch_multiple(self.layout),
+        (ranks,) = plan_rows(
+            batch.cu_seqlens.diff().tolist(),
+            dp=self.layout.dp.size,
+            updates=1,
+            max_tokens=self.train.max_tokens_per_microbatch,
+            multiple=microbatch_multiple(self.layout),
         )
-        lengths, dp = batch.cu_seqlens.diff().tolist(), self.layout.dp.size
-        return plan_rows(lengths, dp=dp, updates=1, max_tokens=max_tokens, multiple=multiple)[0]
+        return ranks
 
     @property
     def shares_prefixes(self) -> bool:
@@ -319,59 +316,59 @@ class Trainer:
         self, batch: TokenBatch, rows: Sequence[Sequence[int]], *, share: bool = False
     ) -> list[Microbatch]:
         """Returns this rank's micro-batches, of equal length where Megatron requires it."""
-        context, is_read_T = self.layout.cp, self.head.positions(batch)
-        tensor = self.layout.tp.size * (
-            MULTIPLES[self.fp8.recipe] if self.fp8 else 1
-        )  # what its tokens divide by
-        fit: dict[str, Any] = {
-            "tensor": tensor,
-            "context": context,
-            "device": self.device,
-            "share": share,
-        }
-        microbatches = [pack(batch, part, is_read_T, **fit) for part in rows]
+        multiple = MULTIPLES[self.fp8.recipe] if self.fp8 else 1
+        pack_rows = partial(
+            pack,
+            batch,
+            is_read_T=self.head.positions(batch),
+            tensor=self.layout.tp.size * multiple,  # the number of tokens is a multiple of it
+            context=self.layout.cp,
+            device=self.device,
+            share=share,
+        )
+        microbatches = [pack_rows(part) for part in rows]
         if self.model[0].config.variable_seq_lengths:
             return microbatches
-        longest = torch.tensor(
-            max(microbatch.length for microbatch in microbatches), device=self.device
-        )
+        longest = torch.tensor(max(x.length for x in microbatches), device=self.device)
         dist.all_reduce(longest, dist.ReduceOp.MAX)
-        return [pack(batch, part, is_read_T, length=int(longest), **fit) for part in rows]
+        return [pack_rows(part, length=int(longest)) for part in rows]
 
     def _run(
         self,
         batch: TokenBatch,
         ranks: RowsByRank,
-        options: HeadOptions,
-        sums: LossSums | None,
-        record: Record = None,
+        sums: LossSums | None = None,
+        *,
+        entropy: bool = False,
+        top_k: int = 0,
+        record: RecordedRoutes = None,
     ) -> dict[str, Tensor]:
-        """Runs this rank's micro-batches; with `sums`, also backward. Returns what the head read of them."""
-        train, outputs = sums is not None, self._no_outputs(batch, options.top_k)
-        microbatches = self._pack(
-            batch, ranks[self.layout.dp.rank], share=train and self.shares_prefixes
-        )
+        """Runs this rank's micro-batches; with `sums`, also backward. Returns outputs."""
+        train = sums is not None
+        outputs = self._no_outputs(batch, top_k)
+        rows = ranks[self.layout.dp.rank]
+        microbatches = self._pack(batch, rows, share=train and self.shares_prefixes)
 
         def on_outputs(rows: MicrobatchRows, read: TokenOutputs) -> Tensor:
             if self._owns_outputs:
                 index = to_device(rows.index, self.device)
                 for name, output in outputs.items():
                     output[index] = getattr(read, name).detach()
-            return torch.zeros((), device=self.device) if sums is None else sums(rows, read)
+            if sums is None:
+                return torch.zeros((), device=self.device)
+            return sums(rows, read)
 
-        if sums is not None and self.router_losses is not None:
+        if sums and self.router_losses:
             self.router_losses.begin(microbatches, sums.weights_T, self.device)
-        if self.adapters is not None:
+        if self.adapters:
             self.adapters.trains = train
         with self.router_replay.over(batch, ranks, microbatches, record, train=train):
-            context = self.groups.context
             forward_backward(
                 self.model,
                 microbatches,
                 self.head,
-                options,
+                HeadOptions(self.groups, batch.temperature, entropy, top_k),
                 on_outputs,
-                context=context,
                 train=train,
             )
         return outputs
@@ -379,20 +376,22 @@ class Trainer:
     def _no_outputs(self, batch: TokenBatch, top_k: int = 0) -> dict[str, Tensor]:
         """Returns zeros: fields of TokenOutputs for the whole batch."""
         zeros_TK = torch.zeros(batch.num_tokens, top_k, device=self.device)
-        extra = {"extra_labels_TK": zeros_TK.long(), "extra_logprobs_TK": zeros_TK} if top_k else {}
-        return {
+        outputs = {
             name: zeros_TK.new_zeros(batch.num_tokens) for name in self.head.fields(entropy=False)
-        } | extra
+        }
+        if top_k:
+            outputs |= {"extra_labels_TK": zeros_TK.long(), "extra_logprobs_TK": zeros_TK}
+        return outputs
 
     def _gathered(self, outputs: dict[str, Tensor]) -> TokenOutputs:
-        """Sums over the ranks: each has written its rows into zeros. Returns them on the CPU."""
+        """Returns sums over the ranks, on the CPU: each has written its rows into zeros."""
         for output in outputs.values():
             dist.all_reduce(output)
         return TokenOutputs(**{name: output.cpu() for name, output in outputs.items()})
 
     @property
     def _owns_outputs(self) -> bool:
-        """True on one rank of each tensor and context group of the last stage; these ranks share no row."""
+        """True on one rank of each tensor and context group of the last stage."""
         return self.layout.pp.last and self.layout.tp.first and self.layout.cp.first
 
 
@@ -406,37 +405,61 @@ def _build_model(
     use_te: bool,
 ) -> tuple[list[GPTModel], SlicesByRank | None]:
     """Returns this rank's chunks, and every rank's slices if the family has no table."""
-    how: dict[str, Any] = {
-        "dtype": DTYPES[train.dtype],
-        "dispatcher": moe.dispatcher,
-        "use_te": use_te,
-    }
-    bridged = None if shape.bridge is None else Bridged.of(shape, layout, **how)
-    config = transformer_config(shape, layout, **how) if bridged is None else bridged.provider
+    how: Any = {"dtype": DTYPES[train.dtype], "dispatcher": moe.dispatcher, "use_te": use_te}
+    bridged = None
+    if shape.bridge is None:
+        config = transformer_config(shape, layout, **how)
+    else:
+        bridged = Bridged.of(shape, layout, **how)
+        config = bridged.provider
     recompute(config, train.recompute, train.recompute_modules)
-    vars(config).update(fusions(config, te_kernels() if use_te else frozenset()) | options)
+    kernels = te_kernels() if use_te else frozenset()
+    vars(config).update(fusions(config, kernels) | options)
     if bridged is None:
         return build_model(shape, layout, config, use_te=use_te), None
     chunks = bridged.build()
     return chunks, bridged.slices_by_rank(chunks)
 
 
+def _split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the fields of TransformerConfig, and those of DistributedDataParallelConfig."""
+    reduction = dict(options)
+    reduction.pop("unsafe", None)
+    names = [name for name in reduction if hasattr(MLATransformerConfig, name)]
+    settings = {name: reduction.pop(name) for name in names}
+    return settings, reduction
+
+
 def _load(
     model: list[GPTModel],
-    slices: Sequence[ShardSlice],
+    traced: SlicesByRank | None,
+    shape: ModelShape,
     layout: Layout,
     head: Head,
     folder: Path,
     *,
-    has_table: bool,
-) -> None:
-    """Loads the weights of `folder` and attaches the head, whose own weights only a Hugging Face folder can have."""
-    is_loaded = has_table and not is_checkpoint(folder)
-    if layout.pp.last and is_loaded:
+    use_te: bool,
+) -> Table | None:
+    """Loads the weights of `folder`, attaches the head, and returns the table of both.
+
+    Only a Hugging Face folder of a family with a table can have weights of the head.
+    """
+    table = None
+    if traced is None:
+        rows = padded_vocab(shape.vocab, layout.tp.size)
+        spec = "te" if use_te else "local"
+        table = head.table(megatron_table(shape, spec=spec, padded_vocab=rows), shape)
+        slices = slices_of(table, shape, layout)
+    else:
+        slices = traced[layout.rank]
+    is_megatron = is_checkpoint(folder)  # written by `megarl convert --to megatron`
+    is_head_loaded = table is not None and not is_megatron
+    if layout.pp.last and is_head_loaded:
         head.attach(model[-1])
-    if is_checkpoint(folder):  # written by `megarl convert --to megatron`
+    if is_megatron:
         rank_state.load(model, folder)
     else:
         load_hf(local_tensors(model), slices, folder)
-    if layout.pp.last and not is_loaded:
+    if layout.pp.last and not is_head_loaded:
         head.attach(model[-1])
+    return table

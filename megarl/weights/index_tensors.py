@@ -1,13 +1,12 @@
-"""Derives a table by running an external converter on HF tensors whose elements are their own indices.
+"""Derives a table by running an external converter on HF tensors whose elements are their own
+indices.
 
     IndexTensors (names -> tensors)  --external conversion-->  a parameter's shard, twice
     moved_slices(parameter, first, second)  -->  its ShardSlices | ValueError
 
-In the first run every element is its index, in the second a hash of it. An element that is only moved gives the same
-index in both runs; one that is computed or cast does not. All are integers below 2^53, which fp64 represents exactly.
-"""
-
-from __future__ import annotations
+In the first run every element is its index, in the second a hash of it. An element that is only
+moved gives the same index in both runs; one that is computed or cast does not. All are integers
+below 2^53, which fp64 represents exactly."""
 
 from collections.abc import Iterator, Mapping
 from math import prod
@@ -15,6 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from megarl.models.shape import Shape
 from megarl.models.shards import ShardSlice
 
 REMEDY = "a family like this needs a table (CONTRIBUTING.md, 'Adding a model family')"
@@ -24,7 +24,7 @@ MAX_SLICES = 4096  # of one HF tensor in one parameter; more would be a list of 
 class IndexTensors(Mapping[str, Tensor]):
     """HF tensors by name: [shape] fp64, created on access."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
+    def __init__(self, shapes: Mapping[str, Shape], device: torch.device) -> None:
         self.first: dict[str, int] = {}  # name of an accessed tensor -> index of its first element
         self.shapes = shapes
         self.is_second = False
@@ -32,12 +32,16 @@ class IndexTensors(Mapping[str, Tensor]):
         self._next = 1  # 0 is padding
 
     def __getitem__(self, name: str) -> Tensor:
-        numel = prod(self.shapes[name])
+        shape = self.shapes[name]
+        numel = prod(shape)
         if name not in self.first:
             self.first[name] = self._next
             self._next += numel
-        numbers = torch.arange(self.first[name], self.first[name] + numel, device=self._device)
-        return (_scramble(numbers) if self.is_second else numbers).double().view(self.shapes[name])
+        first = self.first[name]
+        numbers = torch.arange(first, first + numel, device=self._device)
+        if self.is_second:
+            numbers = _scramble(numbers)
+        return numbers.double().view(shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.shapes)
@@ -54,21 +58,28 @@ def _scramble(numbers: Tensor) -> Tensor:
 
 
 def moved_slices(
-    param: str, first: Tensor, second: Tensor, tensors: IndexTensors, *, padded: bool = False
+    param: str,
+    first: Tensor,
+    second: Tensor,
+    tensors: IndexTensors,
+    *,
+    padded: bool = False,
 ) -> list[ShardSlice]:
-    """Returns the slices of HF tensors that `param` contains. With `padded`, its remaining elements may be zero. Raises
-    ValueError, naming tensors and parameter, if the conversion does more than move elements."""
+    """Returns the slices of HF tensors that `param` contains. With `padded`, its remaining elements
+    may be zero. Raises ValueError, naming tensors and parameter, if the conversion does more than
+    move elements."""
     sources = " and ".join(tensors.first) or "nothing"
     if first.shape != second.shape or first.dtype != torch.float64:
         raise ValueError(f"{param}: two runs of its conversion from {sources} differ; {REMEDY}")
-    numbers = first.flatten().long()  # the index of each element, and
-    if (numbers != first.flatten()).any() or (_scramble(numbers) != second.flatten()).any():
+    first = first.flatten()
+    numbers = first.long()  # the index of each element, and
+    is_copied = (numbers == first) & (_scramble(numbers) == second.flatten())
+    if not is_copied.all():
         raise ValueError(f"{param} is computed from {sources}, not copied; {REMEDY}")
     positions = numbers.nonzero().squeeze(1)  # where it lies in `param`
-    if positions.numel() != numbers.numel() and not padded:
-        raise ValueError(
-            f"{numbers.numel() - positions.numel()} elements of {param} have no source in {sources}"
-        )
+    missing = numbers.numel() - positions.numel()
+    if missing and not padded:
+        raise ValueError(f"{missing} elements of {param} have no source in {sources}")
     numbers, order = numbers[positions].sort()
     positions = positions[order]
     if (numbers.diff() == 0).any():
@@ -76,60 +87,81 @@ def moved_slices(
     slices: list[ShardSlice] = []
     for name, start in tensors.first.items():
         shape = tensors.shapes[name]
-        low, high = torch.searchsorted(
-            numbers, numbers.new_tensor([start, start + prod(shape)])
-        ).tolist()
-        slices += _slices(name, param, numbers[low:high] - start, positions[low:high], shape)
+        ends = numbers.new_tensor([start, start + prod(shape)])
+        low, high = torch.searchsorted(numbers, ends).tolist()
+        slices += _slices(
+            name,
+            param,
+            numbers[low:high] - start,
+            positions[low:high],
+            shape,
+        )
     return slices
 
 
 def _slices(
-    name: str, param: str, index: Tensor, position: Tensor, size: tuple[int, ...]
+    name: str,
+    param: str,
+    index: Tensor,
+    position: Tensor,
+    size: Shape,
 ) -> list[ShardSlice]:
-    """Merges elements into slices by dim. `index` [n], in the flat HF tensor, ascends; `position` [n]: in `param`."""
+    """Merges elements into slices by dim. `index` [n], in the flat HF tensor, ascends; `position`
+    [n]: in `param`."""
     if not index.numel():
         return []
-    first, lengths, step = _runs(index, position, torch.div(index, size[-1], rounding_mode="floor"))
+    row = torch.div(index, size[-1], rounding_mode="floor")
+    first, lengths, step = _runs(index, position, row)
     if first.numel() > MAX_SLICES * max(1, prod(size[:-1])):
         raise ValueError(f"{param} needs too many slices of {name} ({first.numel()}); {REMEDY}")
-    start = torch.stack(torch.unravel_index(index[first], size), 1)  # [slices, dims]
+    start = torch.stack(torch.unravel_index(index[first], size), 1)
+    # [slices, (start, shape, strides), dims]
+    boxes = torch.stack([start, torch.ones_like(start), torch.zeros_like(start)], 1)
+    boxes[:, 1, -1] = lengths
+    boxes[:, 2, -1] = step
     offset = position[first]
-    shape, strides = torch.ones_like(start), torch.zeros_like(start)
-    shape[:, -1], strides[:, -1] = lengths, step
     for dim in range(len(size) - 2, -1, -1):
-        others = torch.cat([start[:, :dim], start[:, dim + 1 :], shape, strides], 1)
+        start = boxes[:, 0, dim]
+        others = boxes.clone()
+        others[:, 0, dim] = 0
         _, group = others.unique(dim=0, return_inverse=True)
-        order = torch.argsort(start[:, dim], stable=True)
+        order = torch.argsort(start, stable=True)
         order = order[torch.argsort(group[order], stable=True)]
-        start, shape, strides, offset, group = (
-            start[order],
-            shape[order],
-            strides[order],
-            offset[order],
-            group[order],
+        first, lengths, step = _runs(start[order], offset[order], group[order])
+        merged = order[first]
+        boxes = boxes[merged]
+        offset = offset[merged]
+        boxes[:, 1, dim] = lengths
+        boxes[:, 2, dim] = step
+    if len(boxes) > MAX_SLICES:
+        raise ValueError(f"{param} needs too many slices of {name} ({len(boxes)}); {REMEDY}")
+    return [
+        ShardSlice(
+            name,
+            tuple(start),
+            tuple(shape),
+            param,
+            offset,
+            tuple(strides),
         )
-        first, lengths, step = _runs(start[:, dim], offset, group)
-        start, shape, strides, offset = start[first], shape[first], strides[first], offset[first]
-        shape[:, dim], strides[:, dim] = lengths, step
-    if len(start) > MAX_SLICES:
-        raise ValueError(f"{param} needs too many slices of {name} ({len(start)}); {REMEDY}")
-    rows = zip(start.tolist(), shape.tolist(), offset.tolist(), strides.tolist(), strict=True)
-    return [ShardSlice(name, tuple(s), tuple(n), param, o, tuple(steps)) for s, n, o, steps in rows]
+        for (start, shape, strides), offset in zip(boxes.tolist(), offset.tolist(), strict=True)
+    ]
 
 
 def _runs(index: Tensor, position: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Runs in which `index` rises by one within a group and `position` by a constant step: (first, length, step)."""
+    """Returns (first, length, step) of the runs in which `index` rises by one within a group, and
+    `position` by a constant step."""
     steps = position.diff()
-    joined = (
-        (index.diff() == 1) & (group.diff() == 0) & (steps > 0)
-    )  # torch has no views with negative strides
+    # torch has no views with negative strides
+    joined = (index.diff() == 1) & (group.diff() == 0) & (steps > 0)
     gaps = torch.arange(len(steps), device=index.device)
     turns = torch.zeros_like(joined)
     turns[1:] = joined[1:] & joined[:-1] & (steps[1:] != steps[:-1])
-    # a jump in position changes the step twice (1, 9, 1); only the first change starts a run, so take every other one
-    since = gaps - torch.where(turns, -1, gaps).cummax(0).values if len(gaps) else gaps
+    # a jump in position changes the step twice (1, 9, 1); only the first change starts a run, so
+    # take every other one
+    since = gaps - torch.where(turns, -1, gaps).cummax(0).values
     borders = ~joined | (turns & (since % 2 == 1))
     first = torch.cat([gaps.new_zeros(1), borders.nonzero().squeeze(1) + 1])
-    length = torch.cat([first[1:], gaps.new_tensor([len(index)])]) - first
+    length = first.diff(append=gaps.new_tensor([len(index)]))
     step = torch.cat([steps, steps.new_zeros(1)])[first]
     return first, length, torch.where(length > 1, step, 0)

@@ -102,13 +102,13 @@ def test_a_name_that_is_gone_is_seen(path):
     ("file", "old", "new", "message"),
     [
         (
-            "rollout/engine.py",
+            "rollout/vllm/engine.py",
             "wake_up(tags=",
             "wake_up(parts=",
             "unexpected keyword argument 'parts'",
         ),
         (
-            "rollout/arguments.py",
+            "rollout/vllm/arguments.py",
             "prompt_logprobs=0",
             "prompts_logprobs=0",
             "unexpected keyword argument",
@@ -156,7 +156,7 @@ def test_a_name_that_is_gone_is_seen(path):
             "missing a required argument",
         ),
         (
-            "rollout/loader_trace.py",
+            "rollout/vllm/loader_trace.py",
             "_place_kernel_tensors(layer, ",
             "_place_kernel_tensors(",
             "missing a required",

@@ -20,14 +20,14 @@ from trainer_cases import Policy, random_batch
 from trainer_ranks import Bench, config_of, join, measure, run_checks
 
 from megarl.config.schema import Rollout
-from megarl.launch.parity import ParityChecks, measure_logprobs
 from megarl.models.registry import fp32_tensors, hf_shapes, read_model
 from megarl.models.shards import ShardSlice
+from megarl.parity.gate import ParityChecks, measure_logprobs
 from megarl.platform.env import Env
-from megarl.rollout.engine import Engine
+from megarl.rollout.vllm.engine import Engine
 from megarl.trainer.bridged import Bridged, record
-from megarl.weights.publish import Publisher, WeightFormat, WeightSender, plan_slices
-from megarl.weights.transports.collective import Collective
+from megarl.weights.sync.publish import Publisher, WeightFormat, WeightSender, plan_slices
+from megarl.weights.sync.transports.collective import Collective
 
 WORLD = 2
 TP2, PP2, VPP2, EP2 = (
@@ -200,9 +200,9 @@ def _synced(bench: Bench, model: str, parallel: dict[str, int], tensor: int) -> 
     for version in range(3):
         report = publisher.publish(version=version)
         assert report.verified
-        errors.append(max(excess.found.max for excess in parity.probe()))
+        errors.append(max(excess.found.max for excess in parity.probe()[1]))
         policy.update(scored)
-        stale.append(max(excess.found.max for excess in parity.probe()))
+        stale.append(max(excess.found.max for excess in parity.probe()[1]))
     sizes = [report.num_tensors, report.bytes_kept, report.bytes_received]
     engine.close()
     return {"model": model, "parallel": parallel, "errors": errors, "stale": stale, "sizes": sizes}

@@ -20,8 +20,8 @@ from trainer_cases import random_batch
 from megarl.checkpoint import rank_state
 from megarl.checkpoint.state import Checkpoints
 from megarl.checkpoint.writer import Writing
+from megarl.commands.random_model import create_model
 from megarl.config.schema import Create, Train
-from megarl.launch.random_model import create_model
 from megarl.layout import Layout, Parallel
 from megarl.models.registry import read_model
 from megarl.stages.sft import train_supervised

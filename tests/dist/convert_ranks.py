@@ -16,7 +16,7 @@ from trainer_cases import ask, load_model, random_batch
 from trainer_ranks import config_of, fingerprints, join
 
 WORLD = 4
-LAYOUTS = {"qwen3_moe": {"tensor": 2, "expert": 2}}
+LAYOUTS = {"gpt_oss": {"tensor": 2, "expert": 2}}
 OTHERS = {"tensor": 2, "pipeline": 2}
 
 

@@ -18,9 +18,9 @@ from megarl.algorithms.objective import Objective
 from megarl.checkpoint import rank_state
 from megarl.checkpoint.state import Checkpoints, Further
 from megarl.checkpoint.torch_dist import CRITIC
+from megarl.commands.random_model import create_model
 from megarl.config.load import parse_config
 from megarl.config.schema import Config, Create
-from megarl.launch.random_model import create_model
 from megarl.layout import Layout
 from megarl.models.registry import read_model
 from megarl.trainer.actor_critic import ActorCritic, CriticHead
@@ -80,7 +80,7 @@ class Job:
             device=device,
             beside=self.actor,
         )
-        self.learner = ActorCritic(PolicyLearner.of(self.actor, objective), values, critic)
+        self.learner = ActorCritic(PolicyLearner(self.actor, objective), values, critic)
         state = self.state = objective.initial_state()
         kept: Any = {"every": 1, "keep": 9, "last_step": 9, "further": Further({CRITIC: values})}
         self.saves = Checkpoints(saves, self.actor, Cursor(), state, **kept)

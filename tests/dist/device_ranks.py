@@ -28,12 +28,12 @@ from megarl.models.registry import hf_shapes, megatron_table, padded_vocab, pars
 from megarl.models.shards import ShardSlice, slices_of
 from megarl.rollout.exchange import Exchange
 from megarl.types import Prompt, Request, Sample
-from megarl.weights.checksum import copy_and_verify
-from megarl.weights.execute import split_message, strided_view
-from megarl.weights.fleet import Fleet
-from megarl.weights.plan import plan_transfers
-from megarl.weights.publish import Publisher, WeightFormat, WeightSender
-from megarl.weights.transports.collective import Collective
+from megarl.weights.plan.fleet import Fleet
+from megarl.weights.plan.plan import plan_transfers
+from megarl.weights.sync.checksum import copy_and_verify
+from megarl.weights.sync.execute import split_message, strided_view
+from megarl.weights.sync.publish import Publisher, WeightFormat, WeightSender
+from megarl.weights.sync.transports.collective import Collective
 
 SIZES = {"family": "qwen3_moe", "layers": 1, "hidden": 32, "heads": 4, "kv_heads": 2, "vocab": 67, "experts": 4,
          "moe_intermediate": 16, "tied": False}  # fmt: skip
@@ -72,8 +72,9 @@ class Staged(Publisher):
 
     staged: tuple[int, int] | None = None  # bytes on the device and on the host
 
-    def _device_room(self) -> int:
-        return self.executor.bytes_arriving // 2
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.executor.device_room = lambda: self.executor.bytes_arriving // 2
 
     def _stage(self, parameters):
         staged = super()._stage(parameters)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megarl.layout import Axis
 from megarl.rollout.exchange import Exchange
 from megarl.types import CheckFailed, Prompt, Sample
-from megarl.weights.transports.collective import Collective
+from megarl.weights.sync.transports.collective import Collective
 
 TIMEOUT_S = 5.0  # of collectives
 

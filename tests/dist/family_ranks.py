@@ -24,8 +24,8 @@ from trainer_ranks import Bench, config_of, join, measure
 from megarl.checkpoint.hf import export_hf
 from megarl.models.registry import fp32_tensors, hf_shapes
 from megarl.platform.device import DTYPES
-from megarl.weights.publish import WeightFormat
-from megarl.weights.transports.collective import Collective
+from megarl.weights.sync.publish import WeightFormat
+from megarl.weights.sync.transports.collective import Collective
 
 DENSE = ["llama@5", "qwen2@5", "qwen3@5", "qwen3_untied@5"]  # 5 layers: no even stages
 SPARSE = ["qwen3_moe@5", "mixtral@5", "deepseek_v3@5", "deepseek_v3_direct@5", "glm4_moe@5"]

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 
 from megarl.types import CheckFailed
-from megarl.weights.transports.collective import Collective, Group, end_barrier, open_store
+from megarl.weights.sync.transports.collective import Collective, RankGroup, end_barrier, open_store
 
 TIMEOUT = timedelta(seconds=60)
 
 
 def join(store: str, rank: int, world: int, name: str) -> Collective:
-    group = Group.join(
+    group = RankGroup.join(
         open_store(store, name, TIMEOUT), rank, world, name=name, is_cuda=False, timeout=TIMEOUT
     )
     return Collective(timeout_s=60, group=group)

@@ -74,7 +74,7 @@ class HostSyncs(TorchDispatchMode):
             f"{frame.filename.split(root)[-1]}: {frame.line}"
             for frame in traceback.extract_stack()
             for root in ROOTS
-            if root in frame.filename and "platform/megatron_on_cpu" not in frame.filename
+            if root in frame.filename and "patches/megatron" not in frame.filename
         ]
         place = places[-1] if places else "torch"
         if not any(name in place for name in LOCAL):
@@ -149,8 +149,8 @@ def measure(
     """Returns what one step with a micro-batch per row does inside the schedule, and outside of it."""
     from trainer_cases import Policy, random_batch
 
+    from megarl.commands.random_model import create_model
     from megarl.config.schema import Config, Create
-    from megarl.launch.random_model import create_model
     from megarl.trainer import trainer as module
 
     sizes = {

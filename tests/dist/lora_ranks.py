@@ -20,8 +20,7 @@ from trainer_ranks import Bench, join, run_checks
 
 from megarl.checkpoint.rank_state import parts_of
 from megarl.checkpoint.state import Checkpoints
-from megarl.config.schema import Train
-from megarl.config.section import Lora
+from megarl.config.schema import Lora, Train
 from megarl.layout import Layout, Parallel
 from megarl.models.registry import read_model
 from megarl.stages.sft import train_supervised
@@ -66,7 +65,7 @@ def build(
         train=settings,
         folder=folder,
         device=torch.device("cpu"),
-        head=lora,
+        lora=lora,
     )
 
 

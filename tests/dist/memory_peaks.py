@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,11 +23,11 @@ import torch.distributed as dist
 from trainer_cases import random_batch
 
 from benchmarks.memory_phases import DEVICE, Device
+from megarl.commands.random_model import create_model
 from megarl.config.schema import Create, Train
-from megarl.launch.phases import TimedPhases
-from megarl.launch.random_model import create_model
 from megarl.layout import Layout, Parallel
 from megarl.models.registry import read_model
+from megarl.run.phases import TimedPhases
 from megarl.stages.sft import train_supervised
 from megarl.trainer.trainer import Trainer
 
@@ -94,7 +95,7 @@ def peaks(
 
     with device.with_host():
         trainer = build(folder, create, train)
-        phases = TimedPhases(span, add, DEVICE, [trainer])
+        phases = TimedPhases(SimpleNamespace(span=span, add=add), DEVICE, [trainer])
         batch = random_batch(num_rows=rows, longest=longest)
         for _ in range(2):
             with phases.rollout():

@@ -23,9 +23,9 @@ from megarl.config.validate import model_shape
 from megarl.models.engine import engine_table
 from megarl.models.registry import hf_shapes, megatron_table, padded_vocab
 from megarl.models.shards import slices_of
-from megarl.planner.weight_sync import fleet_of, plan_of
-from megarl.weights.publish import Publisher, WeightFormat, WeightSender
-from megarl.weights.transports.collective import Collective
+from megarl.weights.plan.from_config import fleet_of, plan_of
+from megarl.weights.sync.publish import Publisher, WeightFormat, WeightSender
+from megarl.weights.sync.transports.collective import Collective
 
 
 class Recorded(Collective):

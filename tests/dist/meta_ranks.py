@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megarl.layout import Layout, Parallel
 from megarl.models.registry import read_model
 from megarl.models.shape import ModelShape
-from megarl.platform import megatron_on_cpu
+from megarl.patches import megatron as megatron_on_cpu
 
 megatron_on_cpu.install()
 

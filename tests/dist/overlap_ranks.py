@@ -1,11 +1,12 @@
 """Updates on four gloo ranks with and without gradients that are reduced during the backward pass, as JSON.
 
-python overlap_ranks.py RESULTS.json
+python overlap_ranks.py RESULTS.json MODEL...
 """
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,14 +17,12 @@ from trainer_ranks import WORLD, Bench, config_of, fingerprints, join, replicas_
 
 from megarl.config.schema import Config
 
-CASES: list[
-    tuple[str, dict[str, int]]
-] = [  # 4 and 2 data-parallel ranks; experts; stages of several chunks
-    ("qwen3_untied", {}),
-    ("qwen3", {"tensor": 2}),
-    ("qwen3_moe", {"tensor": 2, "expert": 2}),
-    ("qwen3@5", {"pipeline": 2, "virtual_pipeline": 2}),
-]
+CASES: dict[str, dict[str, int]] = {  # model: layout
+    "qwen3_untied": {},  # 4 data-parallel ranks
+    "qwen3": {"tensor": 2},  # and 2
+    "qwen3_moe": {"tensor": 2, "expert": 2},
+    "qwen3@5": {"pipeline": 2, "virtual_pipeline": 2},  # stages of several chunks
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "overlap": {"overlap_grad_reduce": True},
@@ -32,9 +31,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def check_overlap(bench: Bench) -> list[dict[str, Any]]:
+def check_overlap(bench: Bench, models: list[str]) -> list[dict[str, Any]]:
     found = []
-    for model, parallel in CASES:
+    for model in models:
+        parallel = CASES[model]
         case: dict[str, Any] = {"model": model, "parallel": parallel}
         for name, options in OPTIONS.items():
             sections = config_of(parallel, clip_grad=0.0).model_dump(exclude_unset=True)
@@ -54,10 +54,11 @@ def check_overlap(bench: Bench) -> list[dict[str, Any]]:
     return found
 
 
-def work(rank: int, results: str, folder: str) -> None:
-    run_checks(join(rank, WORLD, folder), {"overlap": check_overlap}, results)
+def work(rank: int, results: str, models: list[str], folder: str) -> None:
+    check = partial(check_overlap, models=models)
+    run_checks(join(rank, WORLD, folder), {"overlap": check}, results)
 
 
 if __name__ == "__main__":
     with TemporaryDirectory() as folder:
-        mp.spawn(work, (str(Path(sys.argv[1]).absolute()), folder), nprocs=WORLD)
+        mp.spawn(work, (str(Path(sys.argv[1]).absolute()), sys.argv[2:], folder), nprocs=WORLD)

@@ -17,8 +17,7 @@ from trainer_cases import random_batch
 
 from megarl.algorithms.objective import Objective
 from megarl.algorithms.preference import DpoObjective, best_and_worst
-from megarl.config.schema import Algorithm, Train
-from megarl.config.section import Dpo
+from megarl.config.schema import Algorithm, Dpo, Train
 from megarl.data.preferences import preference_batch
 from megarl.data.tasks import ranked_tokens
 from megarl.data.tokenizer import TokenIds
@@ -54,7 +53,7 @@ def build(model: Path, parallel: Parallel, **train: Any) -> Trainer:
 
 def on_stored_pairs(model: Path, parallel: Parallel) -> list[StepReport]:
     trainer = build(model, parallel)
-    reference = Reference(trainer.parameters_by_name().values())
+    reference = Reference(trainer.parameters_by_name)
     learner = DpoLearner(trainer, reference, Dpo(), {}, lambda _: nullcontext())
     reports = [learner.update(stored(seed)) for seed in range(STEPS)]
     trainer.close()
@@ -66,7 +65,7 @@ def on_samples(
 ) -> list[StepReport]:
     is_sft, reports = not isinstance(objective, DpoObjective), []
     learner = SelectingLearner(
-        PolicyLearner.of(build(model, parallel, **train), objective),
+        PolicyLearner(build(model, parallel, **train), objective),
         lambda batch: best_and_worst(batch)[:: 1 + is_sft],
     )
     for seed in range(STEPS):

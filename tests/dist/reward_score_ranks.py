@@ -19,12 +19,12 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
+from megarl.commands.random_model import create_model
 from megarl.config.schema import Config, Create
-from megarl.launch.build import Rank, make_trainer
-from megarl.launch.random_model import create_model
-from megarl.launch.reward_models import make_reward_model
 from megarl.platform.device import pick_device
 from megarl.platform.env import Env
+from megarl.run.context import Rank
+from megarl.run.models import make_reward_model, make_trainer
 from megarl.types import Sample
 
 LAYOUTS: dict[str, dict[str, int]] = {"dp2": {}, "tp2": {"tensor": 2}, "pp2": {"pipeline": 2}}

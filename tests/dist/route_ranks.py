@@ -25,12 +25,14 @@ from megarl.algorithms.objective import Objective, loss_weights, supervised_loss
 from megarl.config.schema import Config
 from megarl.data.collate import collate
 from megarl.data.packing import plan_microbatches
-from megarl.launch.build import Rank
-from megarl.launch.run_rl import Engine, _exchange, _synced, make_rollouts, parity_checks
 from megarl.layout import Layout
 from megarl.platform.device import pick_device
 from megarl.platform.env import Env
 from megarl.rewards.scorer import make_scorer
+from megarl.rollout.vllm.engine import Engine
+from megarl.run.context import Rank
+from megarl.run.data import make_exchange, make_rollouts
+from megarl.run.sync import parity_checks, synced
 from megarl.trainer.moe import BalancedRouter
 from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, Prompt, TokenOutputs, TrainBatch
@@ -97,7 +99,7 @@ def _rerouted(
 
 def sampled(rank: Rank, engine: Engine) -> tuple[TrainBatch, int]:
     """The batch, and how many tokens of prompts came from the prefix cache."""
-    exchange = replace(_exchange(rank, engine), rewards=make_scorer(()))
+    exchange = replace(make_exchange(rank, engine), rewards=make_scorer(()))
     rollout = replace(make_rollouts(rank, exchange), keep=None).collect(Prompts(), 4, version=0)  # type: ignore[arg-type]
     samples = [sample for group in rollout.groups for sample in group.samples]
     for sample in samples:
@@ -217,7 +219,7 @@ def main(folder: Path, layouts: list[dict[str, int]]) -> None:
     dist.barrier()
     config, env = config_of(folder, world), Env(this, world, this, world, job_id=f"routes{world}")
     rank = Rank.of(config, env, pick_device(this))
-    trainer, engine, parity, _ = _synced(rank)
+    trainer, engine, parity, _ = synced(rank)
     found: dict[str, Any] = {
         "probe": [[excess.statistic, excess.limit] for excess in parity.probe()[1]]
     }
@@ -261,7 +263,7 @@ def _seconds(rank: Rank, engine: Engine, *, captures: int) -> float:
         router.set_capture_fn(None)
     if captures:
         capture.start()
-    exchange, began = replace(_exchange(rank, engine), rewards=make_scorer(())), process_time()
+    exchange, began = replace(make_exchange(rank, engine), rewards=make_scorer(())), process_time()
     replace(make_rollouts(rank, exchange), keep=None).collect(Prompts(), 4, version=0)  # type: ignore[arg-type]
     return process_time() - began
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import runpy
 import signal
@@ -69,6 +70,8 @@ def fork_ranks(world: int, program: str, arguments: list[str]) -> int:
     sys.path.insert(0, str(Path(program).parent))  # before this file's folder
     sys.argv = [program, *arguments]
     runpy.run_path(program, run_name="imported")
+    if "megarl.rollout.vllm.engine" in sys.modules:
+        import_vllm()
     port, ranks = free_port(), {}
     for rank in range(world):
         said = tempfile.TemporaryFile("w+")  # noqa: SIM115 (read when all have ended)
@@ -84,6 +87,15 @@ def fork_ranks(world: int, program: str, arguments: list[str]) -> int:
             failed.append(f"rank {rank}:\n{said.read()[-3000:]}")
     print("\n".join(failed))
     return bool(failed)
+
+
+def import_vllm() -> None:
+    """Once for all ranks, with the variables that megarl's engine sets before it imports vLLM."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    for module in ("vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"):
+        importlib.import_module(module)
 
 
 def run_rank(program: str, values: dict[str, str], output: int) -> None:

@@ -25,9 +25,7 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megarl.algorithms.parity import Quantiles
 from megarl.config.schema import Rollout
-from megarl.launch.parity import Measured, ParityChecks
 from megarl.layout import Layout, Parallel
 from megarl.models.engine import engine_table
 from megarl.models.formats import BlockFormat
@@ -35,15 +33,17 @@ from megarl.models.fp8 import SCALE, fp8_format, scale_shapes, with_scales
 from megarl.models.registry import fp32_tensors, hf_shapes, megatron_table, read_model
 from megarl.models.shape import ModelShape
 from megarl.models.shards import ShardSlice, slices_of
+from megarl.parity.gate import Measured, ParityChecks
+from megarl.parity.statistics import Quantiles
 from megarl.platform.env import Env
-from megarl.rollout.engine import Engine
+from megarl.rollout.vllm.engine import Engine
 from megarl.types import CheckFailed, Prompt, Sample, TokenBatch
-from megarl.weights.fleet import Fleet
-from megarl.weights.fp8 import Fp8Quantizer
-from megarl.weights.plan import plan_transfers
-from megarl.weights.publish import Publisher, WeightFormat, WeightSender, plan_slices
-from megarl.weights.quantize import dequantize, quantize
-from megarl.weights.transports.collective import Collective
+from megarl.weights.encode.blocks import Fp8Quantizer
+from megarl.weights.encode.quantize import dequantize, quantize
+from megarl.weights.plan.fleet import Fleet
+from megarl.weights.plan.plan import plan_transfers
+from megarl.weights.sync.publish import Publisher, WeightFormat, WeightSender, plan_slices
+from megarl.weights.sync.transports.collective import Collective
 
 UNTIED, TIED = {"tie_word_embeddings": False}, {"tie_word_embeddings": True}
 EXPERTS = {

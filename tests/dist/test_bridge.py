@@ -111,6 +111,7 @@ def test_families_that_a_cpu_cannot_build_are_refused(found: dict[str, Any]) -> 
 
 
 @needs_vllm
+@pytest.mark.exhaustive
 def test_the_whole_loop(tmp_path: Path) -> None:
     sys.path.insert(0, str(HERE))
     from trainer_cases import save_model

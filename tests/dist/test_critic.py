@@ -9,7 +9,7 @@ import pytest
 from critic_ranks import LAYOUTS, MODELS
 from start_ranks import run_ranks
 
-from megarl.launch.random_model import create_model
+from megarl.commands.random_model import create_model
 
 PROGRAM = Path(__file__).with_name("critic_ranks.py")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.platform.shm import shm_prefix
+from megarl.processes.shared_memory import shm_prefix
 
 ROOT = Path(__file__).resolve().parents[2]
 SHM = Path("/dev/shm")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from start_ranks import run_ranks
 
-from megarl.debug.layout_check import parse_layout
 from megarl.layout import Parallel
+from megarl.parity.layouts import parse_layout
 
 
 @pytest.mark.long

@@ -32,7 +32,7 @@ def more(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"layouts": launch(tmp_path_factory.mktemp("more"), "more_layouts")["more_layouts"]}
 
 
-@pytest.fixture(params=["found", "more"])
+@pytest.fixture(params=["found", pytest.param("more", marks=pytest.mark.exhaustive)])
 def layouts(request: pytest.FixtureRequest) -> list[tuple[str, dict[str, Any]]]:
     return [
         (f"{x['model']} {x['parallel']}", x)

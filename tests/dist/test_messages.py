@@ -52,7 +52,7 @@ def split(world: int) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize(
     ("world", "nodes"),
-    [(4, (2,)), pytest.param(8, (2, 4), marks=pytest.mark.long)],
+    [(4, (2,)), pytest.param(8, (2, 4), marks=[pytest.mark.long, pytest.mark.exhaustive])],
     ids=["4 ranks", "8 ranks"],
 )
 def test_messages_sent_are_those_printed(tmp_path, world, nodes):

@@ -64,6 +64,7 @@ def nodes(folder: Path, *overrides: str, torchrun: bool = True) -> list[tuple[in
     return [(process.returncode, text) for process, text in zip(started, said, strict=True)]
 
 
+@pytest.mark.exhaustive  # two nodes train on every change under Slurm's script (e2e/test_stops.py)
 def test_two_nodes_are_one_job(tmp_path: Path) -> None:
     done = nodes(tmp_path, "run.name=nodes", "parallel.tensor=2", "train.steps=2")
     assert [code for code, _ in done] == [0, 0], done
@@ -78,7 +79,7 @@ def test_two_nodes_are_one_job(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "nodes" / "exit.json").read_text())["code"] == 0
 
 
-@pytest.mark.parametrize("torchrun", [True, False])
+@pytest.mark.parametrize("torchrun", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_a_failure_on_one_node_ends_the_other_and_is_said(tmp_path: Path, torchrun: bool) -> None:
     (tmp_path / "failing.py").write_text(FAILING)
     began = time.monotonic()

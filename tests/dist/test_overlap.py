@@ -12,18 +12,25 @@ import pytest
 pytestmark = pytest.mark.long
 
 
-def test_overlap_and_buckets(tmp_path):
+@pytest.mark.parametrize(
+    "models",
+    [
+        ["qwen3@5"],
+        pytest.param(["qwen3", "qwen3_moe", "qwen3_untied"], marks=pytest.mark.exhaustive),
+    ],
+)
+def test_overlap_and_buckets(tmp_path, models):
     results = tmp_path / "results.json"
     script = Path(__file__).with_name("overlap_ranks.py")
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", script, results],
+        [sys.executable, "-W", "ignore", script, results, *models],
         capture_output=True,
         text=True,
         timeout=550,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(results.read_text())["overlap"]
-    assert len(found) == 4
+    assert [case["model"] for case in found] == models
     for case in found:
         plain, name = case["plain"], f"{case['model']} {case['parallel']}"
         assert plain["grad_norm"][0] > 1e-3 and plain["loss"][0] != plain["loss"][2], name

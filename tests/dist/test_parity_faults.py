@@ -25,7 +25,10 @@ FAULTS = {
 
 @pytest.mark.parametrize(
     ("model", "dtype"),
-    [("tiny_moe", "bf16"), pytest.param("tiny_dense", "fp32", marks=pytest.mark.long)],
+    [
+        ("tiny_moe", "bf16"),
+        pytest.param("tiny_dense", "fp32", marks=[pytest.mark.long, pytest.mark.exhaustive]),
+    ],
 )
 def test_each_planted_fault_is_refused_and_named(model: str, dtype: str) -> None:
     command = [

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from start_ranks import run_ranks
 
+from megarl.commands.random_model import create_model
 from megarl.config.schema import Create
-from megarl.launch.random_model import create_model
 
 pytestmark = pytest.mark.long
 SMALL = {

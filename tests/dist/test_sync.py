@@ -74,6 +74,7 @@ def check_model(seen: list[dict], name: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", FOUR)
 def test_four_ranks(four, name):
     check_model(four, name)
@@ -122,6 +123,7 @@ def test_local_bytes_do_not_travel(two):
 
 
 @pytest.mark.long
+@pytest.mark.exhaustive
 def test_layouts_covered(four):
     kept, received = four[0]["qwen3"]["bytes"]["tp2 dp2"]
     assert received < kept / 10
@@ -129,7 +131,9 @@ def test_layouts_covered(four):
     assert len(four[0]["qwen3_moe"]["bytes"]) == 7  # and three with expert parallelism
 
 
-@pytest.mark.parametrize("launched", ["two", pytest.param("four", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "launched", ["two", pytest.param("four", marks=[pytest.mark.long, pytest.mark.exhaustive])]
+)
 def test_faults_are_refused_on_all_ranks_and_can_be_healed(launched, request):
     for rank in request.getfixturevalue(launched):
         faults = rank["faults"]

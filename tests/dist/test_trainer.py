@@ -36,7 +36,9 @@ def more(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"layouts": found["more_layouts"]}
 
 
-@pytest.fixture(params=["found", pytest.param("more", marks=pytest.mark.long)])
+@pytest.fixture(
+    params=["found", pytest.param("more", marks=[pytest.mark.long, pytest.mark.exhaustive])]
+)
 def layouts(request: pytest.FixtureRequest) -> dict[str, Any]:
     return request.getfixturevalue(request.param)
 
@@ -177,5 +179,5 @@ def test_collectives_that_gloo_refuses(found: dict[str, Any]) -> None:
     assert collectives["scattered"] == [4 * 1 + 0 + 1 + 2 + 3]
     assert collectives["exchanged"] == [0.0, 1.0, 2.0, 3.0]
     assert "invalid tensor size" in collectives["gloo"], (
-        "gloo learnt it: drop the emulation from platform/megatron_on_cpu.py"
+        "gloo learnt it: drop the emulation from patches/megatron.py"
     )

@@ -256,7 +256,7 @@ class Policy:
             megatron_options=config.trainer.megatron_options,
         )
         objective = Objective(config.algorithm, config.rollout.max_tokens)
-        return cls(config, folder, PolicyLearner.of(trainer, objective, seed=config.run.seed))
+        return cls(config, folder, PolicyLearner(trainer, objective, seed=config.run.seed))
 
     @property
     def trainer(self) -> Trainer:

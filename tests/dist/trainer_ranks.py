@@ -37,7 +37,7 @@ from megarl.data.collate import collate
 from megarl.layout import Layout
 from megarl.models.registry import read_model
 from megarl.models.shape import ModelShape
-from megarl.platform import megatron_on_cpu
+from megarl.patches import megatron as megatron_on_cpu
 from megarl.stages.sft import train_supervised
 from megarl.trainer.moe import BalancedRouter
 from megarl.trainer.reference import forward_in_turn

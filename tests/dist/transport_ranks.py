@@ -31,10 +31,10 @@ from megarl.models.engine import engine_table
 from megarl.models.registry import hf_shapes, megatron_table, padded_vocab, parse_model
 from megarl.models.shards import slices_of
 from megarl.types import CheckFailed
-from megarl.weights.fleet import Fleet
-from megarl.weights.plan import plan_transfers
-from megarl.weights.publish import Publisher, WeightFormat, WeightSender
-from megarl.weights.transports.collective import Collective
+from megarl.weights.plan.fleet import Fleet
+from megarl.weights.plan.plan import plan_transfers
+from megarl.weights.sync.publish import Publisher, WeightFormat, WeightSender
+from megarl.weights.sync.transports.collective import Collective
 
 MOE = {"family": "qwen3_moe", "tied": False, "experts": 4, "moe_intermediate": 16}
 CREATE = Create(layers=4, hidden=32, heads=4, kv_heads=2, vocab=67, **MOE)
@@ -276,7 +276,9 @@ def main(folder: Path) -> None:
     dist.barrier()
     case = Case(to_each, Recorded(), full)
     case.publisher.publish(version=1)
-    with patch("megarl.weights.publish.free_host_bytes", lambda: 1000 if rank == 1 else 1 << 40):
+    with patch(
+        "megarl.weights.sync.execute.free_host_bytes", lambda: 1000 if rank == 1 else 1 << 40
+    ):
         seen["no room"] = refused(lambda: case.publisher.publish(version=2))
     seen["after no room"] = case.version
 

@@ -12,15 +12,16 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megarl.commands.random_model import create_model, materialize_model
 from megarl.config.load import load_config
 from megarl.config.presets import PRESETS
 from megarl.config.schema import Create
-from megarl.launch.build import Rank
-from megarl.launch.random_model import create_model, materialize_model
-from megarl.launch.run_rl import make_engine, train_policy
 from megarl.platform.device import pick_device
 from megarl.platform.env import Env
-from megarl.rollout.engine import Engine
+from megarl.rollout.vllm.engine import Engine
+from megarl.run.context import Rank
+from megarl.run.engine import make_engine
+from megarl.stages.rl import train_policy
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMON = ["train.lr=3e-3", "train.max_tokens_per_microbatch=4096", "train.updates_per_step=2"]

@@ -17,18 +17,18 @@ import torch
 import torch.distributed as dist
 from reward_score_ranks import save_classifier, transformers_scores
 
+from megarl.commands.random_model import materialize_model
+from megarl.commands.reward_server import SampleToScore, score_rows
 from megarl.config.load import load_config
-from megarl.launch.build import Rank
-from megarl.launch.random_model import materialize_model
-from megarl.launch.reward_models import RewardModel, make_reward_model
-from megarl.launch.run_iterative_grpo import Iterations
-from megarl.launch.run_rl import make_engine, train_policy
-from megarl.launch.serve_reward import Row, score_rows
 from megarl.platform.device import pick_device
 from megarl.platform.env import Env
-from megarl.rollout.engine import Engine
-from megarl.stages.iterative_grpo import RewardModelTraining
+from megarl.rollout.vllm.engine import Engine
+from megarl.run.context import Rank
+from megarl.run.engine import make_engine
+from megarl.run.models import RewardModel, make_reward_model
+from megarl.stages.iterative_grpo import Iterations, RewardModelTraining
 from megarl.stages.reward_model import Rankings
+from megarl.stages.rl import train_policy
 from megarl.trainer.learner import PolicyLearner
 from megarl.types import CheckFailed
 
@@ -101,7 +101,7 @@ def weights(learner: PolicyLearner, *, of_reference: bool) -> str:
 
     if not of_reference:
         return of_policy()
-    with learner.reference.in_place_of(learner.trainer.parameters_by_name().values()):
+    with learner.reference.in_use():
         return of_policy()
 
 
@@ -122,7 +122,7 @@ class Runs:
     def iterative(self, name: str) -> str:
         rank = self.rank(name)
         iterations = Recorded(rank)
-        train_policy(rank, self.start, loop=iterations.loop, beside=iterations.beside)
+        train_policy(rank, self.start, loop=iterations.loop, further=iterations.further)
         return iterations.bits()
 
     def whole(self) -> dict[str, Any]:
@@ -195,7 +195,7 @@ class Runs:
             if row["finish"] == "stop":  # a text of ids has the end token, which a server would add
                 row["tokens"] = token_ids(row)
         trainer.trainer.memory.onload_weights()
-        served = [Row.model_validate(row) for row in asked]
+        served = [SampleToScore.model_validate(row) for row in asked]
         entries = score_rows(trainer.reward, rank.tokenizer, rank.shape.vocab, served)
         return {
             "loop": [row["reward"] / 2 for row in rows],
@@ -206,7 +206,7 @@ class Runs:
 
 
 def make_trainer_alone(rank: Rank) -> RewardModel:
-    from megarl.launch.build import make_trainer
+    from megarl.run.models import make_trainer
 
     reward_model = make_reward_model(rank, make_trainer(rank))
     assert reward_model is not None

@@ -12,15 +12,16 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from megarl.commands.random_model import materialize_model
 from megarl.config.load import load_config
-from megarl.launch.build import Rank
-from megarl.launch.random_model import materialize_model
-from megarl.launch.run_rl import make_engine, train_policy
 from megarl.platform.device import pick_device
 from megarl.platform.env import Env
-from megarl.rollout.engine import Engine
+from megarl.rollout.vllm.engine import Engine
+from megarl.run.context import Rank
+from megarl.run.engine import make_engine
+from megarl.stages.rl import train_policy
 from megarl.trainer.trainer import Trainer
-from megarl.weights.checksum import checksum
+from megarl.weights.sync.checksum import checksum
 
 ROOT = Path(__file__).resolve().parents[2]
 REINFORCE_PP = "algorithm.preset=reinforce_pp"

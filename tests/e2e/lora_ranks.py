@@ -11,13 +11,15 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megarl.commands.random_model import materialize_model
 from megarl.config.load import load_config
-from megarl.launch.build import Rank, export
-from megarl.launch.random_model import materialize_model
-from megarl.launch.run_rl import make_engine, train_policy
 from megarl.platform.device import pick_device
 from megarl.platform.env import Env
-from megarl.rollout.engine import Engine
+from megarl.rollout.vllm.engine import Engine
+from megarl.run.checkpoints import export
+from megarl.run.context import Rank
+from megarl.run.engine import make_engine
+from megarl.stages.rl import train_policy
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMON = "train.steps=3 train.lr=2e-2 algorithm.kl.coef=0.01 lora.rank=5 lora.alpha=10 rollout.max_prompt_tokens=100"

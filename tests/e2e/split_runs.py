@@ -24,8 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from megarl.platform.children import SEGMENT, descendants
 from megarl.platform.env import child_env
+from megarl.processes.children import SEGMENT, descendants
 
 ROOT = Path(__file__).resolve().parents[2]
 PHASE_BYTES = 32
@@ -393,7 +393,7 @@ def main(folder: Path, arguments: list[str]) -> int:
 
     from megarl.cli import main as megarl
     from megarl.data import collate
-    from megarl.launch.exit_codes import CurrentPhase
+    from megarl.processes.exit_codes import CurrentPhase
 
     phase = os.open(folder / "phase", os.O_RDWR | os.O_CREAT)
 

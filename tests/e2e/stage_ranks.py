@@ -1,28 +1,31 @@
 """The stages with a real engine that is started once: whole, resumed at their middle, and in layouts of two ranks.
 
-python stage_ranks.py FOLDER [--layouts]        metrics go to FOLDER/<case>/metrics.jsonl
+python stage_ranks.py FOLDER [once|every]       metrics go to FOLDER/<case>/metrics.jsonl
 
-On one rank all cases, and those of LAYOUTS as "<case> one"; on two, with --layouts, these as "<case> tp2" and so on.
+On one rank all cases, and those of IN_LAYOUTS as "<case> one"; on two these as "<case> tp2" and so on, in every layout,
+or each case in one and each layout in a third of them.
 """
 
 from __future__ import annotations
 
 import shutil
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import torch.distributed as dist
 
+from megarl.commands.random_model import create_model, materialize_model
 from megarl.config.load import load_config
 from megarl.config.schema import Create
-from megarl.launch import run_iterative_grpo, run_offline, run_rl
-from megarl.launch.build import Rank
-from megarl.launch.exit_codes import CurrentPhase
-from megarl.launch.random_model import create_model, materialize_model
-from megarl.launch.run_rl import make_engine
+from megarl.config.stages import STAGES
 from megarl.platform.device import pick_device
 from megarl.platform.env import Env
-from megarl.rollout.engine import Engine
+from megarl.processes.exit_codes import CurrentPhase
+from megarl.rollout.vllm.engine import Engine
+from megarl.run.context import Rank
+from megarl.run.engine import make_engine
+from megarl.stages import iterative_grpo, preference_rl, rl
 
 ROOT = Path(__file__).resolve().parents[2]
 LEARNS = ["train.steps=10", "checkpoint.every=5", "train.prompts_per_step=8"]
@@ -59,15 +62,16 @@ SMALL = [
     "rollout.max_tokens=16",
 ]
 OTHER = {"layers": 3, "hidden": 48, "head_dim": 16, "vocab": 67, "tokenizer": "none", "seed": 7}
-MODULES = (run_rl, run_offline, run_iterative_grpo)
+SAMPLE = (rl, preference_rl, iterative_grpo)  # modules of stages with an engine
 
 
-def cases(folder: Path, *, layouts: bool) -> dict[str, list[str]]:
+def cases(folder: Path, layouts: str) -> dict[str, list[str]]:
     where = LAYOUTS if layouts else {"one": "launch.processes=1"}
     few = {
         f"{case} {name}": [*values, key]
-        for case, values in IN_LAYOUTS.items()
-        for name, key in where.items()
+        for number, (case, values) in enumerate(IN_LAYOUTS.items())
+        for place, (name, key) in enumerate(where.items())
+        if layouts != "once" or number % len(where) == place
     }
     chosen = few if layouts else CASES | {f"{name}_resumed": CASES[name] for name in RESUMED} | few
     teacher = str(create_model(Create.model_validate(OTHER), folder / "models"))
@@ -77,7 +81,7 @@ def cases(folder: Path, *, layouts: bool) -> dict[str, list[str]]:
     }
 
 
-def main(folder: Path, *, layouts: bool) -> None:
+def main(folder: Path, layouts: str = "") -> None:
     env, phase, engines = Env.read(), CurrentPhase(), list[Engine]()
     dist.init_process_group("gloo")
     device = pick_device(env.local_rank)
@@ -86,7 +90,7 @@ def main(folder: Path, *, layouts: bool) -> None:
         engines.extend([] if engines else [make_engine(rank)])
         return engines[0]
 
-    for name, (file, *overrides) in cases(folder, layouts=layouts).items():
+    for name, (file, *overrides) in cases(folder, layouts).items():
         print(name, flush=True)
         if name.endswith("_resumed"):
             saved = folder / name.removesuffix("_resumed") / "checkpoints"
@@ -95,16 +99,12 @@ def main(folder: Path, *, layouts: bool) -> None:
         values = [f"run.dir={folder}", f"run.name={name.replace(' ', '.')}", *SMALL, *overrides]
         config = materialize_model(load_config(ROOT / "configs" / f"{file}.yaml", values))
         rank = Rank.of(config, env, device, phase)
-        for module in MODULES:
+        for module in SAMPLE:
             vars(module).update(make_engine=start)
-        run = next(
-            vars(module)[f"run_{config.stage}"]
-            for module in MODULES
-            if f"run_{config.stage}" in vars(module)
-        )
-        run(rank)
+        module, _, function = STAGES[config.stage].entry.partition(":")
+        getattr(import_module(module), function)(rank)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), layouts="--layouts" in sys.argv)
+    main(Path(sys.argv[1]), *sys.argv[2:])

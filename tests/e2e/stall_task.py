@@ -54,7 +54,7 @@ def caller_is(name: str) -> Callable[[], bool]:
 def plant() -> None:
     import torch.distributed as dist
 
-    from megarl.weights.transports.collective import Collective
+    from megarl.weights.sync.transports.collective import Collective
 
     if WHERE == "p2p":
         dist.batch_isend_irecv = planted(dist.batch_isend_irecv, caller_is("p2p_communication"))
@@ -68,10 +68,10 @@ def plant() -> None:
     if WHERE == "sync":
         Collective.start = planted(Collective.start)  # type: ignore[method-assign]
     if WHERE == "engine":
-        from megarl.launch import run_rl
+        from megarl.run import engine
 
-        before = run_rl._before_engine_step
-        run_rl._before_engine_step = planted(before)
+        before = engine._before_engine_step
+        engine._before_engine_step = planted(before)
 
 
 def reward(*, tokens: Sequence[int]) -> float:

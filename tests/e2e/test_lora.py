@@ -12,7 +12,7 @@ import pytest
 from quantised_folders import make_quantised
 from start_ranks import run_ranks
 
-from megarl.telemetry.ledger import audit
+from megarl.telemetry.audit import audit
 
 pytestmark = pytest.mark.long
 ROOT = Path(__file__).resolve().parents[2]

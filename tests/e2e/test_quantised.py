@@ -12,7 +12,7 @@ import torch
 from quantised_folders import by_transformers, make_quantised, read_all, stored
 
 from megarl.checkpoint.hf_folder import HfFolder
-from megarl.launch.convert import run_convert
+from megarl.commands.conversion import run_convert
 from megarl.layout import Parallel
 
 pytestmark = pytest.mark.long

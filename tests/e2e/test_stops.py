@@ -174,6 +174,7 @@ def check_stall(folder: Path, stall: str, values: list[str], timeout_s: int = 60
 
 
 @pytest.mark.long
+@pytest.mark.exhaustive  # a stopped rank is named on every change, without training (unit/processes/test_spawn.py)
 @pytest.mark.timeout(900)
 def test_a_rank_stopped_in_a_pipeline_message_is_named_and_the_run_resumes(tmp_path: Path) -> None:
     values = [

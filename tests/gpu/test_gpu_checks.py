@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megarl.weights.checksum import checksum, positional_checksum
+from megarl.weights.sync.checksum import checksum, positional_checksum
 
 pytestmark = [
     pytest.mark.gpu,

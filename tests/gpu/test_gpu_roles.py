@@ -45,10 +45,10 @@ def _sleeps(_: int, folder: str, level: int) -> None:
 
     from megarl.models.registry import hf_shapes, megatron_table, padded_vocab
     from megarl.models.shards import slices_of
-    from megarl.rollout.engine import Engine
+    from megarl.rollout.vllm.engine import Engine
     from megarl.types import Prompt
-    from megarl.weights.publish import Publisher, WeightFormat, WeightSender, plan_slices
-    from megarl.weights.transports import InProcess
+    from megarl.weights.sync.publish import Publisher, WeightFormat, WeightSender, plan_slices
+    from megarl.weights.sync.transports import Transport
 
     join(folder)
     kind, config = CONFIGS["llama"]
@@ -83,7 +83,7 @@ def _sleeps(_: int, folder: str, level: int) -> None:
         format_, [slices], [engine.receiver.slices], ranks_per_replica=1, round_bytes=256 << 20
     )
     sender = WeightSender(slices, lambda: held)
-    publisher = Publisher(plan, sender, engine.receiver, InProcess(), format_, ranks_per_replica=1)
+    publisher = Publisher(plan, sender, engine.receiver, Transport(), format_, ranks_per_replica=1)
     requests = [Request(Prompt(0, (5, 6, 7), ""), 0, 1, 1.0)]
 
     def answers(version: int) -> list[tuple[list[int], list[float]]]:

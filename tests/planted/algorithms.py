@@ -18,8 +18,10 @@ ALGORITHMS = [
     ),
     (
         "algorithms/rows.py",
-        "np.count_nonzero(x != 0) == np.count_nonzero(last_R)",
-        "np.count_nonzero(last_R)",
+        "    if np.count_nonzero(x != 0) == np.count_nonzero(\n"
+        "        last_R\n"
+        "    ):  # outcome rewards: 0 but at the ends of segments\n",
+        "    if np.count_nonzero(last_R):  # outcome rewards: 0 but at the ends of segments\n",
         f"{ROWS}::test_sums_and_spreads_are_plain_loops",
     ),
     (
@@ -42,8 +44,8 @@ ALGORITHMS = [
     ),
     (
         "algorithms/losses.py",
-        "ratio_T.clamp(1 - clip_low, 1 + clip_high))",
-        "ratio_T.clamp(1 - clip_high, 1 + clip_low))",
+        "-advantages_T * ratio_T, -advantages_T * ratio_T.clamp(1 - clip_low, 1 + clip_high)",
+        "-advantages_T * ratio_T, -advantages_T * ratio_T.clamp(1 - clip_high, 1 + clip_low)",
         f"{FORMULAS}::test_ppo_clip_is_the_piecewise_weight",
     ),
     (
@@ -114,8 +116,10 @@ ALGORITHMS = [
     ),
     (
         "algorithms/losses.py",
-        "torch.where(advantages_T < 0, torch.minimum(loss_T, -advantages_T * dual_clip), loss_T)",
-        "loss_T",
+        "        loss_T = torch.where(\n"
+        "            advantages_T < 0, torch.minimum(loss_T, -advantages_T * dual_clip), loss_T\n"
+        "        )\n",
+        "        loss_T = loss_T\n",
         f"{FORMULAS}::test_ppo_clip_is_the_piecewise_weight",
     ),
     (
@@ -138,8 +142,8 @@ ALGORITHMS = [
     ),
     (
         "algorithms/losses.py",
-        "torch.maximum(squared_T, (old_T",
-        "torch.minimum(squared_T, (old_T",
+        "        torch.maximum(\n",
+        "        torch.minimum(\n",
         f"{PROPERTIES}::test_value_loss_has_no_gradient_where_the_clip_acts",
     ),
     (
@@ -179,16 +183,16 @@ ALGORITHMS = [
         f"{GOLDEN}::test_adaptive_kl",
     ),
     (
-        "algorithms/parity.py",
+        "parity/statistics.py",
         "trainer - engine, nan=torch.inf",
         "trainer - engine, nan=0.0",
-        "unit/algorithms/test_parity.py::test_nan_is_infinite_and_an_empty_batch_agrees",
+        "unit/parity/test_statistics.py::test_nan_is_infinite_and_an_empty_batch_agrees",
     ),
     (
-        "algorithms/parity.py",
+        "parity/statistics.py",
         "kl=float(k3.mean())",
         "kl=float(signed.mean())",
-        "unit/algorithms/test_parity.py::test_by_hand",
+        "unit/parity/test_statistics.py::test_by_hand",
     ),
     (
         "algorithms/pass_at_k.py",
@@ -204,8 +208,8 @@ ALGORITHMS = [
     ),
     (
         "algorithms/pass_at_k.py",
-        "size = n if of_one == 0 else",
-        "size = n * samples if of_one == 0 else",
+        "        n\n",
+        "        n * samples\n",
         f"{PASS_AT_K}::test_intervals_stay_within_0_and_1_and_never_shrink_to_a_point",
     ),
 ]

@@ -35,8 +35,8 @@ BATCHES = [
     ),
     (
         "rewards/rules.py",
-        "not before.strip() and bool(after.strip())",
-        "bool(after.strip())",
+        "        and not before.strip()\n",
+        "",
         f"{RULES}::test_format",
     ),
     (
@@ -83,14 +83,16 @@ BATCHES = [
     ),
     (
         "data/prompts.py",
-        'self.position, self.skipped = int(state["position"]), int(state["skipped"])',
-        'self.position, self.skipped = 0, int(state["skipped"])',
+        'self.position = int(state["position"])',
+        "self.position = 0",
         f"{TASKS}::test_a_stream_resumes_where_it_stood",
     ),
     (
         "data/prompts.py",
-        "for source in self.sources]), self.position - 1, None)",
-        "for source in self.sources]), 0, None)",
+        "            parts = islice(\n"
+        "                interleave([source.weight for source in self.sources]), self.position - 1, None\n"
+        "            )\n",
+        "            parts = islice(interleave([source.weight for source in self.sources]), 0, None)\n",
         f"{TASKS}::test_a_mixture_is_the_same_on_every_rank_and_after_a_resume",
     ),
     (
@@ -136,9 +138,9 @@ BATCHES = [
         f"{DATASETS}::test_columns",
     ),
     (
-        "launch/downloads.py",
-        'return {**options, "revision": _commit(env, name, options.get("revision"), commits, fetch)}',
-        "return dict(options)",
+        "commands/downloads.py",
+        '        options = {**part.options, "revision": commit}',
+        "        options = dict(part.options)",
         f"{DATASETS}::test_a_dataset_of_the_hub_is_pinned_to_its_commit_and_read_offline",
     ),
     (
@@ -173,8 +175,8 @@ BATCHES = [
     ),
     (
         "rollout/exchange.py",
-        "group[piece::pieces] for group in groups for piece in range(min(pieces, len(group)))",
-        "[request] for group in groups for request in group",
+        "[group[piece::pieces] for piece in range(min(pieces, len(group)))]",
+        "[[request] for request in group]",
         f"{EXCHANGE}::test_a_prompts_samples_share_a_replica_and_no_replica_is_idle",
     ),
     (
@@ -190,16 +192,16 @@ BATCHES = [
         "unit/benchmarks/test_ranks512.py",
     ),
     (
-        "rollout/engine.py",
+        "rollout/vllm/engine.py",
         "finished(list(new.values()))",
         "pass",
-        "unit/rollout/test_engine.py::test_samples_are_handed_over_as_they_are_finished_and_returned_in_order",
+        "unit/rollout/vllm/test_engine.py::test_samples_are_handed_over_as_they_are_finished_and_returned_in_order",
     ),
     (
-        "rollout/arguments.py",
+        "rollout/vllm/arguments.py",
         "prompt_tokens_computed=skipped - (output.num_cached_tokens or 0)",
         "prompt_tokens_computed=skipped",
-        "unit/rollout/test_engine.py::test_a_stop_token_ends_the_response_and_stays_in_it",
+        "unit/rollout/vllm/test_engine.py::test_a_stop_token_ends_the_response_and_stays_in_it",
     ),
     (
         "rewards/scorer.py",
@@ -239,8 +241,8 @@ BATCHES = [
     ),
     (
         "rollout/reward_shaping.py",
-        "step_rewards=(), has_outcome=True)",
-        "has_outcome=True)",
+        "            step_rewards=(),\n",
+        "",
         f"{SHAPING}::test_what_was_cut_gets_the_reward_asked_for_and_no_steps",
     ),
     (
@@ -263,8 +265,8 @@ BATCHES = [
     ),
     (
         "rewards/scorer.py",
-        "decode(sample.tokens[sample.trainable].tolist())",
-        "decode(sample.tokens.tolist())",
+        "tokens = sample.tokens[sample.trainable].tolist()",
+        "tokens = sample.tokens.tolist()",
         f"{SCORER}::test_text_is_decoded_from_the_trainable_tokens",
     ),
     (
@@ -341,14 +343,14 @@ BATCHES = [
     ),
     (
         "rewards/answers.py",
-        "(brace := opened.pop()) > start and",
-        "(brace := opened.pop()) > start and start < 0 and",
+        "if brace > start and",
+        "if start < 0 and brace > start and",
         f"{ANSWERS}::test_places",
     ),
     (
         "rewards/answers.py",
-        'place = "tag" if "<answer>" in text',
-        'place = "tag" if "</answer>" in text',
+        'if "<answer>" in text:',
+        'if "</answer>" in text:',
         f"{ANSWERS}::test_places",
     ),
     (
@@ -371,8 +373,8 @@ BATCHES = [
     ),
     (
         "rewards/scorer.py",
-        "final_answer=extract_answer(sample.text, self._scorer.answer)",
-        "final_answer=sample.text",
+        "final_answer=extract_answer(text, self._scorer.answer)",
+        "final_answer=text",
         f"{SCORER}::test_the_place_of_the_answer_holds_for_every_judge",
     ),
     (
@@ -389,8 +391,8 @@ BATCHES = [
     ),
     (
         "data/tokenizer.py",
-        'system_prompt is not None and messages[0]["role"] != "system"',
-        "system_prompt is not None",
+        'if messages[0]["role"] == "system":',
+        "if False:",
         f"{CHAT}::test_messages_keep_a_system_message_of_their_own",
     ),
     (
@@ -400,27 +402,27 @@ BATCHES = [
         f"{CHAT}::test_refusals",
     ),
     (
-        "rollout/arguments.py",
+        "rollout/vllm/arguments.py",
         'FINISHES.get(answer.finish_reason, "abort")',
         '"stop" if response[-1] == 2 else "length"',
-        "unit/rollout/test_engine.py::test_a_stop_token_ends_the_response_and_stays_in_it",
+        "unit/rollout/vllm/test_engine.py::test_a_stop_token_ends_the_response_and_stays_in_it",
     ),
     (
-        "launch/run_rl.py",
+        "run/engine.py",
         "stop_token_ids(rank.tokenizer, rank.config.rollout.stop)",
         "rank.tokenizer.eos",
         f"{LOOP}::test_a_stop_text_ends_responses",
     ),
     (
-        "launch/run_rl.py",
-        "answer=rank.config.task.answer",
+        "run/data.py",
+        "answer=config.task.answer",
         'answer="auto"',
         f"{LOOP}::test_a_stop_text_ends_responses",
     ),
     (
-        "rollout/arguments.py",
-        '"enable_chunked_prefill": False if on_cpu else None',
-        '"enable_chunked_prefill": None',
+        "rollout/vllm/arguments.py",
+        "has_chunked_prefill = False",
+        "has_chunked_prefill = None",
         f"{LOOP}::test_a_stop_text_ends_responses",
     ),
 ]

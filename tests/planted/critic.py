@@ -24,8 +24,12 @@ CRITIC = [
     ),
     (
         "algorithms/objective.py",
-        'own = {"whiten": False} if',
-        "own = {} if",
+        "            own = (\n"
+        '                {"whiten": False}\n'
+        "                if self.value_lam is None\n"
+        '                else {"whiten": False, "lam": self.value_lam}\n'
+        "            )\n",
+        '            own = {} if self.value_lam is None else {"whiten": False, "lam": self.value_lam}\n',
         f"{OBJECTIVE}::test_advantages_and_targets_are_those_of_a_loop",
     ),
     (
@@ -66,20 +70,20 @@ CRITIC = [
     ),
     (
         "checkpoint/rank_state.py",
-        "shard, box = replace(shard, key=prefix + shard.key), replace(box, name=prefix + box.name)",
-        "shard = replace(shard, key=prefix + shard.key)",
+        "            box = replace(box, name=prefix + box.name)\n",
+        "",
         f"{LEARNER}::test_both_are_resumed_bit_for_bit",
     ),
     (
-        "launch/build.py",
-        "if critic.model is None else model_folder(critic.model)",
-        "if True else model_folder(critic.model)",
+        "run/models.py",
+        "        folder = model_folder(critic.model)\n",
+        "        folder = None\n",
         "unit/trainer/test_reward_model.py::test_a_critic_begins_as_the_reward_model_that_it_is_given",
     ),
     (
-        "config/model_checks.py",
-        ".vocab) != shape.vocab:",
-        ".vocab) == 0:",
+        "config/other_models.py",
+        "if vocab != shape.vocab:",
+        "if vocab == 0:",
         "unit/config/test_validate.py::test_a_critic_is_of_the_policys_vocabulary",
     ),
 ]

@@ -1,6 +1,6 @@
 """Mistakes in FP8 rollouts and training."""
 
-WEIGHTS = "unit/weights/test_fp8.py"
+WEIGHTS = "unit/weights/test_blocks.py"
 SENT = f"{WEIGHTS}::test_every_engine_has_the_quantised_checkpoint"
 SEEN = f"{WEIGHTS}::test_a_trainer_seen_through_the_quantiser_has_the_engines_weights_and_gets_its_own_back"
 TRAINED = "unit/trainer/test_fp8.py"
@@ -8,23 +8,28 @@ DELAYED = f"{TRAINED}::test_delayed_scales_change_with_updates_only_and_are_save
 PRODUCTS = f"{TRAINED}::test_products_are_those_of_operands_rounded_by_blocks"
 
 FP8 = [
-    ("weights/fp8.py", "            self._reduce_max(flat, is_expert)\n", "", SENT),
-    ("weights/fp8.py", "pad(values, (left, 0, top, 0)) if top or left else values", "values", SENT),
+    ("weights/encode/blocks.py", "            self._reduce_max(flat, is_expert)\n", "", SENT),
     (
-        "weights/fp8.py",
+        "weights/encode/blocks.py",
+        "pad(values, (left, 0, top, 0)) if top or left else values",
+        "values",
+        SENT,
+    ),
+    (
+        "weights/encode/blocks.py",
         "to_fp8(values, scales, self._fmt.block, self._first(start))",
         "to_fp8(values, scales, self._fmt.block)",
         SENT,
     ),
-    ("weights/fp8.py", '(".experts." in part.param) == is_expert', "not is_expert", SENT),
-    ("weights/fp8.py", "tensor.detach().copy_(saved[param])", "pass", SEEN),
+    ("weights/encode/blocks.py", '(".experts." in part.param) == is_expert', "not is_expert", SENT),
+    ("weights/encode/blocks.py", "tensor.detach().copy_(saved[param])", "pass", SEEN),
     (
-        "weights/placements.py",
-        "self._templates(one_side.expert, size) if rank == 0",
-        "enumerate(x for r in one_side.expert for x in r.slices(Axis(size))) if rank >= 0",
+        "weights/plan/tables.py",
+        "                if rank == 0:\n",
+        "                if rank >= 0:\n",
         SENT,
     ),
-    ("weights/execute.py", "None if transfer.is_relay", "None if not transfer.is_relay", SENT),
+    ("weights/sync/execute.py", "None if transfer.is_relay", "None if not transfer.is_relay", SENT),
     (
         "models/fp8.py",
         'not in ("gate", "router")',
@@ -40,19 +45,19 @@ FP8 = [
     ("trainer/fp8.py", "(columns, rows) if transposed", "(rows, columns) if transposed", PRODUCTS),
     (
         "trainer/fp8.py",
-        "dy_TN = rounding.of_rows(dy_TN, along_tokens=True, is_gradient=True)",
+        "dy_TN = rounding.round(dy_TN, GRADIENT, transposed=True)",
         "pass",
         PRODUCTS,
     ),
     (
         "trainer/fp8.py",
-        "rounding.of_rows(x_TK, along_tokens=True)",
-        "rounding.of_rows(x_TK)",
+        "rounding.round(x_TK, INPUT, transposed=True)",
+        "rounding.round(x_TK, INPUT)",
         PRODUCTS,
     ),
-    ("trainer/fp8.py", "gradients=torch.float8_e5m2", "gradients=torch.float8_e4m3fn", PRODUCTS),
+    ("trainer/fp8.py", "gradients=E5M2", "gradients=E4M3", PRODUCTS),
     (
-        "config/model_checks.py",
+        "config/precision.py",
         "fp8.first_last_bf16 <= layer",
         "0 <= layer",
         f"{TRAINED}::test_layers_at_both_ends_stay_as_they_are",
@@ -70,12 +75,17 @@ FP8 = [
         f"{TRAINED}::test_delayed_scales_are_of_earlier_updates",
     ),
     ("trainer/fp8.py", "and torch.is_grad_enabled()", "", DELAYED),
-    ("trainer/fp8.py", "lambda: rounding.history", "lambda: None", DELAYED),
-    ("trainer/fp8.py", "        if is_gradient:\n            self.observe(2, x_TK)\n", "", DELAYED),
     (
         "trainer/fp8.py",
-        "weight.copy_(rounding.of_weight(weight))",
-        "pass",
+        "        module.get_extra_state = lambda: rounding.history\n",
+        "        module.get_extra_state = lambda: None\n",
+        DELAYED,
+    ),
+    ("trainer/fp8.py", "            self.observe(operand, x)\n", "", DELAYED),
+    (
+        "trainer/fp8.py",
+        "            weight.copy_(rounding.round(weight, WEIGHT))\n",
+        "            pass\n",
         f"{TRAINED}::test_parameters_in_fp8_are_those_that_an_fp8_engine_gets",
     ),
 ]

@@ -10,7 +10,7 @@ FUSIONS, LIBRARY = "unit/trainer/test_fusions.py", "unit/config/test_library_opt
 GPU = [
     ("trainer/optimizer.py", "use_gloo_process_groups=False", "use_gloo_groups=False", SIGNATURES),
     (
-        "rollout/engine.py",
+        "rollout/vllm/engine.py",
         "self._llm.wake_up(tags=[part])",
         "self._llm.wake(tags=[part])",
         SIGNATURES,
@@ -22,30 +22,32 @@ GPU = [
         "contract/test_signatures.py::test_settings_of_every_family_are_fields",
     ),
     (
-        "weights/publish.py",
+        "weights/sync/publish.py",
         "write(message, flat.to(self._device, non_blocking=True))",
         "write(message, flat)",
         DEVICES,
     ),
     (
-        "weights/publish.py",
+        "weights/sync/publish.py",
         "torch.tensor(int(flag), device=self._device)",
         "torch.tensor(int(flag))",
         DEVICES,
     ),
     (
-        "weights/placement_check.py",
-        "torch.tensor([number[part.name] for part in slices], dtype=torch.int64, device=checksums.device)",
-        "torch.tensor([number[part.name] for part in slices], dtype=torch.int64)",
+        "weights/sync/placement.py",
+        "    index = torch.tensor(\n"
+        "        [number[part.name] for part in slices], dtype=torch.int64, device=checksums.device\n"
+        "    )\n",
+        "    index = torch.tensor([number[part.name] for part in slices], dtype=torch.int64)\n",
         DEVICES,
     ),
     (
-        "weights/placement_check.py",
-        "counts.new_tensor([prod(shape) for shape in self.shapes.values()])",
-        "torch.tensor([prod(shape) for shape in self.shapes.values()])",
+        "weights/sync/placement.py",
+        "counts.new_tensor([prod(shape) for shape in shapes.values()])",
+        "torch.tensor([prod(shape) for shape in shapes.values()])",
         DEVICES,
     ),
-    ("weights/checksum.py", "    return x.to(device)\n", "    return x\n", DEVICES),
+    ("weights/sync/checksum.py", "    return x.to(device)\n", "    return x\n", DEVICES),
     (
         "trainer/forward.py",
         "max(microbatch.length for",
@@ -66,8 +68,10 @@ GPU = [
     ),
     (
         "trainer/megatron_config.py",
-        "and not config.multi_latent_attention and",
-        "and",
+        '        "apply_rope_fusion": is_rope\n'
+        "        and not config.multi_latent_attention\n"
+        "        and not config.rotary_interleaved,\n",
+        '        "apply_rope_fusion": is_rope and not config.rotary_interleaved,\n',
         f"{FUSIONS}::test_fusions_by_model_and_kernels",
     ),
     (

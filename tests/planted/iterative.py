@@ -64,8 +64,8 @@ ITERATIVE = [
     ),
     (
         "rewards/model.py",
-        "mask_T[[position for row in positions for position in row]] = True",
-        "mask_T[[position - 1 for row in positions for position in row]] = True",
+        "mask_T[[*chain.from_iterable(positions)]] = True",
+        "mask_T[[p - 1 for p in chain.from_iterable(positions)]] = True",
         f"{MODEL}::test_a_process_model_rewards_the_tokens_that_end_steps",
     ),
     (

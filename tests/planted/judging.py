@@ -26,8 +26,9 @@ JUDGED = [
     ),
     (
         "jail/fork_server.py",
-        "os.killpg(pid, signal.SIGKILL)  # whatever",
-        "pass  # whatever",
+        "                    # whatever it left behind; its own id is not reused before waitpid\n"
+        "                    os.killpg(pid, signal.SIGKILL)\n",
+        "                    pass\n",
         f"{FORK_SERVER}::test_what_a_child_leaves_behind_is_killed",
     ),
     (
@@ -38,14 +39,14 @@ JUDGED = [
     ),
     (
         "jail/judging.py",
-        'drop_rights({**limits, "folder": folder,',
-        'dict({**limits, "folder": folder,',
+        "drop_rights(rights)",
+        "dict(rights)",
         f"{JUDGING}::test_a_judge_has_no_rights_and_a_child_starts_clean",
     ),
     (
         "jail/judging.py",
-        "items[len(verdicts) :]",
-        "items",
+        "batch[len(verdicts) :]",
+        "batch",
         f"{JUDGING}::test_many_that_end_it_in_a_row",
     ),
     (

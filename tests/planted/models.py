@@ -5,13 +5,15 @@ SHARDS = "unit/models/test_shards.py"
 ENGINE = "unit/models/test_engine.py"
 CHECKSUM = "unit/weights/test_checksum.py"
 PLAN = "unit/weights/test_plan.py"
-COST = "unit/planner/test_weight_sync.py"
+COST = "unit/weights/test_weight_sync.py"
 
 MODELS = [
     (
         "layout.py",
-        "tp, cp, dp, pp = digits(parallel.tensor, parallel.context, world // parallel.dense, parallel.pipeline)",
-        "tp, cp, pp, dp = digits(parallel.tensor, parallel.context, parallel.pipeline, world // parallel.dense)",
+        "        tp, cp, dp, pp = digits(\n"
+        "            parallel.tensor, parallel.context, world // parallel.dense, parallel.pipeline\n",
+        "        tp, cp, pp, dp = digits(\n"
+        "            parallel.tensor, parallel.context, parallel.pipeline, world // parallel.dense\n",
         f"{LAYOUT}::test_tensor_is_fastest_and_pipeline_slowest",
     ),
     (
@@ -75,73 +77,73 @@ MODELS = [
         f"{ENGINE}::test_loaders_that_differ_are_named",
     ),
     (
-        "weights/execute.py",
+        "weights/sync/execute.py",
         "split_message(message, flat.to(CPU))",
         "split_message(message, flat)",
         "unit/checkpoint/test_hf.py::test_parameters_on_another_device_are_exported_from_there",
     ),
     (
-        "weights/checksum.py",
+        "weights/sync/checksum.py",
         "_weigh_halves(columns, 1) + data.numel()",
         "_weigh_halves(columns, 1)",
         f"{CHECKSUM}::test_length_counts",
     ),
     (
-        "weights/checksum.py",
+        "weights/sync/checksum.py",
         "return (halves * _weights_at(0, halves.numel(), table, sums.device)).sum()",
         "return halves.sum()",
         f"{CHECKSUM}::test_moved_slices",
     ),
     (
-        "weights/checksum.py",
-        "return not np.array_equal(_integers(read).numpy(), _integers(part).numpy())",
-        "return False",
+        "weights/sync/checksum.py",
+        "    return not np.array_equal(_integers(read).numpy(), _integers(part).numpy())",
+        "    return False",
         f"{CHECKSUM}::test_memory_that_is_written_twice_is_seen",
     ),
     (
-        "weights/checksum.py",
+        "weights/sync/checksum.py",
         "_weights_at(offset, size, dim + 2, part.device)",
         "_weights_at(0, size, dim + 2, part.device)",
         f"{CHECKSUM}::test_the_right_slice_in_the_wrong_place_shows_although_plain_sums_agree",
     ),
     (
-        "weights/placement_check.py",
+        "weights/sync/placement.py",
         "(sums[1:] * copies[0] == sums[0] * copies[1:]) & is_whole[0] & is_whole[1:]",
         "is_whole[0] & is_whole[1:]",
         "unit/weights/test_placement_check.py::test_a_slice_in_the_wrong_place_is_refused",
     ),
     (
-        "weights/placement_check.py",
+        "weights/sync/placement.py",
         "(counts > 0) & (counts % numel == 0)",
         "counts >= 0",
         "unit/weights/test_placement_check.py",
     ),
     (
-        "weights/senders.py",
+        "weights/plan/senders.py",
         "direct = np.flatnonzero(is_near | (first == receiver))",
         "direct = np.arange(len(first))",
         f"{PLAN}::test_what_a_node_shares_crosses_the_network_once",
     ),
     (
-        "weights/senders.py",
+        "weights/plan/senders.py",
         "(np.arange(count) - rotation[:, None]) % count",
         "np.arange(count) + 0 * rotation[:, None]",
         f"{PLAN}::test_replicas_share_the_sending",
     ),
     (
-        "weights/plan_rounds.py",
+        "weights/plan/rounds.py",
         "capacity = np.full(KINDS, round_numel, dtype=np.int64)",
         "capacity = np.full(KINDS, 4 * round_numel, dtype=np.int64)",
         f"{PLAN}::test_rounds_keep_to_the_limit",
     ),
     (
-        "planner/cost.py",
+        "weights/plan/cost.py",
         "far = [per_rank(rank, np.where(is_near, 0, size)) for rank in ends]",
         "far = [per_rank(rank, size) for rank in ends]",
         f"{COST}::test_cost_of_a_plan_worked_by_hand",
     ),
     (
-        "planner/cost.py",
+        "weights/plan/cost.py",
         "into_nodes = lacking / np.bincount(nodes) / links.network",
         "into_nodes = lacking / links.network",
         f"{COST}::test_cost_of_a_plan_worked_by_hand",

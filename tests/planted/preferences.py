@@ -51,8 +51,8 @@ PREFERENCES = [
     ),
     (
         "data/preferences.py",
-        "if labels[i] > labels[j]]",
-        "if labels[i] >= labels[j]]",
+        "if labels[i] > labels[j]",
+        "if labels[i] >= labels[j]",
         f"{DATA}::test_formats",
     ),
     (
@@ -75,7 +75,7 @@ PREFERENCES = [
     ),
     (
         "stages/dpo.py",
-        "with self.reference.in_place_of(self.trainer.parameters_by_name().values()):",
+        "with self.reference.in_use():",
         "if True:",  # the current model as the reference, right in step 1 only
         f"{DPO}::test_the_reference_is_the_first_model_and_the_loss_that_of_the_formula",
     ),

@@ -23,8 +23,8 @@ REFILLS = [
     ("rollout/schedule.py", "/ 2 + number", "/ 2 + len(taken)", FEWER),
     (
         "rollout/schedule.py",
-        "kept[count:] = max(len(kept) - count, 0), []",
-        "kept[:-count] = max(len(kept) - count, 0), []",
+        "kept[count:] = []",
+        "kept[:-count] = []",
         SAME,
     ),
     (

@@ -4,37 +4,37 @@ SCORES = "unit/algorithms/test_reward_model.py"
 MODELS = "unit/trainer/test_reward_model.py"
 EXPORTED = f"{MODELS}::test_transformers_scores_the_exported_folder[llama]"
 
-SERVED = "unit/launch/test_serve_reward.py"
+SERVED = "unit/commands/test_serve_reward.py"
 
 REWARD_MODELS = [
     (
-        "launch/serve_reward.py",
+        "commands/reward_server.py",
         "if not tokens or max(tokens) >= vocab:",
         "if not tokens:",
         f"{SERVED}::test_a_malformed_request_is_answered_with_the_reason",
     ),
     (
-        "launch/serve_reward.py",
-        "if row.prompt_length is None else row.prompt_length",
-        "if True else row.prompt_length",
+        "commands/reward_server.py",
+        "        start = row.prompt_length\n",
+        "        start = None\n",
         f"{SERVED}::test_the_response_is_what_follows_the_prompts_tokens",
     ),
     (
-        "launch/serve_reward.py",
+        "commands/reward_server.py",
         'row.finish != "stop" and response',
         "response",
         f"{SERVED}::test_a_run_gets_the_scores_of_transformers",
     ),
     (
-        "launch/serve_reward.py",
+        "commands/reward_server.py",
         "signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit())",
         "pass",
         f"{SERVED}::test_sigterm_ends_it",
     ),
     (
-        "cli.py",
-        'default="127.0.0.1", help="address',
-        'default="0.0.0.0", help="address',
+        "commands/serve_reward.py",
+        'default="127.0.0.1"',
+        'default="0.0.0.0"',
         f"{SERVED}::test_only_this_machine_can_ask_unless_told_otherwise",
     ),
     (
@@ -63,9 +63,9 @@ REWARD_MODELS = [
     ),
     ("trainer/heads.py", "model.output_layer.weight = None", "pass", EXPORTED),
     (
-        "launch/build.py",
-        '{"config.json": config | {"pad_token_id": pad}, **tokenizer}',
-        '{"config.json": config}',
+        "run/checkpoints.py",
+        'config | {"pad_token_id": pad}',
+        "config",
         EXPORTED,
     ),
     (
@@ -82,8 +82,12 @@ REWARD_MODELS = [
     ),
     (
         "data/tokenizer.py",
-        "if token is not None and token not in end)",
-        "if token is not None)",
+        "    pad = next(\n"
+        "        token\n"
+        "        for token in (*first, *reversed(range(len(inner))))\n"
+        "        if token is not None and token not in end\n"
+        "    )\n",
+        "    pad = next(token for token in (*first, *reversed(range(len(inner)))) if token is not None)\n",
         f"{MODELS}::test_rows_are_never_padded_with_the_token_that_ends_them",
     ),
 ]

@@ -17,14 +17,14 @@ ROUTES = [
     ),
     (
         "trainer/router_replay.py",
-        "number, self.calls[has_grad] = self.calls[has_grad], self.calls[has_grad] + 1",
-        "number, self.calls[has_grad] = 0, self.calls[has_grad] + 1",
+        "number = self.calls[has_grad]",
+        "number = 0",
         f"{REPLAY}::test_planted_routes_are_taken_in_forward_and_update",
     ),
     (
         "trainer/router_replay.py",
-        "number, self.calls[has_grad] = self.calls[has_grad], self.calls[has_grad] + 1",
-        "number, self.calls[has_grad] = self.calls[False] % len(self._experts or [0]), self.calls[has_grad] + 1",
+        "number = self.calls[has_grad]",
+        "number = self.calls[False] % len(self.experts or [0])",
         f"{REPLAY}::test_recomputed_activations_take_the_same_routes",
     ),
     (
@@ -47,8 +47,8 @@ ROUTES = [
     ),
     (
         "trainer/router_replay.py",
-        "for part in stage for x in part if x >= dense]",
-        "for part in stage for x in part[::-1] if x >= dense]",
+        "for layer in layers if layer >= dense]",
+        "for layer in list(layers)[::-1] if layer >= dense]",
         f"{REPLAY}::test_planted_routes_are_taken_in_forward_and_update",
     ),
     (
@@ -88,15 +88,15 @@ ROUTES = [
         "unit/rollout/test_exchange.py::test_routes_stay_where_they_were_sampled",
     ),
     (
-        "rollout/routes.py",
+        "rollout/vllm/routes.py",
         "self._table.zero_()",
         "pass",
-        "unit/rollout/test_routes.py::test_routes_go_with_the_cache",
+        "unit/rollout/vllm/test_routes.py::test_routes_go_with_the_cache",
     ),
     (
-        "rollout/routes.py",
+        "rollout/vllm/routes.py",
         "chosen[:length].transpose(0, 1)[:, :computed]",
         "chosen[:length].transpose(0, 1)[:, :computed].flip(1)",
-        "unit/rollout/test_routes.py::test_routes_are_read_through_the_blocks_of_a_request",
+        "unit/rollout/vllm/test_routes.py::test_routes_are_read_through_the_blocks_of_a_request",
     ),
 ]

@@ -1,110 +1,108 @@
 """Mistakes in the split topology."""
 
 GROUP = "dist/test_transports.py::test_processes_of_different_worlds_share_a_group_leave_it_and_join_again"
-CHILDREN = "unit/platform/test_children.py::test_a_lost_child_is_noticed_and_its_family_ended"
+CHILDREN = "unit/processes/test_children.py::test_a_lost_child_is_noticed_and_its_family_ended"
 BATCH = "unit/rollout/test_exchange.py::test_a_batch_is_flat_bytes_and_comes_back_as_it_was"
 WORLD = "unit/config/test_validate.py::test_the_split_topology_counts_trainers_and_engines_apart"
 
-FOLDER = (
-    "unit/launch/test_cluster.py::test_folders_of_jobs_that_were_killed_go_and_those_of_others_stay"
-)
-ENGINE = "unit/rollout/test_async_engine.py"
-CLUSTER = "unit/launch/test_cluster.py"
-ENGINES = "unit/launch/test_engines.py"
+FOLDER = "unit/split/test_ray_cluster.py::test_folders_of_jobs_that_were_killed_go_and_those_of_others_stay"
+ENGINE = "unit/rollout/vllm/test_async_engine.py"
+CLUSTER = "unit/split/test_ray_cluster.py"
+ENGINES = "unit/split/test_engines.py"
 
 SPLIT = [
     (
-        "rollout/async_engine.py",
+        "rollout/vllm/async_engine.py",
         'mode="keep", clear_cache=True',
         'mode="abort", clear_cache=True',
         f"{ENGINE}::test_no_prompt_before_a_verified_sync",
     ),
     (
-        "rollout/async_engine.py",
+        "rollout/vllm/async_engine.py",
         "        if not self.is_ready:\n",
         "        if False:\n",
         f"{ENGINE}::test_no_prompt_before_a_verified_sync",
     ),
     (
-        "rollout/async_engine.py",
+        "rollout/vllm/async_engine.py",
         "        self._finished.clear()\n",
         "",
         f"{ENGINE}::test_dropped_requests_do_not_come_back",
     ),
     (
-        "rollout/async_engine.py",
+        "rollout/vllm/async_engine.py",
         "        self.children.lost.set()\n",
         "",
         f"{ENGINE}::test_a_lost_process_ends_what_waits_for_it",
     ),
     (
-        "launch/engines.py",
+        "split/engines.py",
         "        self.orphans += self.replicas[number].requests.values()\n",
         "",
         f"{ENGINES}::test_requests_of_a_lost_engine_go_to_the_other_which_alone_is_ready",
     ),
     (
-        "launch/engines.py",
+        "split/engines.py",
         "if self.restarts > limit:",
         "if False:",
         f"{ENGINES}::test_restarts_are_bounded",
     ),
     (
-        "launch/engines.py",
-        'if rank := self.place.watch.gone("rank"):',
-        'if rank := "":',
+        "split/engines.py",
+        '            rank = self.place.watch.gone("rank")\n',
+        '            rank = ""\n',
         f"{ENGINES}::test_a_rank_that_is_gone_ends_a_rollout",
     ),
     (
-        "launch/watch.py",
+        "split/stopped_processes.py",
         "(name, place) in self._gone",
         "name in {gone for gone, _ in self._gone}",
-        "unit/launch/test_watch.py::test_who_is_gone_is_known_by_its_place",
+        "unit/split/test_stopped_processes.py::test_who_is_gone_is_known_by_its_place",
     ),
     (
-        "launch/engines.py",
+        "split/engines.py",
         "replica.is_joined = replica.is_ready = False",
         "replica.is_joined = False",
         f"{ENGINES}::test_after_the_ranks_are_lost_no_sample_of_before_is_taken",
     ),
     (
-        "launch/controller.py",
+        "split/controller.py",
         'self._end_barrier(f"engine {replica.number}")',
         "pass",
         f"{ENGINES}::test_an_engine_lost_in_a_sync_is_replaced_and_the_sync_made_again",
     ),
     (
-        "launch/controller.py",
+        "split/controller.py",
         "in (self.barriers, self.barriers + 1):",
         "in (self.barriers,):",
         f"{ENGINES}::test_an_engine_lost_in_a_sync_is_replaced_and_the_sync_made_again",
     ),
     (
-        "launch/ray_actors.py",
+        "split/ray_actors.py",
         "raise gone or RankLost(first)",
         "raise RankLost(first)",
         f"{ENGINES}::test_a_rank_that_is_gone_is_the_cause_of_what_its_peers_report",
     ),
     (
-        "launch/ray_actors.py",
-        "deadline = 0.0 if gone else deadline or",
-        "deadline = deadline or",
+        "split/ray_actors.py",
+        "                        deadline = 0.0\n",
+        "                        pass\n",
         f"{ENGINES}::test_a_rank_that_is_gone_is_the_cause_of_what_its_peers_report",
     ),
     (
-        "launch/cluster.py",
+        "split/ray_cluster.py",
         "deadline or time.monotonic() + ROOM_S",
         "deadline or time.monotonic()",
         f"{CLUSTER}::test_a_node_is_waited_for_and_then_given_up",
     ),
     (
-        "launch/run_split.py",
+        "split/entry.py",
         "first = first or error",
         "first = error",
         f"{CLUSTER}::test_the_first_layout_with_room_goes_on",
     ),
     (
-        "config/validate.py",
+        "config/launch.py",
         '{"launch": launch, "parallel": layout.parallel}',
         '{"launch": launch}',
         f"{CLUSTER}::test_a_fallback_replaces_the_whole_layout",
@@ -116,94 +114,101 @@ SPLIT = [
         "unit/config/test_validate.py::test_refusals",
     ),
     (
-        "cli.py",
-        "            if code == DONE:  # otherwise",
-        "            if True:  # otherwise",
-        "unit/launch/test_run_config.py::test_a_full_disk_is_said_once",
+        "commands/start.py",
+        "if code == DONE:",
+        "if True:",
+        "unit/config/test_run_dir.py::test_a_full_disk_is_said_once",
     ),
     (
-        "launch/engines.py",
+        "split/engines.py",
         "            if self._is_glancing:\n                return\n",
         "",
         f"{ENGINES}::test_the_only_engine_lost_while_the_trainer_works_gets_weights_when_it_is_asked",
     ),
     (
-        "launch/engines.py",
+        "split/engines.py",
         "self.place.cluster.expect_nodes()  # what",
         "pass  # what",
         f"{ENGINES}::test_when_a_node_has_taken_many_along_the_node_is_the_cause",
     ),
     (
-        "launch/controller.py",
+        "split/controller.py",
         "while waiting and not lost and time.monotonic() < deadline:",
         "while False:",
         f"{ENGINES}::test_a_failure_of_the_ranks_may_be_an_engines",
     ),
     (
-        "rollout/async_engine.py",
+        "rollout/vllm/async_engine.py",
         "            raise RuntimeError(self._error)\n        value =",
         "            pass\n        value =",
         f"{ENGINE}::test_a_lost_process_ends_what_waits_for_it",
     ),
     (  # gloo ends a group's connections with its last reference
-        "weights/transports/collective.py",
-        "process_group, self.process_group = self.process_group, None",
-        "process_group = self.process_group",
+        "weights/sync/transports/collective.py",
+        "        # gloo keeps connections until the last reference\n"
+        "        process_group = self.process_group\n"
+        "        self.process_group = None\n",
+        "        process_group = self.process_group  # gloo keeps connections until the last reference\n",
         GROUP,
     ),
     (
-        "weights/transports/collective.py",
+        "weights/sync/transports/collective.py",
         "        self.leave()  # so that",
         "        # so that",
         GROUP,
     ),
     (
-        "weights/transports/collective.py",
+        "weights/sync/transports/collective.py",
         "        barriers.meet(",
         "        next(barriers._numbers)  # (",
         GROUP,
     ),
     (  # the rank in the default group, which is 0 everywhere
-        "weights/transports/collective.py",
-        "self.rank, self.world = group.process_group.rank(), group.process_group.size()",
-        "self.rank, self.world = dist.get_rank(), group.process_group.size()",
+        "weights/sync/transports/collective.py",
+        "self.rank = group.process_group.rank()",
+        "self.rank = dist.get_rank()",
         GROUP,
     ),
     (
-        "weights/transports/collective.py",
+        "weights/sync/transports/collective.py",
         "dist.all_reduce(total, group=self._group)",
         "dist.all_reduce(total)",
         GROUP,
     ),
     (
-        "weights/transports/collective.py",
+        "weights/sync/transports/collective.py",
         'store.compare_set(f"{number}/verdict", "", absent)',
         'store.compare_set(f"{number + 1}/verdict", "", absent)',
         GROUP,
     ),
-    ("platform/children.py", "found += [child, *descendants(child)]", "found += [child]", CHILDREN),
-    ("platform/children.py", "Path(name).unlink()", "pass", CHILDREN),
+    (
+        "processes/children.py",
+        "found += [child, *descendants(child)]",
+        "found += [child]",
+        CHILDREN,
+    ),
+    ("processes/children.py", "Path(name).unlink()", "pass", CHILDREN),
     (
         "rollout/exchange.py",
-        "torch.tensor(data[offset:end]).view(dtype)",
-        "torch.from_numpy(data[offset:end]).view(dtype)",
+        "tensor.contiguous().clone()",
+        "tensor.contiguous()",
         BATCH,
     ),
     (
         "rollout/exchange.py",
-        ".view(dtype).reshape(shape), end",
-        ".view(dtype), end",
+        "tensor.contiguous().clone()",
+        "tensor.flatten().clone()",
         BATCH,
     ),
     (
-        "launch/cluster.py",
+        "split/ray_cluster.py",
         "fcntl.LOCK_EX | fcntl.LOCK_NB",
         "fcntl.LOCK_SH | fcntl.LOCK_NB",
         FOLDER,
     ),
-    ("launch/cluster.py", "> 10:", "> -1:", FOLDER),
+    ("split/ray_cluster.py", "> 10:", "> -1:", FOLDER),
     (
-        "weights/transports/values.py",
+        "weights/sync/transports/values.py",
         "weights_only=True",
         "weights_only=False",
         "unit/weights/test_values.py::test_what_is_no_value_is_refused_without_running_it",

@@ -1,11 +1,11 @@
 """Mistakes in versions, in the schedule that generates ahead, and in the ledger."""
 
-LEDGER, STALENESS = "unit/telemetry/test_ledger.py", "unit/rollout/test_staleness.py"
+LEDGER, STALENESS = "unit/data/test_ledger.py", "unit/rollout/test_staleness.py"
 BALANCES = f"{LEDGER}::test_it_balances_wherever_a_run_is_killed"
 CURSOR = f"{LEDGER}::test_the_cursor_is_that_of_what_was_trained"
 NAMES = f"{LEDGER}::test_an_audit_names_the_prompts_that_do_not_balance"
 BOUND = f"{STALENESS}::test_every_token_is_within_the_bound_and_every_prompt_is_accounted_for"
-PARITY = "unit/launch/test_parity.py::test_tokens_of_older_weights_are_not_judged"
+PARITY = "unit/parity/test_gate.py::test_tokens_of_older_weights_are_not_judged"
 
 STALE = [
     ("rollout/schedule.py", "version + self.max_staleness + 1)", "version + self.max_staleness + 2)", BOUND),
@@ -34,20 +34,20 @@ STALE = [
     ("data/collate.py", "torch.where(tokens.mask, versions_T, -1)", "versions_T", "unit/data/test_collate.py"),
     (
         "telemetry/metrics.py",
-        "[version - v for g",
-        "[v - version for g",
+        "(version - sample.versions[sample.trainable])",
+        "(sample.versions[sample.trainable] - version)",
         "unit/telemetry/test_telemetry.py",
     ),
-    ("launch/parity.py", "replace(batch, mask=is_fresh_T)", "batch", PARITY),
-    ("telemetry/ledger.py", '*self._carried, self.stream.state()["position"]]', "*self._carried, 1 << 60]", CURSOR),
-    ("telemetry/ledger.py", "if prompt.prompt_id not in self._settled]", "]", BALANCES),
-    ("telemetry/ledger.py", "sorted(self._carried) if number > behind]", "sorted(self._carried)]", BALANCES),
-    ("telemetry/ledger.py", "behind = max([self._last, *self._open])", "behind = self._last", BALANCES),
-    ("telemetry/ledger.py", 'state |= {"position": first,', 'state |= {"position": position,', CURSOR),
-    ("telemetry/ledger.py", 'self._file.write("\\n")  #', "#", BALANCES),
-    ("telemetry/ledger.py", "self._need(saved - done - self.too_long,", "self._need((),", NAMES),
-    ("telemetry/ledger.py", "self._need(done - saved,", "self._need((),", NAMES),
-    ("telemetry/ledger.py", "self._need(range(self.head, start),", "self._need((),", NAMES),
-    ("telemetry/ledger.py", "if len(gaps) != too_long:", "if False:", NAMES),
-    ("telemetry/ledger.py", "self._need(again,", "self._need((),", NAMES),
+    ("parity/gate.py", "replace(batch, mask=is_fresh_T)", "batch", PARITY),
+    ("data/ledger.py", '*self._carried, self.stream.state()["position"]]', "*self._carried, 1 << 60]", CURSOR),
+    ("data/ledger.py", "if prompt.prompt_id not in self._settled]", "]", BALANCES),
+    ("data/ledger.py", "for number in sorted(self._carried) if number > behind]", "for number in sorted(self._carried)]", BALANCES),
+    ("data/ledger.py", "behind = max([self._last, *self._open])", "behind = self._last", BALANCES),
+    ("data/ledger.py", 'state |= {"position": first,', 'state |= {"position": position,', CURSOR),
+    ("data/ledger.py", 'self._file.write("\\n")  #', "#", BALANCES),
+    ("telemetry/audit.py", "        unsettled = saved - done - self.too_long\n", "        unsettled = ()\n", NAMES),
+    ("telemetry/audit.py", "self._report(done - saved,", "self._report((),", NAMES),
+    ("telemetry/audit.py", "self._report(range(self.head, start),", "self._report((),", NAMES),
+    ("telemetry/audit.py", "if len(gaps) != too_long:", "if False:", NAMES),
+    ("telemetry/audit.py", "self._report(again, \"were taken", "self._report((), \"were taken", NAMES),
 ]  # fmt: skip

@@ -6,8 +6,8 @@ CONVERT = "unit/checkpoint/test_convert.py"
 LOAD = "unit/config/test_load.py"
 VALIDATE = "unit/config/test_validate.py"
 HEADERS = "unit/models/test_headers.py"
-SHM = "unit/platform/test_shm.py"
-SPAWN = "unit/launch/test_spawn.py"
+SHM = "unit/processes/test_shared_memory.py"
+SPAWN = "unit/processes/test_spawn.py"
 CHAT = "unit/data/test_chat.py"
 
 MALFORMED = f"{HEADERS}::test_a_malformed_header"
@@ -16,8 +16,8 @@ TRAP = f"{LOAD}::test_yaml_that_is_a_trap_is_one_line_at_once"
 UNTRUSTED = [
     (
         "checkpoint/pickles.py",
-        "if is_dtype or (module, name) in ALLOWED:",
-        'if is_dtype or module.startswith("torch") or (module, name) in ALLOWED:',
+        "if is_dtype or path in ALLOWED:",
+        'if is_dtype or module.startswith("torch") or path in ALLOWED:',
         f"{PICKLES}::test_a_name_that_no_checkpoint_contains_is_refused",
     ),
     (
@@ -58,8 +58,8 @@ UNTRUSTED = [
     ),
     (
         "checkpoint/files.py",
-        "if missing := sorted(required - expected.keys()):",
-        "if missing := []:",
+        "    missing = sorted(required - expected.keys())\n",
+        "    missing = []\n",
         f"{STATE}::test_a_manifest_that_covers_less_is_not_whole",
     ),
     (
@@ -69,7 +69,16 @@ UNTRUSTED = [
         f"{STATE}::test_a_manifest_that_covers_less_is_not_whole",
     ),
     ("config/load.py", "or depth > MAX_DEPTH:", "or depth > 5000:", TRAP),
-    ("config/load.py", " and len(node.value) > MAX_DIGITS:", " and False:", TRAP),
+    (
+        "config/load.py",
+        "        if (\n"
+        "            isinstance(node, yaml.ScalarNode)\n"
+        '            and node.tag.endswith((":int", ":float"))\n'
+        "            and len(node.value) > MAX_DIGITS\n"
+        "        ):\n",
+        '        if isinstance(node, yaml.ScalarNode) and node.tag.endswith((":int", ":float")) and False:\n',
+        TRAP,
+    ),
     ("config/load.py", "    except RecursionError:", "    except KeyboardInterrupt:", TRAP),
     (
         "config/section.py",
@@ -78,7 +87,7 @@ UNTRUSTED = [
         f"{LOAD}::test_values_that_are_refused",
     ),
     (
-        "config/schema.py",
+        "config/launch.py",
         "pattern=NAME, max_length=200",
         "pattern=NAME",
         f"{LOAD}::test_values_that_are_refused",
@@ -124,31 +133,31 @@ UNTRUSTED = [
     ),
     ("platform/json_text.py", "    if level:", "    if False:", MALFORMED),
     (
-        "platform/shm.py",
-        "if path.name.startswith(prefix) and",
-        "if path.name.startswith(MARK) and",
+        "processes/shared_memory.py",
+        'SHM.glob(f"{prefix}*")',
+        'SHM.glob(f"{MARK}*")',
         f"{SHM}::test_only_the_jobs_own",
     ),
     (
-        "platform/shm.py",
-        "if not _is_locked(prefix) for",
-        "for",
+        "processes/shared_memory.py",
+        "        if not _is_locked(prefix):\n",
+        "        if True:\n",
         f"{SHM}::test_the_dead_leave_nothing_and_the_living_are_left_alone",
     ),
     (
-        "platform/shm.py",
-        "with suppress(OSError):",
-        "with suppress(KeyError):",
+        "processes/shared_memory.py",
+        "                OSError\n",
+        "                KeyError\n",
         f"{SHM}::test_files_that_are_traps",
     ),
     (
-        "launch/spawn.py",
+        "processes/spawn.py",
         " | os.O_NOFOLLOW",
         "",
         f"{SPAWN}::test_a_lock_that_is_a_link_is_not_followed",
     ),
     (
-        "launch/spawn.py",
+        "processes/spawn.py",
         "for handle in (file, directory):",
         "for handle in (file,):",
         f"{SPAWN}::test_a_folder_has_one_run_though_its_lock_is_removed_or_reached_by_a_link",

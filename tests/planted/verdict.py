@@ -7,30 +7,30 @@ REFUSED = f"{VERDICT}::test_tests_that_the_solution_would_decide_are_refused_by_
 ATTACKS = f"{VERDICT}::test_no_attack_passes_tests_of_any_shape"
 
 VERDICTS = [
-    ("rewards/code_tests.py", "and _close(actual, expected)", "and actual == expected", STRICT),
+    ("jail/code_tests.py", "and _close(actual, expected)", "and actual == expected", STRICT),
     (
-        "rewards/code_tests.py",
+        "jail/code_tests.py",
         "return isinstance(actual, int) and actual == expected",
         "return actual == expected",
         STRICT,
     ),
     (
-        "rewards/code_tests.py",
+        "jail/code_tests.py",
         "EXPECTED_FLOAT.fullmatch(expected)",
         "FLOAT.fullmatch(expected)",
         STRICT,
     ),
-    ("rewards/code_tests.py", "is_wrapped = all(", "is_wrapped = any(", STRICT),
+    ("jail/code_tests.py", "is_wrapped = all(", "is_wrapped = any(", STRICT),
     (
-        "rewards/python_tests.py",
+        "jail/python_tests.py",
         "with ONE_PARSER:",
         "if True:",
         f"{VERDICT}::test_threads_read_tests_at_once",
     ),
-    ("rewards/python_tests.py", "if sides and all(", "if False and all(", REFUSED),
-    ("rewards/python_tests.py", "if entry and (others", "if False and (others", REFUSED),
+    ("jail/python_tests.py", "if sides and all(", "if False and all(", REFUSED),
+    ("jail/python_tests.py", "if entry and (others", "if False and (others", REFUSED),
     (
-        "rewards/python_tests.py",
+        "jail/python_tests.py",
         'call.keywords.append(ast.keyword("_in_place", ast.Constant(True)))',
         "pass",
         f"{VERDICT}::test_right_code_passes_tests_of_every_shape",

@@ -43,9 +43,23 @@ def cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
+@pytest.fixture(scope="module")
+def torch_s() -> float:
+    """CPU seconds that importing torch takes on this machine now."""
+    before = cpu_seconds()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True, timeout=120)
+    return cpu_seconds() - before
+
+
 def test_dry_run_says_what_would_run_and_writes_nothing(folder: Path) -> None:
     code, out, err = megarl(
-        folder, "train", "c.yaml", "--dry-run", "train.prompts_per_step=4", "parallel.tensor=2"
+        folder,
+        "train",
+        "c.yaml",
+        "--dry-run",
+        "train.prompts_per_step=4",
+        "parallel.tensor=2",
+        "train.dtype=fp32",  # some CPUs have no bf16, and a run on one is warned
     )
     assert (code, err) == (0, "")
     assert "prompts_per_step: 4" in out, "an override behind an option counts too"
@@ -74,7 +88,9 @@ def test_dry_run_says_what_would_run_and_writes_nothing(folder: Path) -> None:
         (["report", "runs/none"], "runs/none"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_2(folder: Path, args: list[str], said: str) -> None:
+def test_a_mistake_is_one_line_and_exit_2(
+    folder: Path, args: list[str], said: str, torch_s: float
+) -> None:
     (folder / "empty.jsonl").write_text("")
     (folder / "bad.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt"\n')
     (folder / "gpt").mkdir()
@@ -84,7 +100,7 @@ def test_a_mistake_is_one_line_and_exit_2(folder: Path, args: list[str], said: s
     assert (code, out) == (2, ""), err
     assert err.count("\n") == 1, err
     assert said in err
-    assert cpu_seconds() - before < 2, "wall-clock time would measure the neighbours"
+    assert cpu_seconds() - before < torch_s, "it is said before torch is imported"
 
 
 def test_help_names_the_commands(folder: Path) -> None:

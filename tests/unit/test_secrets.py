@@ -13,8 +13,8 @@ import pytest
 
 from megarl import cli
 from megarl.config.schema import Reward
-from megarl.launch.exit_codes import Failure, write_exit
 from megarl.platform.env import redact
+from megarl.processes.exit_codes import Failure, write_exit
 from megarl.rewards import scorer
 from megarl.telemetry.trackers import _warn
 
@@ -76,7 +76,9 @@ def test_a_users_function_that_raises_with_a_secret(
     monkeypatch.setattr(
         scorer, "log", logging.getLogger(__name__)
     )  # libraries disable loggers that exist
-    [scored] = scorer.make_scorer([Reward(name=f"{__name__}:leaks")]).score([prompt], [sample])
+    [scored] = (
+        scorer.make_scorer([Reward(name=f"{__name__}:leaks")]).start([prompt]).results([sample])
+    )
     assert scored.reward is None and "$SCORER_SECRET" in caplog.text
     assert "canary" not in caplog.text
 
@@ -118,16 +120,16 @@ import contextlib, os, sys, types
 def run(rank):
     raise RuntimeError("401 for " + " ".join(os.environ[name] for name in {names}) + " at https://me:canary@mirror/")
 
-for name, function in (("run_rl", run), ("build", lambda *_: contextlib.nullcontext())):
-    module = types.ModuleType("megarl.launch." + name)
-    module.run_rl = module.open_rank = function
+for name, function in (("stages.rl", run), ("run.context", lambda *_: contextlib.nullcontext())):
+    module = types.ModuleType("megarl." + name)
+    module.run = module.open_rank = function
     sys.modules[module.__name__] = module
 """
 LAUNCH = """
 import sys
 from megarl.config.load import parse_config
 from megarl.config.validate import check_config
-from megarl.launch.spawn import spawn_ranks
+from megarl.processes.spawn import spawn_ranks
 from megarl.platform.env import Env
 rewards = [{"name": "http://host/s", "options": {"headers_env": {"Authorization": "SCORER_SECRET"}}}]
 config = parse_config({"run": {"name": "a", "dir": sys.argv[1]}, "model": {"create": {}}, "rewards": rewards})

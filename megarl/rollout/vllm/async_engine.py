@@ -1,10 +1,11 @@
-"""One vLLM replica of the split topology, in processes of its own: an AsyncLLM, and its workers' side of the sync.
+"""One vLLM replica of the split topology, in separate processes: an AsyncLLM and its workers' sync.
 
-    submit --requests--> AsyncLLM --> core and workers          poll <--finished samples-- as they finish
-    join, transfer, commit --collective_rpc--> WorkerExtension: the receiver half of publish.Publisher, on every worker
+    submit --requests--> AsyncLLM --> core and workers --finished samples--> poll
+    join, transfer, end --collective_rpc--> WorkerExtension, on every worker: publish's receiver
 
-The workers and the trainer's ranks share a process group of their own, beside Megatron's and vLLM's: trainers first.
-A version is served only after `commit`; until then, and after a failed sync, requests are refused.
+The workers and the trainer's ranks share a process group beside Megatron's and vLLM's: trainers
+first. A version is served only after `end` commits it; until then, and after a failed sync,
+requests are refused.
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ from torch import Tensor
 
 from megarl.config.schema import Config
 from megarl.models.registry import fp32_tensors, hf_shapes, read_model
-from megarl.planner.weight_sync import fleet_of
-from megarl.platform.children import Children
 from megarl.platform.device import DTYPES
 from megarl.platform.env import get_env, set_env
-from megarl.rollout import arguments
-from megarl.rollout.arguments import engine_settings
+from megarl.processes.children import Children
 from megarl.rollout.exchange import pack
-from megarl.rollout.publisher import make_publisher
+from megarl.rollout.vllm import arguments
+from megarl.rollout.vllm.arguments import engine_settings
 from megarl.types import CheckFailed, Request, Sample
-from megarl.weights.publish import WeightFormat
-from megarl.weights.transports.collective import Collective, Group, open_store
+from megarl.weights.plan.from_config import fleet_of
+from megarl.weights.sync.from_config import make_publisher
+from megarl.weights.sync.publish import WeightFormat
+from megarl.weights.sync.transports.collective import Collective, RankGroup, open_store
 
 CHECK_S = 10.0
-SILENT = 0.9  # of the time-out, as of a rank (launch.heartbeat)
-EXTENSION = "megarl.rollout.async_engine.WorkerExtension"
+SILENT = 0.9  # of the time-out, as of a rank (processes.heartbeat)
+EXTENSION = "megarl.rollout.vllm.async_engine.WorkerExtension"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SyncGroup:
-    """Where trainer ranks and engine workers meet for weight syncs; plain values, so that it crosses processes."""
+    """Where trainer ranks and engine workers meet for syncs; plain values, to cross processes."""
 
     store: str  # address (transports.collective.open_store)
     name: str  # a new one for each time they join
@@ -51,21 +52,28 @@ class SyncGroup:
     def join(
         self, rank: int, replica: int | None = None, *, is_cuda: bool
     ) -> tuple[Config, Any, Collective]:
-        """A collective; returns config, fleet and transport. `rank`: within an engine's `replica`, or the trainer's."""
+        """Returns config, fleet and transport. A collective.
+
+        `rank`: within an engine's `replica`, or the trainer's.
+        """
         config = Config.model_validate_json(self.config)
         fleet = fleet_of(config, ranks_per_node=self.ranks_per_node)
         timeout = timedelta(seconds=config.launch.timeout_s)
         if replica is not None:
             rank += fleet.first_receiver + replica * fleet.ranks_per_replica
-        store = open_store(self.store, self.name, timeout)
-        group = Group.join(
-            store, rank, fleet.world, name=self.name, is_cuda=is_cuda, timeout=timeout
+        group = RankGroup.join(
+            open_store(self.store, self.name, timeout),
+            rank,
+            fleet.world,
+            name=self.name,
+            is_cuda=is_cuda,
+            timeout=timeout,
         )
         return config, fleet, Collective(timeout_s=config.launch.timeout_s, group=group)
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker. Methods return {"error": text}, as an exception would end the engine."""
+    """Mixed into vLLM's worker; methods return {"error": text}, as an exception ends the engine."""
 
     rank: int  # within the replica
     sync_publisher: Any = None
@@ -74,22 +82,21 @@ class WorkerExtension:
         return _reported(self._sync_join, SyncGroup(**group), replica, Path(folder))
 
     def _sync_join(self, group: SyncGroup, replica: int, folder: Path) -> dict[str, Any]:
-        from megarl.rollout.weight_loader import LayerReceiver
+        from megarl.rollout.vllm.weight_loader import LayerReceiver
 
-        if self.sync_publisher is not None:
+        if self.sync_publisher:
             self.sync_publisher.transport.leave()
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
-        is_cuda, shape = next(model.parameters()).is_cuda, read_model(folder)
+        is_cuda = next(model.parameters()).is_cuda
+        shape = read_model(folder)
         config, fleet, transport = group.join(self.rank, replica, is_cuda=is_cuda)
-        if self.sync_publisher is None:
-            weights = WeightFormat(
-                hf_shapes(shape), DTYPES[config.train.dtype], fp32_tensors(shape)
-            )
-            receiver = LayerReceiver(model, weights, lambda: None)  # the core drops its cache
-        else:
+        weights = WeightFormat(hf_shapes(shape), DTYPES[config.train.dtype], fp32_tensors(shape))
+        if self.sync_publisher:
             receiver = self.sync_publisher.receiver
+        else:
+            receiver = LayerReceiver(model, weights, lambda: None)  # the core drops its cache
         self.sync_publisher = make_publisher(
-            config, shape, fleet, transport, None, receiver, is_cuda=is_cuda
+            config, shape, fleet, transport, None, receiver, is_cuda=is_cuda, weights=weights
         )
         return {}
 
@@ -107,17 +114,15 @@ class WorkerExtension:
 def _reported(call: Any, *values: Any) -> dict[str, Any]:
     try:
         return call(*values)
+    except CheckFailed as refusal:
+        return {"error": str(refusal)}
     except Exception as error:  # noqa: BLE001 (raised by the controller)
-        return {
-            "error": str(error)
-            if isinstance(error, CheckFailed)
-            else f"{type(error).__name__}: {error}"
-        }
+        return {"error": f"{type(error).__name__}: {error}"}
 
 
 @dataclass
 class AsyncEngine:
-    """A replica, in the process that talks to its core. `start` and every other method run in one event loop."""
+    """A replica, in the process that talks to its core. All methods run in one event loop."""
 
     llm: Any
     config: Config
@@ -139,26 +144,46 @@ class AsyncEngine:
         cls, config: Config, folder: Path, stop_token_ids: Sequence[int], replica: int
     ) -> AsyncEngine:
         """Starts vLLM with dummy weights."""
-        rollout, dtype = config.rollout, DTYPES[config.train.dtype]
-        prepare_environment(rollout.tensor)
+        rollout = config.rollout
+        # at tensor 1 the core and its worker are one process; without it, two
+        executor = "mp"
+        multiprocessing = None
+        if rollout.tensor == 1:
+            executor = "uni"
+            multiprocessing = 0
+        # read when vLLM is imported, and inherited by its processes
+        set_env(
+            VLLM_LOGGING_LEVEL=get_env("VLLM_LOGGING_LEVEL") or "ERROR",
+            VLLM_NO_USAGE_STATS=1,
+            VLLM_LOGGING_STREAM="ext://sys.stderr",
+            VLLM_WORKER_MULTIPROC_METHOD="spawn",
+            # tensor 2 runs on one NUMA node
+            VLLM_CPU_OMP_THREADS_BIND=get_env("VLLM_CPU_OMP_THREADS_BIND") or "nobind",
+            VLLM_ENABLE_V1_MULTIPROCESSING=multiprocessing,
+            TOKENIZERS_PARALLELISM="false",
+        )
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
         if arguments.is_eager(rollout):
-            set_env(
-                TORCHDYNAMO_DISABLE=1
-            )  # for child processes, which a compiler stance does not reach
+            # for child processes, which a compiler stance does not reach
+            set_env(TORCHDYNAMO_DISABLE=1)
+        settings = engine_settings(
+            folder,
+            rollout,
+            DTYPES[config.train.dtype],
+            trust_remote_code=config.model.trust_remote_code,
+        )
         engine_args = AsyncEngineArgs(
             model=str(folder),
-            distributed_executor_backend="uni" if rollout.tensor == 1 else "mp",
+            distributed_executor_backend=executor,
             worker_extension_cls=EXTENSION,
             disable_log_stats=True,
-            **engine_settings(
-                folder, rollout, dtype, trust_remote_code=config.model.trust_remote_code
-            ),
+            **settings,
         )
         llm = AsyncLLM.from_engine_args(engine_args)
-        engine = cls(llm, config, folder, Children.of_this_process(), stop_token_ids, replica)
+        children = Children.of_this_process()
+        engine = cls(llm, config, folder, children, stop_token_ids, replica)
         engine.children.watch(asyncio.get_running_loop(), engine._lose)
         engine._checks = asyncio.ensure_future(engine._check_core())
         return engine
@@ -168,13 +193,17 @@ class AsyncEngine:
         return self.llm.model_config.max_model_len
 
     async def call(self, method: str, *values: Any) -> Any:
-        """Any method below. Raises RuntimeError once the engine is lost: vLLM may wait for a core that is gone."""
+        """Calls any method below.
+
+        Raises RuntimeError once the engine is lost: vLLM may wait for a core that is gone.
+        """
         if self.children.lost.is_set():
             raise RuntimeError(self._error)
         value = getattr(self, method)(*values)
         if not inspect.isawaitable(value):
             return value
-        call, lost = asyncio.ensure_future(value), asyncio.ensure_future(self.children.lost.wait())
+        call = asyncio.ensure_future(value)
+        lost = asyncio.ensure_future(self.children.lost.wait())
         await asyncio.wait({call, lost}, return_when=asyncio.FIRST_COMPLETED)
         lost.cancel()
         if self.children.lost.is_set():
@@ -216,7 +245,8 @@ class AsyncEngine:
         """Waits until samples are finished; returns them packed."""
         await self._news.wait()
         self._news.clear()
-        samples, self._finished = self._finished, []
+        samples = self._finished
+        self._finished = []
         return pack(samples).numpy()
 
     # the sync
@@ -233,7 +263,7 @@ class AsyncEngine:
         return await self.llm.collective_rpc("sync_transfer", args=(version,))
 
     async def open(self, version: int) -> None:
-        """Lets the probe run under weights that are not committed, and with it what was running before the sync."""
+        """Runs the probe, and what was running before the sync, under uncommitted weights."""
         await self.llm.reset_prefix_cache()
         await self.llm.update_weight_version(str(version))
         await self.llm.resume_generation()
@@ -248,16 +278,13 @@ class AsyncEngine:
     # the probe (parity.ScoringEngine)
 
     async def complete(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Tensor]:
-        """As Engine.complete."""
+        """See Engine.complete."""
         params = arguments.completion_params(prompts, max_tokens, self.max_model_len)
         outputs = await self._all([list(prompt) for prompt in prompts], params)
-        return [
-            torch.tensor([*p, *output.outputs[0].token_ids])
-            for p, output in zip(prompts, outputs, strict=True)
-        ]
+        return arguments.completions(prompts, outputs)
 
     async def score(self, rows: Iterable[Sequence[int]]) -> list[Tensor]:
-        """As Engine.score."""
+        """See Engine.score."""
         prompts = [list(row) for row in rows]
         outputs = await self._all(prompts, [arguments.scoring_params() for _ in prompts])
         return [torch.tensor(output.prompt_logprobs.logprobs) for output in outputs]
@@ -271,18 +298,20 @@ class AsyncEngine:
         from vllm.sampling_params import RequestOutputKind
 
         params.output_kind = RequestOutputKind.FINAL_ONLY
-        outputs = [
-            output
-            async for output in self.llm.generate(
-                {"prompt_token_ids": tokens}, params, request_id=name
-            )
-        ]
-        return outputs[-1]
+        final = None
+        async for output in self.llm.generate(
+            {"prompt_token_ids": tokens}, params, request_id=name
+        ):
+            final = output
+        return final
 
     # its end
 
     async def _check_core(self) -> None:
-        """Marks the engine as lost if its core hangs: it answers between two steps, and a sync ends by the time-out."""
+        """Marks the engine as lost if its core hangs.
+
+        A core answers between two steps, and a sync ends by the time-out.
+        """
         limit_s = SILENT * self.config.launch.timeout_s
         while not self._error:
             await asyncio.sleep(CHECK_S)
@@ -295,25 +324,13 @@ class AsyncEngine:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()):
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error:
             self._lose(f"{type(error).__name__}: {error}")
 
     def _lose(self, cause: str) -> None:
         self._error = self._error or f"engine {self.replica} is lost: {cause}"
         self.is_ready = False
         self.children.lost.set()
-
-
-def prepare_environment(tensor: int) -> None:
-    """Sets what vLLM reads when it is imported, and what its processes inherit."""
-    set_env(
-        VLLM_LOGGING_LEVEL=get_env("VLLM_LOGGING_LEVEL") or "ERROR",
-        VLLM_NO_USAGE_STATS=1,
-        VLLM_LOGGING_STREAM="ext://sys.stderr",
-        VLLM_WORKER_MULTIPROC_METHOD="spawn",
-        VLLM_CPU_OMP_THREADS_BIND=get_env("VLLM_CPU_OMP_THREADS_BIND")
-        or "nobind",  # tensor 2 on one NUMA node
-        # at tensor 1 the core and its worker are one process; without it, two
-        VLLM_ENABLE_V1_MULTIPROCESSING=0 if tensor == 1 else None,
-        TOKENIZERS_PARALLELISM="false",
-    )

@@ -1,17 +1,18 @@
-"""Traces where the engine stores each HF tensor: its weight loaders run once, on meta tensors, and copies are recorded.
+"""Traces where the engine stores each HF tensor: its loaders run once, on meta tensors.
 
-    model on meta + names and shapes of the checkpoint  --load_weights under a tracer-->  slices, fills, aliases
+    model on meta + names and shapes of the checkpoint
+      --load_weights under a tracer--> slices, fills, aliases
 
-Views of one tensor share a storage, so the offset, size and stride of a `copy_` show which rectangle of which HF tensor
-goes to which elements of which parameter. Nothing is allocated or copied. A loader that computes (scales, casts)
-instead of copying is an error. Only this file and weight_loader.py use vLLM's private reload machinery (vLLM 0.32).
+Views of one tensor share a storage, so the offset, size and stride of a `copy_` show which
+rectangle of which HF tensor goes to which elements of which parameter. Nothing is allocated or
+copied. A loader that computes (scales, casts) instead of copying is an error. Only this file and
+weight_loader.py use vLLM's private reload machinery (vLLM 0.32).
 """
-
-from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,24 +27,24 @@ from megarl.models.shards import ShardSlice
 from megarl.types import CheckFailed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LoaderTrace:
     slices: tuple[ShardSlice, ...]  # in the order of the model's parameters
-    fills: tuple[
-        tuple[ShardSlice, float], ...
-    ]  # elements of no HF tensor (vocabulary padding), set to this value
-    aliases: Mapping[
-        str, tuple[str, ...]
-    ]  # module -> modules that share its parameter but are not loaded: tied heads
+    # elements of no HF tensor (vocabulary padding), set to this value
+    fills: tuple[tuple[ShardSlice, float], ...]
+    # module -> modules that share its parameter but are not loaded: tied heads
+    aliases: Mapping[str, tuple[str, ...]]
 
 
 @torch.no_grad()
 def trace_loader(
     model: nn.Module, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
 ) -> LoaderTrace:
-    """Runs the loaders of `model` with every tensor of the checkpoint in `shapes`; restores the model. Raises
-    CheckFailed if a parameter is not covered by exact rectangles of HF tensors."""
-    modules_by_parameter: dict[int, list[str]] = defaultdict(list)
+    """Runs the loaders of `model` with every tensor in `shapes`; restores the model.
+
+    Raises CheckFailed if a parameter is not covered by exact rectangles of HF tensors.
+    """
+    modules_by_parameter = defaultdict(list)
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             modules_by_parameter[id(parameter)].append(name)
@@ -65,28 +66,30 @@ def trace_loader(
         for layer in layers:
             restore_kernel_tensors(layer)
     order = {name: position for position, name in enumerate(numels)}
-    slices = tuple(sorted(tracer.slices, key=lambda part: (order[part.param], part.offset)))
+    slices = sorted(tracer.slices, key=lambda part: (order[part.param], part.offset))
     loaded = {module_of(part.param) for part in slices}
     aliases = {}
     for names in modules_by_parameter.values():
-        owners = [name for name in names if name in loaded]
+        owners = loaded.intersection(names)
         if len(owners) == 1 < len(names):
-            aliases[owners[0]] = tuple(name for name in names if name != owners[0])
-    covered: Counter[str] = Counter()  # elements, by parameter
-    for part in (*slices, *(part for part, _ in tracer.fills)):
-        covered[part.param] += part.numel
+            owner = owners.pop()
+            aliases[owner] = tuple(name for name in names if name != owner)
     # with FP8 weights vLLM also looks for scales of the KV cache; without any it uses 1
-    methods = {
-        name: getattr(module, "quant_method", None) for name, module in model.named_modules()
+    exempt = set(chain.from_iterable(aliases.values()))
+    exempt |= {
+        name
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod)
     }
-    exempt = {name for name, method in methods.items() if isinstance(method, BaseKVCacheMethod)}
-    exempt.update(*aliases.values())
+    covered = Counter()  # elements, by parameter
+    for part in chain(slices, (part for part, _ in tracer.fills)):
+        covered[part.param] += part.numel
     for param, numel in numels.items():
         if covered[param] != numel and module_of(param) not in exempt:
             raise CheckFailed(
                 f"the engine's loader fills only {covered[param]} of {numel} elements of {param}"
             )
-    return LoaderTrace(slices, tuple(tracer.fills), aliases)
+    return LoaderTrace(tuple(slices), tuple(tracer.fills), aliases)
 
 
 def module_of(param: str) -> str:
@@ -117,33 +120,44 @@ class _Tracer(TorchDispatchMode):
         self.fills: list[tuple[ShardSlice, float]] = []
         self._sources = {_storage(tensor): (name, tensor) for name, tensor in sources.items()}
         self._clones: dict[int, tuple[Tensor, Tensor]] = {}  # storage -> clone, part of the source
-        self._zeroed: set[int] = (
-            set()
-        )  # storages of sources that the loader sets to zero before it copies them
+        # storages of sources that the loader sets to zero before it copies them
+        self._zeroed = set()
         self._parameters = {_storage(tensor): (name, tensor) for name, tensor in parameters.items()}
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Any = None,
     ) -> Any:
         name = func.overloadpacket.__name__
-        target = args[0] if args and isinstance(args[0], Tensor) else None
-        if target is not None and _storage(target) in self._parameters:
+        if not args or not isinstance(args[0], Tensor):
+            return self._run(func, args, kwargs)
+        target = args[0]
+        storage = _storage(target)
+        if storage in self._parameters and name in ("copy_", "fill_", "zero_"):
             if name == "copy_":
                 self._copy(target, args[1])
-                return target
-            if name in ("fill_", "zero_"):
-                self._fill(target, 0.0 if name == "zero_" else float(args[1]))
-                return target
-        if name.endswith("_") and target is not None and self._is_source(target):
-            _, whole = self._sources.get(_storage(target), ("", None))
+            else:
+                self._fill(*args)
+            return target
+        if name.endswith("_") and self._is_source(target):
+            _, whole = self._sources.get(storage, ("", None))
             if name != "zero_" or whole is None or target.shape != whole.shape:
                 raise self._computed(name, target)
-            self._zeroed.add(_storage(target))  # on ranks that must not add it
+            self._zeroed.add(storage)  # on ranks that must not add it
             return target
-        result = func(*args, **(kwargs or {}))
-        if name == "clone" and target is not None and _storage(target) in self._sources:
+        if name == "clone" and storage in self._sources:
+            result = func(*args, **(kwargs or {}))
             self._clones[_storage(result)] = (result, target)
             return result
+        return self._run(func, args, kwargs)
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Runs an operation. Raises CheckFailed if it computes a new tensor from a source."""
+        name = func.overloadpacket.__name__
+        result = func(*args, **(kwargs or {}))
         touched = [a for a in args if isinstance(a, Tensor) and self._is_source(a)]
         if touched and isinstance(result, Tensor) and not self._is_source(result):
             raise self._computed(name, touched[0])
@@ -154,9 +168,9 @@ class _Tracer(TorchDispatchMode):
 
     def _computed(self, operation: str, tensor: Tensor) -> CheckFailed:
         _, tensor = self._clones.get(_storage(tensor), (tensor, tensor))
-        source = self._sources[_storage(tensor)][0]
         return CheckFailed(
-            f"the engine's loader applies {operation} to {source} instead of copying it, so it cannot be sent in shards"
+            f"the engine's loader applies {operation} to {self._sources[_storage(tensor)][0]} "
+            "instead of copying it, so it cannot be sent in shards"
         )
 
     def _copy(self, target: Tensor, value: Tensor) -> None:
@@ -173,25 +187,22 @@ class _Tracer(TorchDispatchMode):
                 f"the engine's loader fills {param} with data that is not part of one HF tensor"
             )
         rectangle = _rectangle(source, value, target)
-        if rectangle is None:
+        if not rectangle:
             raise CheckFailed(
                 f"the engine's loader fills {param} with elements of {name} that form no rectangle"
             )
         start, shape, strides = rectangle
-        self.slices.append(ShardSlice(name, start, shape, param, _offset(target, whole), strides))
+        offset = _offset(target, whole)
+        self.slices.append(ShardSlice(name, start, shape, param, offset, strides))
 
-    def _fill(self, target: Tensor, value: float) -> None:
-        if target.numel():
-            param, whole = self._parameters[_storage(target)]
-            shape, strides = tuple(target.shape), tuple(target.stride())
-            self.fills.append(
-                (
-                    ShardSlice(
-                        "", (0,) * len(shape), shape, param, _offset(target, whole), strides
-                    ),
-                    value,
-                )
-            )
+    def _fill(self, target: Tensor, value: float = 0.0) -> None:
+        if not target.numel():
+            return
+        param, whole = self._parameters[_storage(target)]
+        start = (0,) * target.dim()
+        shape = tuple(target.shape)
+        part = ShardSlice("", start, shape, param, _offset(target, whole), target.stride())
+        self.fills.append((part, float(value)))
 
 
 def _offset(view: Tensor, whole: Tensor) -> int:
@@ -205,22 +216,27 @@ def _storage(tensor: Tensor) -> int:
 def _rectangle(
     source: Tensor, value: Tensor, target: Tensor
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
-    """(start, shape, strides in `target`) of the view `value` of a contiguous `source`, or None."""
-    offset, start = value.storage_offset(), []
+    """Returns (start, shape, strides in `target`) of the view `value` of a contiguous `source`.
+
+    None if it is no rectangle.
+    """
+    offset = value.storage_offset()
+    start = []
     for stride in source.stride():
         start.append(offset // stride)
         offset %= stride
-    shape, strides = [1] * source.dim(), [0] * source.dim()
+    shape = [1] * source.dim()
+    strides = [0] * source.dim()
     for size, step, target_step in zip(value.shape, value.stride(), target.stride(), strict=True):
         if size == 1:
             continue
-        fits = (
-            d
-            for d in range(source.dim())
-            if source.stride(d) == step and source.shape[d] > 1 and shape[d] == 1
-        )
-        dim = next(fits, None)
-        if dim is None or start[dim] + size > source.shape[dim]:
+        for dim, whole in enumerate(source.shape):
+            if source.stride(dim) == step and whole > 1 and shape[dim] == 1:
+                break
+        else:
             return None
-        shape[dim], strides[dim] = size, target_step
+        if start[dim] + size > source.shape[dim]:
+            return None
+        shape[dim] = size
+        strides[dim] = target_step
     return tuple(start), tuple(shape), tuple(strides)

@@ -3,8 +3,6 @@
 embedding, layers.<n>.input_norm, .attention, .mlp_norm, .mlp, ..., final_norm
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -21,36 +19,41 @@ PARTS = {
 
 
 def engine_sublayers(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the sublayers of the families that megarl has tables for, in the order in which they run."""
+    """Returns the sublayers of families that megarl has tables for, in the order they run."""
     decoder = model.get_submodule("model")
-    found = {"embedding": _child(decoder, ("embed_tokens", "embedding"))}
+    sublayers = {"embedding": _child(decoder, ("embed_tokens", "embedding"))}
     for number, layer in enumerate(decoder.get_submodule("layers").children()):
-        found |= {f"layers.{number}.{part}": _child(layer, names) for part, names in PARTS.items()}
-    found["final_norm"] = _child(decoder, ("norm",))
-    return {name: module for name, module in found.items() if module is not None}
+        for part, names in PARTS.items():
+            sublayers[f"layers.{number}.{part}"] = _child(layer, names)
+    sublayers["final_norm"] = _child(decoder, ("norm",))
+    return {name: module for name, module in sublayers.items() if module is not None}
 
 
 @contextmanager
 def record_states(
     modules: Mapping[str, nn.Module], projection_HP: Tensor | None
 ) -> Iterator[dict[str, list[Tensor]]]:
-    """Yields the outputs of each call, [tokens, P], or [tokens, H] without a projection, on the CPU."""
-    kept: dict[str, list[Tensor]] = {name: [] for name in modules}
+    """Yields each call's outputs on the CPU: [tokens, P], or [tokens, H] without projection."""
+    recorded: dict[str, list[Tensor]] = {name: [] for name in modules}
 
-    def keep(outputs: list[Tensor], _module: nn.Module, _inputs: object, output: Any) -> None:
-        x_QH: Tensor = (output[0] if isinstance(output, tuple) else output).flatten(0, -2)
+    def record(outputs: list[Tensor], _module: nn.Module, _inputs: object, output: Any) -> None:
+        if isinstance(output, tuple):
+            output = output[0]
+        x_QH: Tensor = output.flatten(0, -2)
         # copied at once: the next fused norm overwrites it
-        outputs.append(
-            x_QH.to("cpu", copy=True)
-            if projection_HP is None
-            else x_QH.cpu().double() @ projection_HP
-        )
+        if projection_HP is None:
+            outputs.append(x_QH.to("cpu", copy=True))
+        else:
+            outputs.append(x_QH.cpu().double() @ projection_HP)
 
     with ExitStack() as hooks:
         for name, module in modules.items():
-            hooks.enter_context(module.register_forward_hook(partial(keep, kept[name])))
-        yield kept
+            hooks.enter_context(module.register_forward_hook(partial(record, recorded[name])))
+        yield recorded
 
 
 def _child(module: nn.Module, names: tuple[str, ...]) -> nn.Module | None:
-    return next((child for name, child in module.named_children() if name in names), None)
+    for name, child in module.named_children():
+        if name in names:
+            return child
+    return None

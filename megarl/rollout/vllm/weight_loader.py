@@ -1,15 +1,14 @@
-"""Writes weights into a live engine, layer by layer: one or two layers exist twice, and addresses stay the same.
+"""Writes weights into a live engine, layer by layer: only a layer or two exist twice.
 
     empty --begin--> writing --seal--> sealed --finish(version)--> ready --begin--> ...
       ^-------------------- abort, from any state --------------------'
 
-A layer is opened when its first transfer arrives (in checkpoint form, this rank's shard) and closed when its last
-element is written: it is processed as after loading, then copied into the tensors that kernels use. Only a ready engine
-accepts prompts. vLLM 0.32's reload has two bugs that are visible only in log-probs: a tied head keeps its old packed
-weights, and the CPU MoE kernel keeps its old pre-pack; `_close` repairs both.
+A layer is opened when its first transfer arrives (in checkpoint form, this rank's shard) and closed
+when its last element is written: it is processed as after loading, then copied into the tensors
+that kernels use, whose addresses stay the same. Only a ready engine accepts prompts. vLLM 0.32's
+reload has two bugs that are visible only in log-probs: a tied head keeps its old packed weights,
+and the CPU MoE kernel keeps its old pre-pack; `_close` repairs both.
 """
-
-from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
@@ -24,14 +23,19 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
 from megarl.models.shards import ShardSlice
-from megarl.rollout.loader_trace import module_of, put_on_meta, restore_kernel_tensors, trace_loader
+from megarl.rollout.vllm.loader_trace import (
+    module_of,
+    put_on_meta,
+    restore_kernel_tensors,
+    trace_loader,
+)
 from megarl.types import CheckFailed
-from megarl.weights.checksum import copy_and_verify, positional_checksum
-from megarl.weights.execute import split_message, strided_view
-from megarl.weights.plan import Message
-from megarl.weights.publish import WeightFormat
+from megarl.weights.plan.plan import Message
+from megarl.weights.sync.checksum import copy_and_verify, positional_checksum
+from megarl.weights.sync.execute import split_message, strided_view
+from megarl.weights.sync.publish import WeightFormat
 
-State = Literal["empty", "writing", "sealed", "ready"]
+LoaderState = Literal["empty", "writing", "sealed", "ready"]
 PROCESSED = "_already_called_process_weights_after_loading"
 
 
@@ -44,25 +48,22 @@ class LayerReceiver:
         self, model: nn.Module, weights: WeightFormat, reset_cache: Callable[[], object]
     ) -> None:
         trace = trace_loader(model, weights.shapes, weights.dtype)
-        self.slices, self._aliases = weights.moved_slices(trace.slices), trace.aliases
-        self.device, self.dtype = next(model.parameters()).device, weights.dtype
-        self.state: State = "empty"
+        self.slices = weights.moved_slices(trace.slices)
+        self._aliases = trace.aliases
+        self.device = next(model.parameters()).device
+        self.dtype = weights.dtype
+        self.state: LoaderState = "empty"
         self.version: int | None = None
-        self._modules, self._weights, self._reset_cache = (
-            dict(model.named_modules()),
-            weights,
-            reset_cache,
-        )
+        self._modules = dict(model.named_modules())
+        self._weights = weights
+        self._reset_cache = reset_cache
         self._sums: list[Tensor] = []  # positional checksum of every slice, if placement is checked
-        self._slices: dict[str, list[tuple[int, ShardSlice]]] = defaultdict(
-            list
-        )  # module -> numbered slices
-        self._fills: dict[str, list[tuple[ShardSlice, float]]] = defaultdict(
-            list
-        )  # module -> LoaderTrace.fills
-        self._numel: Counter[str] = Counter()  # module -> its number of elements
-        self._left: Counter[str] = Counter()  # module -> elements that have not arrived
-        self._loaded: Counter[str] = Counter()  # HF tensor -> elements received
+        # module -> numbered slices
+        self._slices: dict[str, list[tuple[int, ShardSlice]]] = defaultdict(list)
+        self._fills = defaultdict(list)  # module -> LoaderTrace.fills
+        self._numel = Counter()  # module -> its number of elements
+        self._left = Counter()  # module -> elements that have not arrived
+        self._loaded = Counter()  # HF tensor -> elements received
         for number, part in enumerate(self.slices):
             module = module_of(part.param)
             self._slices[module].append((number, part))
@@ -74,7 +75,7 @@ class LayerReceiver:
         self.abort()
         self.state = "writing"
         zero = torch.zeros((), dtype=torch.int64, device=self.device)
-        self._sums = [zero] * len(self.slices) if check_placement else []
+        self._sums = [zero] * (len(self.slices) * check_placement)
         self._left = self._numel.copy()
         self._loaded.clear()
 
@@ -89,9 +90,9 @@ class LayerReceiver:
                 self._open(module)
             # read back before the layer closes: packed bytes cannot be compared
             view = self._view(into)
-            wrong += copy_and_verify(
-                part if view.dtype == part.dtype else part.view(self._weights.dtype), view
-            )
+            if view.dtype != part.dtype:
+                part = part.view(self._weights.dtype)
+            wrong += copy_and_verify(part, view)
             self._loaded[into.name] += into.numel
             self._left[module] -= into.numel
             if not self._left[module]:
@@ -101,12 +102,13 @@ class LayerReceiver:
     @torch.no_grad()
     def seal(self) -> Mapping[str, int]:
         assert self.state == "writing", f"seal() in state {self.state}"
-        if waiting := {module: left for module, left in self._left.items() if left}:
-            shown = (
-                f"{module} ({left} of {self._numel[module]} elements)"
-                for module, left in waiting.items()
-            )
-            raise CheckFailed(f"layers are still missing weights: {', '.join(shown)}")
+        missing = [
+            f"{module} ({left} of {self._numel[module]} elements)"
+            for module, left in self._left.items()
+            if left
+        ]
+        if missing:
+            raise CheckFailed(f"layers are still missing weights: {', '.join(missing)}")
         for layer in self._modules.values():
             if is_deferred_attention_layer(layer):
                 layer.process_weights_after_loading(self._weights.dtype)  # type: ignore[operator]
@@ -122,20 +124,26 @@ class LayerReceiver:
 
     def finish(self, version: int) -> None:
         assert self.state == "sealed", f"finish() in state {self.state}"
-        self.state, self.version = "ready", version
+        self.state = "ready"
+        self.version = version
 
     def abort(self) -> None:
-        """Drops the version. Restores the kernel tensors of open layers; closed layers have new weights."""
-        self.state, self.version = "empty", None
+        """Drops the version, restores the kernel tensors of open layers; closed ones stay new."""
+        self.state = "empty"
+        self.version = None
         for module in self._numel:
             layer = self._modules[module]
             if self._is_open(layer):
                 restore_kernel_tensors(layer)
 
     def _view(self, part: ShardSlice) -> Tensor:
-        """In the dtype that moves; in the parameter's own where the engine keeps a tensor in a wider one."""
-        parameter, name, weights = self._parameter(part), part.name, self._weights
-        expected = torch.float8_e4m3fn if name in weights.fp8 else weights.dtype_of(name)
+        """Views a slice in the dtype that moves, or in the parameter's own where it is wider."""
+        parameter = self._parameter(part)
+        name = part.name
+        weights = self._weights
+        expected = weights.dtype_of(name)
+        if name in weights.fp8:
+            expected = torch.float8_e4m3fn
         if parameter.dtype == expected:
             return strided_view(parameter, part, weights.unit)
         if name in weights.fp32 | weights.fp8:
@@ -143,11 +151,14 @@ class LayerReceiver:
                 f"the engine keeps {name} in {parameter.dtype}, but it moves in {expected}"
             )
         count = weights.sizes.units(name)
-        shape = (*part.shape[:-1], part.shape[-1] // count)
-        strides = (*(stride // count for stride in part.strides[:-1]), part.strides[-1])
-        return strided_view(
-            parameter, replace(part, shape=shape, offset=part.offset // count, strides=strides)
+        *strides, last = part.strides
+        wider = replace(
+            part,
+            shape=(*part.shape[:-1], part.shape[-1] // count),
+            offset=part.offset // count,
+            strides=(*(stride // count for stride in strides), last),
         )
+        return strided_view(parameter, wider)
 
     def _parameter(self, part: ShardSlice) -> Tensor:
         module, _, leaf = part.param.rpartition(".")
@@ -166,11 +177,12 @@ class LayerReceiver:
     def _close(self, module: str) -> None:
         layer = self._modules[module]
         info = layerwise.get_layerwise_info(layer)
-        for number, part in self._slices[module] if self._sums else ():
-            view = self._view(part)
-            if view.dtype != self._weights.unit:  # as it was sent
-                view = view.to(self._weights.dtype).view(self._weights.unit)
-            self._sums[number] = positional_checksum(view, part.start)
+        if self._sums:
+            for number, part in self._slices[module]:
+                view = self._view(part)
+                if view.dtype != self._weights.unit:  # as it was sent
+                    view = view.to(self._weights.dtype).view(self._weights.unit)
+                self._sums[number] = positional_checksum(view, part.start)
         _process(layer, info.restore_device)
         layerwise._copy_and_restore_kernel_tensors(layer, info)
         info.reset()
@@ -189,12 +201,8 @@ def _process(layer: nn.Module, device: torch.device) -> None:
     kernel = getattr(method, "moe_kernel", None)
     with device:
         method.process_weights_after_loading(layer)
-        if (
-            kernel is not None
-            and method.moe_kernel is kernel
-            and next(layer.parameters()).device.type == "cpu"
-        ):
-            # vLLM 0.32 re-packs experts only when it builds the kernel (its PR 40390), not on an update
+        if kernel and method.moe_kernel is kernel and next(layer.parameters()).device.type == "cpu":
+            # vLLM 0.32 re-packs experts only when it builds the kernel, not on an update (PR 40390)
             kernel.fused_experts.process_weights_after_loading(layer)
     if hasattr(layer, "update_param_tp_status"):
         layer.update_param_tp_status()  # type: ignore[operator]

@@ -1,12 +1,11 @@
-"""Quantises and dequantises weights in the block formats of models/formats.py. Plain torch, on any device.
+"""Quantises and dequantises weights in the block formats of models/formats.py. Plain torch, on any
+device.
 
-    w [..., out, in] --block_amax--> scales --round--> {suffix: tensor} --from_blocks--> w, rounded to the format
+    w [..., out, in] --block_amax--> scales --round--> {suffix: tensor} --dequantize--> w, rounded
 
-Scales and products are fp32. A block with NaN or inf becomes NaN as a whole, except for a NaN in FP8; nothing else is
-hidden: values beyond the largest element (after a scale was rounded down) are clamped to it.
-"""
-
-from __future__ import annotations
+Scales and products are fp32. A block with NaN or inf becomes NaN as a whole, except for a NaN in
+FP8; nothing else is hidden: values beyond the largest element (after a scale was rounded down) are
+clamped to it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,33 +16,38 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megarl.models.formats import FORMATS, BlockFormat
+from megarl.models.shape import Shape
 
 DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 E4M3_MAX = 448.0
-E2M1 = (
-    0.0,
-    0.5,
-    1.0,
-    1.5,
-    2.0,
-    3.0,
-    4.0,
-    6.0,
-)  # the magnitude of codes 0 to 7; 8 to 15 are negative
+# the magnitude of codes 0 to 7; 8 to 15 are negative
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 Block = tuple[int, int]
 
 
 def block_amax(x: Tensor, block: Block) -> Tensor:
-    """Returns the largest magnitude in each block of [..., rows, columns], fp32 [..., block rows, block columns]. A
-    block has all rows or columns where `block` has 0; the last may be partial."""
-    rows, columns = (size or whole for size, whole in zip(block, x.shape[-2:], strict=True))
+    """Returns the largest magnitude in each block of [..., rows, columns], fp32 [..., block rows,
+    block columns]. A block has all rows or columns where `block` has 0; the last may be partial."""
+    rows = block[0] or x.shape[-2]
+    columns = block[1] or x.shape[-1]
     padded = pad(x.abs(), (0, -x.shape[-1] % columns, 0, -x.shape[-2] % rows))
-    return padded.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows)).amax(dim=(-3, -1)).float()
+    blocks = padded.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
+    return blocks.amax(dim=(-3, -1)).float()
 
 
 def fp8_scales(amax: Tensor, *, power_of_2: bool = False) -> Tensor:
@@ -53,24 +57,40 @@ def fp8_scales(amax: Tensor, *, power_of_2: bool = False) -> Tensor:
     if not power_of_2:
         return scales
     mantissa, _ = torch.frexp(scales)  # in [0.5, 1)
-    return scales / mantissa * torch.where(mantissa > 0.5, 1.0, 0.5)
+    upwards = torch.where(mantissa > 0.5, 1.0, 0.5)
+    return scales / mantissa * upwards
 
 
-def to_fp8(x: Tensor, scales: Tensor, block: Block, start: Block = (0, 0)) -> Tensor:
+def to_fp8(
+    x: Tensor,
+    scales: Tensor,
+    block: Block,
+    start: Block = (0, 0),
+) -> Tensor:
     """Returns x / scale rounded to e4m3; see `from_fp8`."""
     quotient = x.float() / _spread(scales.float(), block, start, x.shape[-2:])
     return quotient.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 def from_fp8(
-    values: Tensor, scales: Tensor, block: Block, dtype: torch.dtype, start: Block = (0, 0)
+    values: Tensor,
+    scales: Tensor,
+    block: Block,
+    dtype: torch.dtype,
+    start: Block = (0, 0),
 ) -> Tensor:
-    """Returns value x scale, rounded once to `dtype`. start: row and column of the first value within its block, the
-    first of `scales`."""
-    return values.float().mul_(_spread(scales.float(), block, start, values.shape[-2:])).to(dtype)
+    """Returns value x scale, rounded once to `dtype`. start: row and column of the first value
+    within its block, the first of `scales`."""
+    factors = _spread(scales.float(), block, start, values.shape[-2:])
+    return values.float().mul_(factors).to(dtype)
 
 
-def _spread(scales: Tensor, block: Block, start: Block, shape: Sequence[int]) -> Tensor:
+def _spread(
+    scales: Tensor,
+    block: Block,
+    start: Block,
+    shape: Sequence[int],
+) -> Tensor:
     """Repeats each scale over its block; a dim in which all share one keeps size 1."""
     for dim, size, first, count in zip((-2, -1), block, start, shape, strict=True):
         if size > 1:
@@ -79,38 +99,42 @@ def _spread(scales: Tensor, block: Block, start: Block, shape: Sequence[int]) ->
 
 
 def quantize(w: Tensor, fmt: BlockFormat) -> dict[str, Tensor]:
-    """Returns the stored tensors of `w`, [..., out, in] or as the format's `is_transposed` requires, by suffix.
+    """Returns the stored tensors of `w`, [..., out, in] or as the format's `is_transposed`
+    requires, by suffix.
 
-    Raises ValueError if the shape does not fit. Rounding is to nearest, ties to even. Scales:
-    e4m3: largest magnitude / 448                   int4: / 7, so values that were rounded before are unchanged
-    e2m1: / 6, or a power of two: that of the largest magnitude, rounded to 1.5 bits, / 4 (as compressed-tensors)
-    """
+    Raises ValueError if the shape does not fit. Rounding is to nearest, ties to even. Scales: e4m3:
+    largest magnitude / 448                   int4: / 7, so values that were rounded before are
+    unchanged e2m1: / 6, or a power of two: that of the largest magnitude, rounded to 1.5 bits, / 4
+    (as compressed-tensors)"""
     shape = tuple(w.shape)
-    w = w.transpose(-1, -2) if fmt.is_transposed else w
-    if (inputs := w.shape[-1]) % fmt.column_step:
+    if fmt.is_transposed:
+        w = w.transpose(-1, -2)
+    inputs = w.shape[-1]
+    if inputs % fmt.column_step:
         raise ValueError(
-            f"{shape} has {inputs} inputs, not a multiple of {fmt.column_step} as {fmt.name} requires"
+            f"{shape} has {inputs} inputs, not a multiple of {fmt.column_step} as {fmt.name} "
+            "requires"
         )
-    amax, extra = block_amax(w, fmt.block), {}
+    amax = block_amax(w, fmt.block)
+    extra = {}
     if fmt.element == "e4m3":
         scales = fp8_scales(amax, power_of_2=fmt.power_of_2).to(DTYPES[fmt.scale_dtype])
-        stored, values = (
-            scales.view(1) if fmt.block == (0, 0) else scales,
-            to_fp8(w, scales, fmt.block),
-        )
+        values = to_fp8(w, scales, fmt.block)
+        if fmt.block == (0, 0):
+            scales = scales.view(1)
     else:
         divisor = torch.ones(1, device=w.device)
         if fmt.global_scale:
             largest = amax.amax()
-            extra[fmt.global_scale] = divisor = (E4M3_MAX * 6 / largest.where(largest > 0, 1)).view(
-                1
-            )
-        stored = _small_scales(amax, divisor, fmt)
-        quotient = w.float() / _spread(_decode(stored) / divisor, fmt.block, (0, 0), w.shape[-2:])
-        values = _pack(_codes(quotient, fmt), fmt)
+            divisor = (E4M3_MAX * 6 / largest.where(largest > 0, 1)).view(1)
+            extra[fmt.global_scale] = divisor
+        scales = _small_scales(amax, divisor, fmt)
+        factors = _spread(_decode(scales) / divisor, fmt.block, (0, 0), w.shape[-2:])
+        values = _pack(_codes(w.float() / factors, fmt), fmt)
     if fmt.full_shape:
         extra[fmt.full_shape] = torch.tensor(shape)
-    return {fmt.values: values.reshape(fmt.parts(shape)[fmt.values][1]), fmt.scale: stored} | extra
+    _, stored_shape = fmt.parts(shape)[fmt.values]
+    return {fmt.values: values.reshape(stored_shape), fmt.scale: scales} | extra
 
 
 def dequantize(
@@ -120,47 +144,57 @@ def dequantize(
     dtype: torch.dtype,
     start: Block = (0, 0),
 ) -> Tensor:
-    """Returns [..., rows, columns] of `shape` as stored (transposed if the format says so), rounded once to `dtype`.
+    """Returns [..., rows, columns] of `shape` as stored (transposed if the format says so), rounded
+    once to `dtype`.
 
-    parts: by suffix; `fmt.full_shape` is not needed. Of a slice: its items, and all scales of blocks that it touches
-    start: where the slice begins in the first of these blocks; its columns begin at a multiple of `column_step`
-    """
+    parts: by suffix; `fmt.full_shape` is not needed. Of a slice: its items, and all scales of
+    blocks that it touches start: where the slice begins in the first of these blocks; its columns
+    begin at a multiple of `column_step`"""
     scales = _decode(parts[fmt.scale])
     if fmt.global_scale:
         scales = scales / parts[fmt.global_scale]
     if fmt.element == "e4m3":
-        return from_fp8(parts[fmt.values].view(*shape), scales, fmt.block, dtype, start)
+        return from_fp8(
+            parts[fmt.values].view(*shape),
+            scales,
+            fmt.block,
+            dtype,
+            start,
+        )
     items = parts[fmt.values].reshape(*shape[:-1], -1)
-    pairs = _pairs(fmt).to(items.device)[items.view(torch.uint8).int()]  # [..., bytes, 2]
+    codes = items.view(torch.uint8).int()
+    pairs = _pairs(fmt).to(items.device)[codes]  # [..., bytes, 2]
     values = pairs.flatten(-2)[..., : shape[-1]]
     return values.mul_(_spread(scales, fmt.block, start, shape[-2:])).to(dtype)
 
 
 def _decode(scales: Tensor) -> Tensor:
-    """Stored scales as fp32; bytes are exponents, of which 255 is NaN."""
-    return (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()
+    """Returns stored scales as fp32; bytes are exponents, of which 255 is NaN."""
+    if scales.dtype == torch.uint8:
+        scales = scales.view(torch.float8_e8m0fnu)
+    return scales.float()
 
 
 def _small_scales(amax: Tensor, divisor: Tensor, fmt: BlockFormat) -> Tensor:
-    """The stored scales of 4-bit elements. Those of a zero block are any, of one that is not finite NaN."""
+    """Returns the stored scales of 4-bit elements. Those of a zero block are any, of one that is
+    not finite NaN."""
     if fmt.scale_dtype == "U8":
-        exponents = (
-            amax.view(torch.int32) + (1 << 21)
-        ) >> 23  # a mantissa of 1.75 or more counts as 2
-        return torch.where(amax.isfinite(), (exponents - 2).clamp(0, 254), 255).to(torch.uint8)
-    scales = torch.where(
-        amax.isfinite(), amax * divisor / (7 if fmt.element == "int4" else 6), torch.nan
-    )
-    scales = scales.to(DTYPES[fmt.scale_dtype])
+        # a mantissa of 1.75 or more counts as 2
+        exponents = (amax.view(torch.int32) + (1 << 21)) >> 23
+        scales = (exponents - 2).clamp(0, 254)
+        return scales.where(amax.isfinite(), 255).to(torch.uint8)
+    scales = amax * divisor / (7 if fmt.element == "int4" else 6)
+    scales = scales.where(amax.isfinite(), torch.nan).to(DTYPES[fmt.scale_dtype])
     smallest = torch.finfo(scales.dtype).eps
     return scales.where(scales != 0, smallest)
 
 
 def _codes(quotient: Tensor, fmt: BlockFormat) -> Tensor:
-    """uint8 in 0..15 of the nearest elements."""
+    """Returns uint8 in 0..15 of the nearest elements."""
     if fmt.element == "int4":
         return (quotient.nan_to_num_().round_().clamp_(-8, 7) + 8).to(torch.uint8)
-    # the middles of two elements; a tie goes to the even code, so up at every second: those are an ulp lower
+    # the middles of two elements; a tie goes to the even code, so up at every second: those are an
+    # ulp lower
     middles = torch.tensor(
         [0.25, 0.75 - 2**-24, 1.25, 1.75 - 2**-23, 2.5, 3.5 - 2**-22, 5.0], device=quotient.device
     )
@@ -169,13 +203,16 @@ def _codes(quotient: Tensor, fmt: BlockFormat) -> Tensor:
 
 
 def _pack(codes: Tensor, fmt: BlockFormat) -> Tensor:
-    """Items of [..., columns] codes: two in a byte, the first in the low bits; missing ones are zero bits."""
+    """Returns items of [..., columns] codes: two in a byte, the first in the low bits; missing ones
+    are zero bits."""
     codes = pad(codes, (0, -codes.shape[-1] % fmt.per_item)).unflatten(-1, (-1, 2))
     packed = codes[..., 0] | codes[..., 1] << 4
-    return packed.view(torch.int32) if fmt.item == "I32" else packed
+    if fmt.item == "I32":
+        return packed.view(torch.int32)
+    return packed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Storage:
     """How a folder stores its tensors: those in `names` in `format`, the others as they are."""
 
@@ -183,31 +220,36 @@ class Storage:
     names: frozenset[str] = frozenset()
 
     def parts(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Returns the dtype (safetensors' name) and shape of each stored tensor of the tensor `name`, by name."""
-        parts = self.format.parts(shape) if name in self.names else {"": (NAMES[dtype], shape)}
-        return {name + suffix: part for suffix, part in parts.items()}
+        self,
+        name: str,
+        shape: Shape,
+        dtype: torch.dtype,
+    ) -> dict[str, tuple[str, Shape]]:
+        """Returns the dtype (safetensors' name) and shape of each stored tensor of the tensor
+        `name`, by name."""
+        if name not in self.names:
+            return {name: (NAMES[dtype], shape)}
+        return {name + suffix: part for suffix, part in self.format.parts(shape).items()}
 
     def encode(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Returns the stored tensors of a tensor, or of one of its matrices, by name."""
         if name not in self.names:
             return {name: tensor}
         if tensor.dim() == 2 or self.format.global_scale:
-            return {name + suffix: part for suffix, part in quantize(tensor, self.format).items()}
-        stack = [quantize(matrix, self.format) for matrix in tensor]  # temporaries of one
-        return {
-            name + suffix: torch.stack([parts[suffix] for parts in stack]) for suffix in stack[0]
-        }
+            parts = quantize(tensor, self.format)
+            return {name + suffix: part for suffix, part in parts.items()}
+        matrices = [quantize(matrix, self.format) for matrix in tensor]  # temporaries of one
+        stacked = {}
+        for suffix in matrices[0]:
+            stacked[name + suffix] = torch.stack([parts[suffix] for parts in matrices])
+        return stacked
 
     def round(self, matrix: Tensor) -> Tensor:
         """Returns a quantised tensor's matrix as it will be read."""
-        turned = (lambda x: x.T) if self.format.is_transposed else (lambda x: x)
-        return turned(
-            dequantize(
-                quantize(matrix, self.format), self.format, turned(matrix).shape, matrix.dtype
-            )
-        )
+        parts = quantize(matrix, self.format)
+        if self.format.is_transposed:
+            return dequantize(parts, self.format, matrix.T.shape, matrix.dtype).T
+        return dequantize(parts, self.format, matrix.shape, matrix.dtype)
 
 
 PLAIN = Storage()
@@ -215,10 +257,10 @@ PLAIN = Storage()
 
 @cache
 def _pairs(fmt: BlockFormat) -> Tensor:
-    """[256, 2]: the two elements in each byte."""
-    values = (
-        torch.arange(16.0) - 8
-        if fmt.element == "int4"
-        else torch.tensor([*E2M1, *(-x for x in E2M1)])
-    )
+    """Returns [256, 2]: the two elements in each byte."""
+    if fmt.element == "int4":
+        values = torch.arange(16.0) - 8
+    else:
+        magnitudes = torch.tensor(E2M1)
+        values = torch.cat([magnitudes, -magnitudes])
     return torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=-1)

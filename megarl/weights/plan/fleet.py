@@ -1,16 +1,14 @@
 """The ranks of trainer and engines, and their nodes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megarl.layout import Layout, Parallel
-from megarl.models.engine import engine_layout
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Fleet:
-    """Ranks of trainer and engines, numbered node by node. In a split fleet the engines' ranks follow the trainer's."""
+    """Ranks of trainer and engines, numbered node by node. In a split fleet the engines' ranks
+    follow the trainer's."""
 
     parallel: Parallel
     trainers: int
@@ -30,7 +28,9 @@ class Fleet:
 
     @property
     def first_receiver(self) -> int:
-        return self.trainers if self.is_split else 0
+        if self.is_split:
+            return self.trainers
+        return 0
 
     @property
     def world(self) -> int:
@@ -41,6 +41,10 @@ class Fleet:
         return Layout.of(self.parallel, self.trainers, rank)
 
     def engine_layout(self, rank: int) -> Layout:
-        """The layout, within its replica, of global rank `rank`."""
-        local = (rank - self.first_receiver) % self.ranks_per_replica
-        return engine_layout(tensor=self.tensor, expert=self.expert, rank=local)
+        """Returns the layout, within its replica, of global rank `rank`."""
+        expert_tensor = self.tensor
+        if self.expert > 1:
+            expert_tensor = 1
+        sizes = Parallel(tensor=self.tensor, expert=self.expert, expert_tensor=expert_tensor)
+        size = self.ranks_per_replica
+        return Layout.of(sizes, size, (rank - self.first_receiver) % size)

@@ -1,20 +1,20 @@
-"""The plan of a weight sync: which bytes go from which rank to which, in which round. No torch, no communication.
+"""The plan of a weight sync: which bytes go from which rank to which, in which round. No torch, no
+communication.
 
-    tables and a fleet | every rank's slices --> transfer groups --> senders --> rounds --> Plan --lower--> Messages
+    tables and a fleet | every rank's slices
+        --> transfer groups --> senders --> rounds --> Plan --lower--> Messages
 
-All ranks compute the same Plan as arrays over messages; each lowers its own messages to transfers. In a round there is
-at most one flat message for each (sender, receiver), and no rank sends or receives more than `round_bytes`, unless a
-single row of a tensor is larger. A rank may be a sender, a receiver or both.
-"""
-
-from __future__ import annotations
+All ranks compute the same Plan as arrays over messages; each lowers its own messages to transfers.
+In a round there is at most one flat message for each (sender, receiver), and no rank sends or
+receives more than `round_bytes`, unless a single row of a tensor is larger. A rank may be a sender,
+a receiver or both."""
 
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import chain, product
 from math import prod
 
 import numpy as np
@@ -23,29 +23,31 @@ from megarl.models.engine import engine_table
 from megarl.models.formats import BlockFormat
 from megarl.models.fp8 import with_scales
 from megarl.models.registry import megatron_table
-from megarl.models.shape import ModelShape
+from megarl.models.shape import ModelShape, Shape
 from megarl.models.shards import ElementSizes, LayerSpec, ShardSlice, whole_tensor
-from megarl.weights.fleet import Fleet
-from megarl.weights.placements import FleetTables, Ints, Placement, RecordedSlices, SlicesByRank
-from megarl.weights.plan_rounds import assign_rounds
-from megarl.weights.senders import Hops, assign_senders
+from megarl.weights.plan.fleet import Fleet
+from megarl.weights.plan.rounds import assign_rounds
+from megarl.weights.plan.senders import Hops, assign_senders
+from megarl.weights.plan.tables import FleetTables, Ints, Placement, RecordedSlices, SlicesByRank
 
 GROUPS_PER_ROUND = 16  # the largest groups fill 1/16 of a round
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Transfer:
-    """A rectangle of an HF tensor, where the sender reads it and where the receiver writes it. One that is relayed is
-    read from the message that arrived in the previous round: the source's `param` is `relay_buffer` of its sender."""
+    """A rectangle of an HF tensor, where the sender reads it and where the receiver writes it. One
+    that is relayed is read from the message that arrived in the previous round: the source's
+    `param` is `relay_buffer` of its sender."""
 
     source: ShardSlice
     destination: ShardSlice
     is_relay: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Message:
-    """One flat buffer: its transfers end to end, each in row-major order. `sender == receiver`: a local copy."""
+    """One flat buffer: its transfers end to end, each in row-major order. `sender == receiver`: a
+    local copy."""
 
     index: int  # among all messages of the plan
     round: int
@@ -59,18 +61,21 @@ class Message:
 
     @property
     def is_relay(self) -> bool:
-        """Whether part of it arrives at the sender in the previous round."""
+        """True if part of it arrives at the sender in the previous round."""
         return any(transfer.is_relay for transfer in self.transfers)
 
     def __str__(self) -> str:
         names = sorted({transfer.source.name for transfer in self.transfers})
-        relayed = " (relayed)" if self.is_relay else ""
-        return f"rank {self.sender} -> rank {self.receiver}{relayed}: {first_few(names, 3)}"
+        receiver = f"rank {self.receiver}"
+        if self.is_relay:
+            receiver += " (relayed)"
+        return f"rank {self.sender} -> {receiver}: {first_few(names, 3)}"
 
 
 @dataclass(frozen=True)
 class TransferRows:
-    """Transfer groups that move between two ranks: one layer's group per row, by (round, sender, receiver)."""
+    """Transfer groups that move between two ranks: one layer's group per row, by (round, sender,
+    receiver)."""
 
     group: Ints
     layer: Ints  # EMBEDDING, 0.., and the head as a layer after the last
@@ -78,14 +83,15 @@ class TransferRows:
     sender: Ints
     receiver: Ints
     round: Ints
-    via: Ints  # the rank from which the sender received a relayed row in the previous round; otherwise -1
+    via: Ints  # the rank that sent a relayed row to `sender` in the previous round; otherwise -1
     offset: Ints  # elements before the row in its message
     numel: Ints
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All messages of one sync, the same on every rank. Arrays are over messages, by (round, sender, receiver)."""
+    """All messages of one sync, the same on every rank. Arrays are over messages, by (round,
+    sender, receiver)."""
 
     itemsize: int  # bytes of a unit that is counted
     num_rounds: int
@@ -114,62 +120,70 @@ class Plan:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 over all rows and transfer groups; ranks compare theirs before the first byte moves."""
+        """sha256 over all rows and transfer groups; ranks compare theirs before the first byte
+        moves."""
         digest = hashlib.sha256(repr((self.itemsize, self.placement.groups)).encode())
-        for name in TransferRows.__dataclass_fields__:
-            digest.update(np.ascontiguousarray(getattr(self.rows, name)).data)
+        for column in vars(self.rows).values():
+            digest.update(np.ascontiguousarray(column).data)
         return digest.hexdigest()
 
     def lower(self, rank: int) -> list[list[Message]]:
-        """The messages that `rank` sends, receives or copies locally, by round (some rounds may be empty)."""
-        mine = np.flatnonzero((self.message_sender == rank) | (self.message_receiver == rank))
-        rounds: list[list[Message]] = [[] for _ in range(self.num_rounds)]
-        for index in mine.tolist():
-            number = int(self.message_round[index])
-            ends = int(self.message_sender[index]), int(self.message_receiver[index])
-            rows = range(int(self.first_row[index]), int(self.first_row[index + 1]))
-            transfers = tuple(transfer for row in rows for transfer in self._transfers(row))
-            rounds[number].append(Message(index, number, *ends, transfers))
+        """The messages that `rank` sends, receives or copies locally, by round (some rounds may be
+        empty)."""
+        is_mine = (self.message_sender == rank) | (self.message_receiver == rank)
+        rounds = [[] for _ in range(self.num_rounds)]
+        for index in np.flatnonzero(is_mine).tolist():
+            rows = range(*self.first_row[index : index + 2].tolist())
+            message = Message(
+                index,
+                round=int(self.message_round[index]),
+                sender=int(self.message_sender[index]),
+                receiver=int(self.message_receiver[index]),
+                transfers=tuple(chain.from_iterable(map(self._transfers, rows))),
+            )
+            rounds[message.round].append(message)
         return rounds
 
     def _transfers(self, row: int) -> Iterator[Transfer]:
-        rows, via, offset = self.rows, int(self.rows.via[row]), int(self.rows.offset[row])
-        layer, first, group = (
-            int(rows.layer[row]),
-            int(rows.expert[row]),
-            self.placement.groups[int(rows.group[row])],
-        )
-        sender, receiver = int(rows.sender[row]), int(rows.receiver[row])
+        rows = self.rows
+        via = int(rows.via[row])
+        offset = int(rows.offset[row])
+        layer = int(rows.layer[row])
+        first = int(rows.expert[row])
+        group = self.placement.groups[int(rows.group[row])]
+        sender = int(rows.sender[row])
+        receiver = int(rows.receiver[row])
         for expert, overlap in product(range(first, first + group.repeats), group.overlaps):
-            kept = self.placement.destination(overlap, receiver, layer, expert)
-            start, shape = overlap.start, overlap.shape
+            kept = self.placement.slice_of(
+                overlap.destinations, receiver, layer, expert, is_source=False
+            )
+            start = overlap.start
+            shape = overlap.shape
             if len(kept.shape) > len(shape):  # the tensor holds all experts
-                start, shape = (expert, *start), (1, *shape)
+                start = (expert, *start)
+                shape = (1, *shape)
             if via >= 0:
-                source = replace(
-                    whole_tensor(relay_buffer(via), shape),
-                    name=kept.name,
-                    start=start,
-                    offset=offset,
-                )
+                buffer = whole_tensor(relay_buffer(via), shape)
+                source = replace(buffer, name=kept.name, start=start, offset=offset)
                 offset += overlap.numel
             else:
-                source = _part(self.placement.source(overlap, sender, layer, expert), start, shape)
+                source = self.placement.slice_of(
+                    overlap.sources, sender, layer, expert, is_source=True
+                )
+                source = _part(source, start, shape)
             yield Transfer(source, _part(kept, start, shape), via >= 0)
 
 
 def relay_buffer(sender: int) -> str:
-    """The `param` that denotes the message received from `sender` in the previous round."""
+    """Returns the `param` that denotes the message received from `sender` in the previous round."""
     return f"message from rank {sender}"
 
 
-def _part(whole: ShardSlice, start: tuple[int, ...], shape: tuple[int, ...]) -> ShardSlice:
-    steps = (
-        stride * (s - b) for s, b, stride in zip(start, whole.start, whole.strides, strict=True)
-    )
-    return ShardSlice(
-        whole.name, start, shape, whole.param, whole.offset + sum(steps), whole.strides
-    )
+def _part(whole: ShardSlice, start: Shape, shape: Shape) -> ShardSlice:
+    offset = whole.offset
+    for first, begin, stride in zip(start, whole.start, whole.strides, strict=True):
+        offset += stride * (first - begin)
+    return replace(whole, start=start, shape=shape, offset=offset)
 
 
 def plan_transfers(
@@ -182,19 +196,25 @@ def plan_transfers(
     spec: LayerSpec = "te",
     fp8: BlockFormat | None = None,
 ) -> Plan:
-    """Plans from the tables of trainer and engine. `padded_vocab`, `spec`: rows of the trainer's embedding, on all
-    ranks, and its layer spec. `fp8`: the engine's blocks of linear layers; None: all move in `itemsize`. Raises
-    ValueError naming the tensor if the trainer lacks a part of it that the engine keeps."""
-    table, engine = megatron_table(shape, spec=spec, padded_vocab=padded_vocab), engine_table(shape)
+    """Plans from the tables of trainer and engine. `padded_vocab`, `spec`: rows of the trainer's
+    embedding, on all ranks, and its layer spec. `fp8`: the engine's blocks of linear layers; None:
+    all move in `itemsize`. Raises ValueError naming the tensor if the trainer lacks a part of it
+    that the engine keeps."""
+    table = megatron_table(shape, spec=spec, padded_vocab=padded_vocab)
+    engine = engine_table(shape)
     if fp8 is not None:
-        table, engine = with_scales(table, fp8, is_whole=True), with_scales(engine, fp8)
+        table = with_scales(table, fp8, is_whole=True)
+        engine = with_scales(engine, fp8)
     sizes = ElementSizes(itemsize, table.fp32, table.fp8)
-    max_numel = _max_numel(round_bytes // sizes.unit, fleet.ranks_per_node)
-    return _plan(
-        FleetTables(shape, fleet, table, engine, sizes=sizes, max_numel=max_numel),
-        sizes.unit,
-        round_bytes,
+    placement = FleetTables(
+        shape,
+        fleet,
+        table,
+        engine,
+        sizes=sizes,
+        max_numel=_max_numel(round_bytes // sizes.unit, fleet.ranks_per_node),
     )
+    return _plan(placement, sizes.unit, round_bytes)
 
 
 def plan_recorded(
@@ -205,66 +225,76 @@ def plan_recorded(
     round_bytes: int,
     ranks_per_node: int | None = None,
 ) -> Plan:
-    """Plans from the slices of every rank; `destinations` are in the order of the engine's layers. `ranks_per_node`:
-    None puts all on one node. Raises ValueError naming a tensor whose sources overlap or do not cover a destination."""
+    """Plans from the slices of every rank; `destinations` are in the order of the engine's layers.
+    `ranks_per_node`: None puts all on one node. Raises ValueError naming a tensor whose sources
+    overlap or do not cover a destination."""
     world = max(len(sources), len(destinations))
     per_node = min(ranks_per_node or world, world)
     max_numel = _max_numel(round_bytes // itemsize, per_node)
-    return _plan(RecordedSlices(sources, destinations, per_node, max_numel), itemsize, round_bytes)
+    placement = RecordedSlices(sources, destinations, per_node, max_numel)
+    return _plan(placement, itemsize, round_bytes)
 
 
 def _max_numel(round_numel: int, ranks_per_node: int) -> int:
-    """Maximum size of a group, such that all copies that one rank relays within its node fit into a round."""
+    """Returns the maximum size of a group, such that all copies that one rank relays within its
+    node fit into a round."""
     return max(1, round_numel // max(GROUPS_PER_ROUND, ranks_per_node))
 
 
 def _plan(placement: Placement, itemsize: int, round_bytes: int) -> Plan:
-    hops, sizes = (
-        assign_senders(placement),
-        np.array([group.numel for group in placement.groups], dtype=np.int64),
-    )
+    hops = assign_senders(placement)
+    sizes = np.array([group.numel for group in placement.groups], dtype=np.int64)
     rounds = assign_rounds(
         hops, sizes[hops.group], placement, round_numel=max(1, round_bytes // itemsize)
     )
     rows = _rows(hops, rounds, sizes)
-    first = _first_rows(rows.sender, rows.receiver, rows.round)
+    first_row = _first_rows(rows.sender, rows.receiver, rows.round)
+    first = first_row[:-1]
     return Plan(
         itemsize=itemsize,
         num_rounds=int(rows.round.max(initial=-1)) + 1,
-        message_round=rows.round[first[:-1]],
-        message_sender=rows.sender[first[:-1]],
-        message_receiver=rows.receiver[first[:-1]],
-        message_bytes=itemsize * np.add.reduceat(rows.numel, first[:-1]),
+        message_round=rows.round[first],
+        message_sender=rows.sender[first],
+        message_receiver=rows.receiver[first],
+        message_bytes=itemsize * np.add.reduceat(rows.numel, first),
         rows=rows,
-        first_row=first,
+        first_row=first_row,
         placement=placement,
     )
 
 
 def _rows(hops: Hops, rounds: Ints, sizes: Ints) -> TransferRows:
-    """Hops and relays, ordered by message."""
-    relayed, count = hops.relay_hop, len(hops.group)
+    """Returns hops and relays, ordered by message."""
+    relayed = hops.relay_hop
+    count = len(hops.group)
     sender = np.concatenate([hops.sender, hops.receiver[relayed]])
     receiver = np.concatenate([hops.receiver, hops.relay_receiver])
     rounds = np.concatenate([rounds, rounds[relayed] + 1])
     order = np.lexsort((receiver, sender, rounds))
+    is_relay = order >= count
     hop = np.concatenate([np.arange(count), relayed])[order]
-    columns = (
-        hops.group[hop],
-        hops.layer[hop],
-        hops.expert[hop],
-        sender[order],
-        receiver[order],
-        rounds[order],
-    )
-    numel, first = sizes[columns[0]], _first_rows(*columns[3:])
+    sender = sender[order]
+    receiver = receiver[order]
+    rounds = rounds[order]
+    numel = sizes[hops.group[hop]]
+    first = _first_rows(sender, receiver, rounds)
     before = np.cumsum(numel) - numel
     offset = before - np.repeat(before[first[:-1]], np.diff(first))
     # a relay reads its row from the message of the first hop
-    row_of_hop, is_relay = np.empty(len(order), dtype=np.int64), order >= count
+    row_of_hop = np.empty(len(order), dtype=np.int64)
     row_of_hop[order] = np.arange(len(order))
     offset[is_relay] = offset[row_of_hop[hop[is_relay]]]
-    return TransferRows(*columns, np.where(is_relay, hops.sender[hop], np.int32(-1)), offset, numel)
+    return TransferRows(
+        group=hops.group[hop],
+        layer=hops.layer[hop],
+        expert=hops.expert[hop],
+        sender=sender,
+        receiver=receiver,
+        round=rounds,
+        via=np.where(is_relay, hops.sender[hop], np.int32(-1)),
+        offset=offset,
+        numel=numel,
+    )
 
 
 def _first_rows(*columns: Ints) -> Ints:
@@ -275,21 +305,23 @@ def _first_rows(*columns: Ints) -> Ints:
 
 def first_few(names: Sequence[str], most: int = 4, separator: str = ", ") -> str:
     """Returns the first names and the number of the others, for an error."""
-    return separator.join(names[:most]) + (
-        f" and {len(names) - most} more" if len(names) > most else ""
-    )
+    text = separator.join(names[:most])
+    if len(names) > most:
+        text += f" and {len(names) - most} more"
+    return text
 
 
-def find_gaps(expected: Mapping[str, tuple[int, ...]], slices: SlicesByRank) -> list[str]:
-    """Describes expected tensors that the ranks' slices do not cover, and slices of unexpected tensors."""
+def find_gaps(expected: Mapping[str, Shape], slices: SlicesByRank) -> list[str]:
+    """Describes expected tensors that the ranks' slices do not cover, and slices of unexpected
+    tensors."""
+    regions = {(part.name, part.start, part.shape) for part in chain.from_iterable(slices)}
     numel: Counter[str] = Counter()
-    for name, _, shape in sorted(
-        {(part.name, part.start, part.shape) for of_rank in slices for part in of_rank}
-    ):
+    for name, _, shape in sorted(regions):
         numel[name] += prod(shape)
-    gaps = [
-        f"{name} ({numel[name]} of {prod(shape)} elements)" if name in numel else f"{name} (absent)"
-        for name, shape in expected.items()
-        if numel[name] != prod(shape)
-    ]
+    gaps: list[str] = []
+    for name, shape in expected.items():
+        if name not in numel:
+            gaps.append(f"{name} (absent)")
+        elif numel[name] != prod(shape):
+            gaps.append(f"{name} ({numel[name]} of {prod(shape)} elements)")
     return gaps + [f"{name} (not a tensor of this model)" for name in numel if name not in expected]

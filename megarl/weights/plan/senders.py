@@ -1,26 +1,24 @@
 """Assigns a sender to every transfer group, layer, expert and node.
 
-A rank copies locally what it already has. It receives the rest from a rank of its node if one has it, otherwise over
-the network. Data that several ranks of a node lack crosses the network once: one of them receives it and relays it to
-the others. Sources take turns, and so do the ranks that relay.
+A rank copies locally what it already has. It receives the rest from a rank of its node if one has
+it, otherwise over the network. Data that several ranks of a node lack crosses the network once: one
+of them receives it and relays it to the others. Sources take turns, and so do the ranks that relay.
 
-Every node goes through the model in layer order, but each starts at a different layer, so that all pipeline stages
-send at all times: `position` counts from the layer where the receiver starts.
-"""
-
-from __future__ import annotations
+Every node goes through the model in layer order, but each starts at a different layer, so that all
+pipeline stages send at all times: `position` counts from the layer where the receiver starts."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from megarl.weights.placements import Ints, Placement
+from megarl.weights.plan.tables import Ints, Placement
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Hops:
-    """First hops, in order of `position`, and the relays that follow them. Arrays over hops, and over relays."""
+    """First hops, in order of `position`, and the relays that follow them. Arrays over hops, and
+    over relays."""
 
     group: Ints
     layer: Ints
@@ -33,25 +31,28 @@ class Hops:
 
 
 def assign_senders(placement: Placement) -> Hops:
-    per_node, receivers, starts = (
-        placement.ranks_per_node,
-        placement.receivers,
-        placement.layer_starts,
-    )
-    nodes, lanes, period = list(_by_node(receivers, per_node)), placement.lanes, placement.period
+    per_node = placement.ranks_per_node
+    receivers = placement.receivers
+    starts = placement.layer_starts
+    nodes = list(_by_node(receivers, per_node))
+    lanes = placement.lanes
+    period = placement.period
     offsets = np.zeros(placement.world, dtype=np.int64)  # position where each rank starts
     for index, rank in enumerate(receivers):
-        lane = nodes.index(rank // per_node) * lanes + index % period * lanes // period
+        node = nodes.index(rank // per_node)
+        lane = node * lanes + index % period * lanes // period
         even = placement.total * lane // (len(nodes) * lanes)
-        offsets[rank] = starts[np.searchsorted(starts, even, side="right") - 1]
+        layer = np.searchsorted(starts, even, side="right") - 1
+        offsets[rank] = starts[layer]
     hops: list[Ints] = [np.zeros((6, 0), dtype=np.int64)]
     relays: list[Ints] = [np.zeros((2, 0), dtype=np.int64)]
     count = 0
     for columns, far, others in _hops(placement, nodes):
         hops.append(np.stack(columns))
-        relays.append(np.stack([np.repeat(count + far, len(others)), np.tile(others, len(far))]))
+        hop = np.repeat(count + far, len(others))
+        relays.append(np.stack([hop, np.tile(others, len(far))]))
         count += len(columns[0])
-    group, layer, expert, position, sender, receiver = np.concatenate(hops, axis=1)
+    *columns, receiver, position = np.concatenate(hops, axis=1)
     position = (position - offsets[receiver]) % placement.total
     order = np.argsort(position, kind="stable")
     place = np.empty_like(order)
@@ -59,55 +60,58 @@ def assign_senders(placement: Placement) -> Hops:
     hop, relay_receiver = np.concatenate(relays, axis=1)
     hop = place[hop]
     by_hop = np.argsort(hop, kind="stable")
-    group, layer, expert, sender, receiver = (
-        column[order].astype(np.int32) for column in (group, layer, expert, sender, receiver)
+    return Hops(
+        *(column[order].astype(np.int32) for column in (*columns, receiver)),
+        position=position[order],
+        relay_hop=hop[by_hop],
+        relay_receiver=relay_receiver[by_hop].astype(np.int32),
     )
-    relayed = hop[by_hop], relay_receiver[by_hop].astype(np.int32)
-    return Hops(group, layer, expert, sender, receiver, position[order], *relayed)
 
 
 def _hops(
     placement: Placement, nodes: Sequence[int]
 ) -> Iterator[tuple[tuple[Ints, ...], Ints, Ints]]:
-    """Yields (columns of hops, those of them that come over the network, the ranks to which they are relayed)."""
+    """Yields (columns of hops, those of them that come over the network, the ranks to which they
+    are relayed)."""
     per_node = placement.ranks_per_node
     for number in range(len(placement.groups)):
-        instances, all_sources = placement.instances(number), placement.source_ranks(number)
+        instances = placement.instances(number)
+        all_sources = placement.source_ranks(number)
         for part in np.unique(instances.part).tolist():
             chosen = np.flatnonzero(instances.part == part)
             sources = all_sources[instances.key[chosen]]  # [instances, sources]
-            count = sources.shape[1]
-            for node, receivers in _by_node(
-                placement.destination_ranks(number, part), per_node
-            ).items():
+            ranks_by_node = _by_node(placement.destination_ranks(number, part), per_node)
+            for node, receivers in ranks_by_node.items():
                 # counts up, to alternate senders and relaying ranks
-                rotation, ranks = (
-                    instances.rotation[chosen] + number + nodes.index(node),
-                    np.array(receivers),
-                )
+                rotation = instances.rotation[chosen] + number + nodes.index(node)
+                ranks = np.array(receivers)
+                first = ranks[rotation % len(ranks)]
                 near = sources // per_node == node
-                is_near, first = near.any(1), ranks[rotation % len(ranks)]
-                # the next source in the rotation, on the same node if possible
-                order = np.where(
-                    near | ~is_near[:, None], (np.arange(count) - rotation[:, None]) % count, count
-                )
-                sender = np.take_along_axis(sources, order.argmin(1)[:, None], 1)[:, 0]
+                is_near = near.any(1)
+                sender = _next_source(sources, near, rotation)
                 for receiver in receivers:
                     direct = np.flatnonzero(is_near | (first == receiver))
                     is_local = (sources[direct] == receiver).any(1)
-                    taken, same = chosen[direct], np.zeros_like(direct)
-                    what = (
-                        instances.layer[taken],
-                        instances.expert[taken],
-                        instances.position[taken],
-                    )
+                    taken = chosen[direct]
+                    same = np.zeros_like(direct)
                     columns = (
                         same + number,
-                        *what,
+                        instances.layer[taken],
+                        instances.expert[taken],
                         np.where(is_local, receiver, sender[direct]),
                         same + receiver,
+                        instances.position[taken],
                     )
                     yield columns, np.flatnonzero(~is_near[direct]), ranks[ranks != receiver]
+
+
+def _next_source(sources: Ints, near: np.ndarray, rotation: Ints) -> Ints:
+    """Returns the next source in the rotation, of those on the same node if there are any.
+    `sources`, `near` [instances, sources]."""
+    count = sources.shape[1]
+    is_allowed = near | ~near.any(1, keepdims=True)
+    order = np.where(is_allowed, (np.arange(count) - rotation[:, None]) % count, count)
+    return np.take_along_axis(sources, order.argmin(1)[:, None], 1)[:, 0]
 
 
 def _by_node(ranks: Sequence[int], ranks_per_node: int) -> dict[int, list[int]]:

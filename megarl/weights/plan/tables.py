@@ -1,167 +1,65 @@
-"""What moves, which ranks have it and which keep it (a Placement): from the tables of trainer and engine, or from
-recorded slices.
+"""What moves, which ranks have it and which keep it (a Placement): from the tables of trainer and
+engine, or from recorded slices.
 
-(coordinate, ShardSlice) of the trainer  x  of the engine  --transfer_groups-->  TransferGroups
-FleetTables: groups of templates, once for all layers and experts; a coordinate is a rank along the axis that splits the
-             tensor: template, rank, layer, expert --source | destination--> ShardSlice
-RecordedSlices: the same from the slices of every rank, for a family without a table; a coordinate is a rank
+FleetTables: groups of templates, once for all layers and experts; a coordinate is a rank along the
+             axis that splits the tensor: template, rank, layer, expert --slice_of--> ShardSlice
+RecordedSlices: the same from the slices of every rank, for a family without a table; a coordinate
+                is a rank
 """
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, count
-from math import gcd, prod
+from itertools import compress, cycle, zip_longest
+from math import gcd
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.layout import Axis, Layout, stage_layers
+from megarl.layout import Axis, stage_layers
 from megarl.models.shape import ModelShape
-from megarl.models.shards import ElementSizes, Rule, ShardSlice, Table, in_units, of_expert
-from megarl.weights.fleet import Fleet
+from megarl.models.shards import (
+    ElementSizes,
+    Rule,
+    ShardSlice,
+    Slices,
+    Table,
+    by_prefix,
+    in_units,
+    of_expert,
+)
+from megarl.weights.plan.fleet import Fleet
+from megarl.weights.plan.groups import (
+    ByCoordinate,
+    Located,
+    TransferGroup,
+    transfer_groups,
+)
 
 Ints = NDArray[np.integer]
-SlicesByRank = Sequence[Sequence[ShardSlice]]
+SlicesByRank = Sequence[Slices]
 EMBEDDING = -1  # as a layer; the head is layer `shape.layers`
-Rectangle = tuple[tuple[int, ...], tuple[int, ...]]  # (start, shape)
 
 
-@dataclass(frozen=True, slots=True)
-class Overlap:
-    """[start, start + shape) of one HF tensor, and the slices of both sides that contain it, by coordinate."""
-
-    name: str
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-    sources: Mapping[int, ShardSlice]
-    destinations: Mapping[int, ShardSlice]
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
+def sums_at(index: Ints | list[int], numel: Ints | list[int], length: int) -> Ints:
+    """Returns [length] int64: the sum of `numel` at each index."""
+    return np.bincount(index, numel, length).astype(np.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class TransferGroup:
-    """Overlaps that move together, from any coordinate of `sources` to all of `destinations`."""
-
-    overlaps: tuple[Overlap, ...]
-    unit: int  # order within a layer
-    repeats: int = 1  # number of consecutive experts
-
-    @property
-    def sources(self) -> tuple[int, ...]:
-        return tuple(self.overlaps[0].sources)
-
-    @property
-    def destinations(self) -> tuple[int, ...]:
-        return tuple(self.overlaps[0].destinations)
-
-    @property
-    def numel(self) -> int:
-        return self.repeats * sum(overlap.numel for overlap in self.overlaps)
+def _unit_numel(groups: Sequence[TransferGroup]) -> Ints:
+    """Returns the elements of each unit, over all receivers."""
+    numel = [group.numel * len(group.destinations) for group in groups]
+    return sums_at([group.unit for group in groups], numel, 1)
 
 
-def transfer_groups(
-    sources: Iterable[tuple[int, ShardSlice]],
-    destinations: Iterable[tuple[int, ShardSlice]],
-    *,
-    max_numel: int,
-    is_expert: bool = False,
-) -> list[TransferGroup]:
-    """Returns groups of at most `max_numel` elements, split along dim 0 if necessary; a single row may be larger. Each
-    tensor is a unit, or with `is_expert` all are one. Raises ValueError naming the tensor if the sources overlap, or do
-    not cover a destination."""
-    senders, receivers = _by_rectangle(sources), _by_rectangle(destinations)
-    groups: dict[tuple[int, tuple[int, ...], tuple[int, ...]], list[Overlap]] = {}
-    for unit, (name, rectangles) in enumerate(receivers.items()):
-        for one, other in combinations(senders.get(name, {}), 2):
-            if intersect(one, other) is not None:
-                shown = " and ".join(f"{start}+{shape}" for start, shape in (one, other))
-                raise ValueError(f"{name}: two source rectangles overlap: {shown}")
-        for overlap in _overlaps(name, senders.get(name, {}), rectangles):
-            key = (0 if is_expert else unit, tuple(overlap.sources), tuple(overlap.destinations))
-            groups.setdefault(key, []).append(overlap)
-    return [
-        group
-        for (unit, *_), overlaps in groups.items()
-        for group in _split(overlaps, unit, max_numel)
-    ]
-
-
-def intersect(one: Rectangle, other: Rectangle) -> Rectangle | None:
-    start = tuple(map(max, one[0], other[0]))
-    ends = (min(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True))
-    shape = tuple(end - first for end, first in zip(ends, start, strict=True))
-    return None if any(size <= 0 for size in shape) else (start, shape)
-
-
-def _by_rectangle(
-    slices: Iterable[tuple[int, ShardSlice]],
-) -> dict[str, dict[Rectangle, list[tuple[int, ShardSlice]]]]:
-    by_name: dict[str, dict[Rectangle, list[tuple[int, ShardSlice]]]] = {}
-    for coordinate, part in slices:
-        by_name.setdefault(part.name, {}).setdefault((part.start, part.shape), []).append(
-            (coordinate, part)
-        )
-    return by_name
-
-
-def _overlaps(
-    name: str,
-    sources: Mapping[Rectangle, Sequence[tuple[int, ShardSlice]]],
-    destinations: Mapping[Rectangle, Sequence[tuple[int, ShardSlice]]],
-) -> Iterator[Overlap]:
-    # a coordinate that keeps a region twice is in two entries
-    regions: dict[tuple[Rectangle, int], tuple[dict[int, ShardSlice], dict[int, ShardSlice]]] = {}
-    for wanted, receiving in destinations.items():
-        covered = 0
-        for rectangle, sending in sources.items():
-            if (region := intersect(rectangle, wanted)) is None:
-                continue
-            covered += prod(region[1])
-            senders = dict(reversed(sending))  # the first slice of a rank that has several
-            for coordinate, part in receiving:
-                entries = (
-                    regions.setdefault((region, number), (senders, {}))[1] for number in count()
-                )
-                next(entry for entry in entries if coordinate not in entry)[coordinate] = part
-        if covered != prod(wanted[1]):
-            raise ValueError(
-                f"{name}: the engine keeps {prod(wanted[1])} elements from {wanted[0]} of shape {wanted[1]}, "
-                f"but the trainer holds {covered} of them"
-            )
-    for ((start, shape), _), (senders, receivers) in regions.items():
-        yield Overlap(name, start, shape, dict(sorted(senders.items())), receivers)
-
-
-def _split(overlaps: Sequence[Overlap], unit: int, max_numel: int) -> Iterator[TransferGroup]:
-    if sum(overlap.numel for overlap in overlaps) <= max_numel:
-        yield TransferGroup(tuple(overlaps), unit)
-        return
-    for overlap in overlaps:
-        start, shape = overlap.start, overlap.shape
-        rows = max(1, max_numel // max(1, prod(shape[1:])))
-        for first in range(0, shape[0], rows):
-            region = {
-                "start": (start[0] + first, *start[1:]),
-                "shape": (min(rows, shape[0] - first), *shape[1:]),
-            }
-            yield TransferGroup((replace(overlap, **region),), unit)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Instances:
     """The instances of a transfer group, one for each layer and expert, as arrays."""
 
     layer: Ints
     expert: Ints  # -1: none
-    position: (
-        Ints  # number of the replica's elements before it, in the order of the engine's layers
-    )
+    # number of the replica's elements before it, in the order of the engine's layers
+    position: Ints
     rotation: Ints  # distinguishes instances with the same sources
     key: Ints  # row of `source_ranks`
     part: Ints  # expert-parallel rank of the engine that keeps it
@@ -171,35 +69,39 @@ class RecordedSlices:
     """Coordinates are ranks, each tensor is a layer; `destinations` are in the engine's order."""
 
     def __init__(
-        self, sources: SlicesByRank, destinations: SlicesByRank, ranks_per_node: int, max_numel: int
+        self,
+        sources: SlicesByRank,
+        destinations: SlicesByRank,
+        ranks_per_node: int,
+        max_numel: int,
     ) -> None:
-        places = [
-            (place, rank, part)
-            for rank, slices in enumerate(destinations)
-            for place, part in enumerate(slices)
-        ]
-        self.groups = transfer_groups(
-            ((rank, part) for rank, slices in enumerate(sources) for part in slices),
-            ((rank, part) for _, rank, part in sorted(places, key=lambda entry: entry[:2])),
-            max_numel=max_numel,
-        )
-        self.world, self.ranks_per_node = max(len(sources), len(destinations)), ranks_per_node
-        self.receivers = sorted({rank for _, rank, _ in places})
-        self.lanes, self.period = (
-            1,
-            1,
-        )  # layers at which ranks of one node start; they repeat after `period` ranks
-        sizes = np.bincount(
-            [group.unit for group in self.groups],
-            [group.numel * len(group.destinations) for group in self.groups],
-            1,
-        ).astype(np.int64)
+        sent: list[Located] = []
+        for rank, slices in enumerate(sources):
+            sent += [(rank, part) for part in slices]
+        kept: list[Located] = []
+        for parts in zip_longest(*destinations):  # the first of all ranks, the second of all, ...
+            kept += [(rank, part) for rank, part in enumerate(parts) if part]
+        self.groups = transfer_groups(sent, kept, max_numel=max_numel)
+        self.world = max(len(sources), len(destinations))
+        self.ranks_per_node = ranks_per_node
+        self.receivers = [rank for rank, slices in enumerate(destinations) if slices]
+        self.lanes = 1  # layers at which ranks of one node start
+        self.period = 1  # they repeat after `period` ranks
+        sizes = _unit_numel(self.groups)
         self.layer_starts: Ints = np.cumsum(sizes) - sizes  # positions, ascending
         self.total = max(1, int(sizes.sum()))  # elements of a replica
 
     def instances(self, group: int) -> Instances:
-        unit, zero = np.array([self.groups[group].unit]), np.zeros(1, dtype=np.int64)
-        return Instances(unit, zero - 1, self.layer_starts[unit], zero, zero, zero)
+        unit = np.array([self.groups[group].unit])
+        zero = np.zeros(1, dtype=np.int64)
+        return Instances(
+            unit,
+            zero - 1,
+            self.layer_starts[unit],
+            zero,
+            zero,
+            zero,
+        )
 
     def source_ranks(self, group: int) -> Ints:
         """Returns the ranks that have the group, [keys, sources]."""
@@ -208,11 +110,20 @@ class RecordedSlices:
     def destination_ranks(self, group: int, part: int) -> Sequence[int]:
         return self.groups[group].destinations
 
-    def source(self, overlap: Overlap, rank: int, layer: int, expert: int) -> ShardSlice:
-        return overlap.sources[rank]
+    def slice_of(
+        self, parts: ByCoordinate, rank: int, layer: int, expert: int, *, is_source: bool
+    ) -> ShardSlice:
+        return parts[rank]
 
-    def destination(self, overlap: Overlap, rank: int, layer: int, expert: int) -> ShardSlice:
-        return overlap.destinations[rank]
+
+@dataclass(frozen=True)
+class _Section:
+    """The rules of a field of Table, and the trainer's ranks that have them."""
+
+    name: str
+    layers: range  # global, in which the rules repeat
+    key: Ints  # of each trainer rank
+    coordinate: Ints  # of each trainer rank; -1: it holds no part
 
 
 class FleetTables:
@@ -228,211 +139,184 @@ class FleetTables:
         sizes: ElementSizes,
         max_numel: int,
     ) -> None:
-        self.world, self.ranks_per_node = fleet.world, fleet.ranks_per_node
-        self.receivers = list(range(fleet.first_receiver, fleet.first_receiver + fleet.receivers))
-        # several lanes if a node has more ranks than a pipeline stage; ranks that relay to each other start together
-        is_one_node, stage = (
-            fleet.world <= fleet.ranks_per_node,
-            fleet.trainers // fleet.parallel.pipeline,
-        )
-        self.period = min(
-            fleet.ranks_per_node, fleet.receivers if is_one_node else fleet.ranks_per_replica
-        )
+        self.world = fleet.world
+        self.ranks_per_node = fleet.ranks_per_node
+        first = fleet.first_receiver
+        self.receivers = list(range(first, first + fleet.receivers))
+        # several lanes if a node has more ranks than a pipeline stage; ranks that relay to each
+        # other start together
+        self.period = min(fleet.ranks_per_node, fleet.ranks_per_replica)
+        if fleet.world <= fleet.ranks_per_node:
+            self.period = fleet.receivers
+        stage = fleet.trainers // fleet.parallel.pipeline
         self.lanes = min(self.period, -(-min(fleet.ranks_per_node, fleet.receivers) // stage))
-        self._shape, self._fleet, self._tables, self._element_sizes = (
-            shape,
-            fleet,
-            (table, engine),
-            sizes,
-        )
+        self._filled = {}  # what `slice_of` returned
+        self._shape = shape
+        self._fleet = fleet
+        self._tables = (table, engine)
+        self._element_sizes = sizes
         self._layouts = [fleet.trainer_layout(rank) for rank in range(fleet.trainers)]
-        self._engines = [
-            fleet.engine_layout(rank) for rank in self.receivers[: fleet.ranks_per_replica]
-        ]
-        layouts = {(layout.pp, layout.vpp): layout for layout in (*self._engines, *self._layouts)}
-        self._chunks = {
-            axes: stage_layers(shape.layers, layout) for axes, layout in layouts.items()
-        }
-        self._stage = np.zeros(
-            shape.layers + 2, dtype=np.int64
-        )  # of each layer; 0 for embedding and head
+        self._engines = list(map(fleet.engine_layout, self.receivers[: fleet.ranks_per_replica]))
+        # of each layer; 0 for embedding and head
+        self._stage = np.zeros(shape.layers + 2, dtype=np.int64)
         for layout in self._layouts:
-            for chunk in self._chunks[layout.pp, layout.vpp]:
+            for chunk in stage_layers(shape.layers, layout):
                 self._stage[chunk.start + 1 : chunk.stop + 1] = layout.pp.rank
-        self._filled: dict[tuple[int, int, int, int], ShardSlice] = {}
-        engine_etp = self._engines[0].etp.size
         self._sizes = {
             False: (fleet.parallel.tensor, fleet.tensor),
-            True: (fleet.parallel.expert_tensor, engine_etp),
+            True: (fleet.parallel.expert_tensor, self._engines[0].etp.size),
         }
-        self._expert_numel: Counter[str] = (
-            Counter()
-        )  # of one expert, in each parameter on either side
+        # of one expert, in each parameter on either side
+        self._expert_numel: Counter[str] = Counter()
         for one_side, size in zip(self._tables, self._sizes[True], strict=True):
-            for part in (
-                part for rank, part in self._templates(one_side.expert, size) if rank == 0
-            ):
-                self._expert_numel[part.param] += part.numel
-        leading = shape.dense_layers
-        layers = {
-            "embedding": range(-1, 0),
-            "dense": range(leading),
-            "layer": range(leading, shape.layers),
-        }
-        layers["expert"] = layers["layer"] if shape.is_moe else range(0)
-        self._layers = layers | {"head": range(shape.layers, shape.layers + 1)}
-        by_section = {
-            name: self._groups(name, max_numel) for name, numbers in self._layers.items() if numbers
-        }
-        self._sections = [name for name, groups in by_section.items() for _ in groups]
-        self.groups = [group for groups in by_section.values() for group in groups]
-        self._keys = self._trainer_keys()
-        self._order_units()
+            for rank, part in self._templates(one_side.expert, size):
+                if rank == 0:
+                    self._expert_numel[part.param] += part.numel
+        self._add_groups(max_numel)
 
-    def _groups(self, section: str, max_numel: int) -> list[TransferGroup]:
+    def _add_groups(self, max_numel: int) -> None:
+        """Sets the groups of all sections, and the positions of layers and of units in a layer:
+        experts follow the other tensors."""
+        self.groups: list[TransferGroup] = []
+        # of each group: its section, its instances in a layer, the elements of the layer before its
+        # unit, and those of the unit, with experts in one of their groups
+        self._places: list[tuple[_Section, int, int, int]] = []
+        sizes = np.zeros(self._shape.layers + 2, dtype=np.int64)  # from the embedding to the head
+        for section in self._sections():
+            if not section.layers:
+                continue
+            groups = self._groups(section, max_numel)
+            self.groups += groups
+            count = 1
+            if section.name == "expert":
+                count = self._shape.experts // groups[0].repeats
+            numel = _unit_numel(groups)
+            layers = slice(section.layers.start + 1, section.layers.stop + 1)
+            starts = sizes[layers.start] + np.cumsum(numel) - numel
+            for group in groups:
+                self._places.append((section, count, starts[group.unit], numel[group.unit]))
+            sizes[layers] += count * numel.sum()
+        self.layer_starts: Ints = np.cumsum(sizes) - sizes
+        self.total = int(sizes.sum())
+
+    def _sections(self) -> tuple[_Section, ...]:
+        def ranks(axis: str) -> Ints:
+            return np.array([getattr(layout, axis).rank for layout in self._layouts])
+
+        stage = ranks("pp")
+        tp = ranks("tp")
+        sizes = self._fleet.parallel
+        is_last = stage == sizes.pipeline - 1
+        copy = np.where(is_last & self._shape.tied, sizes.tensor + tp, -1)
+        zeros = 0 * stage
+        dense = self._shape.dense_layers
+        end = self._shape.layers
+        experts = range(0)
+        if self._shape.is_moe:
+            experts = range(dense, end)
+        return (
+            _Section("embedding", range(-1, 0), zeros, np.where(stage == 0, tp, copy)),
+            _Section("dense", range(dense), stage, tp),
+            _Section("layer", range(dense, end), stage, tp),
+            _Section("expert", experts, stage * sizes.expert + ranks("ep"), ranks("etp")),
+            _Section("head", range(end, end + 1), zeros, np.where(is_last, tp, -1)),
+        )
+
+    def _groups(self, section: _Section, max_numel: int) -> list[TransferGroup]:
         table, engine = self._tables
-        is_expert = section == "expert"
+        is_expert = section.name == "expert"
         size, engine_size = self._sizes[is_expert]
-        sources = list(self._templates(getattr(table, section), size))
-        if (
-            section == "embedding" and self._fleet.parallel.pipeline > 1
-        ):  # the last stage has a copy if tied
+        sources = list(self._templates(getattr(table, section.name), size))
+        # the last stage has a copy if tied
+        if section.name == "embedding" and self._fleet.parallel.pipeline > 1:
             sources += [(size + rank, part) for rank, part in self._templates(table.tied, size)]
-        destinations = self._templates(getattr(engine, section), engine_size)
+        destinations = self._templates(getattr(engine, section.name), engine_size)
         groups = transfer_groups(sources, destinations, max_numel=max_numel, is_expert=is_expert)
         if not is_expert:
             return groups
         # experts of the same ranks on both sides move together, as many as fit into a group
-        per_rank = gcd(
-            *(
-                self._shape.experts // ranks
-                for ranks in (self._fleet.parallel.expert, self._engines[0].ep.size)
-            )
-        )
-        limit = max_numel // max(group.numel for group in groups)
-        repeats = max(
-            number
-            for number in range(1, per_rank + 1)
-            if per_rank % number == 0 and number <= max(1, limit)
-        )
+        experts = self._shape.experts
+        per_rank = gcd(experts // self._fleet.parallel.expert, experts // self._engines[0].ep.size)
+        limit = max(1, max_numel // max(group.numel for group in groups))
+        numbers = range(1, min(per_rank, limit) + 1)
+        repeats = max(number for number in numbers if per_rank % number == 0)
         return [replace(group, repeats=repeats) for group in groups]
 
-    def _templates(self, rules: Sequence[Rule], size: int) -> Iterator[tuple[int, ShardSlice]]:
+    def _templates(self, rules: Sequence[Rule], size: int) -> Iterator[Located]:
         for rank in range(size):
-            slices = [part for rule in rules for part in rule.slices(Axis(size, rank))]
-            for part in in_units(slices, self._element_sizes):
-                yield rank, part
-
-    def _trainer_keys(self) -> dict[str, tuple[Ints, Ints]]:
-        """Section -> (key, coordinate) of each trainer rank; coordinate -1: the rank holds no part of the section."""
-        stage, tp, ep, etp = (
-            np.array([getattr(layout, axis).rank for layout in self._layouts])
-            for axis in ("pp", "tp", "ep", "etp")
-        )
-        last, sizes = self._fleet.parallel.pipeline - 1, self._fleet.parallel
-        copy = np.where((stage == last) & self._shape.tied, sizes.tensor + tp, -1)
-        return {
-            "embedding": (0 * stage, np.where(stage == 0, tp, copy)),
-            "dense": (stage, tp),
-            "layer": (stage, tp),
-            "expert": (stage * sizes.expert + ep, etp),
-            "head": (0 * stage, np.where(stage == last, tp, -1)),
-        }
-
-    def _order_units(self) -> None:
-        """Sets the position of each layer, and of each unit in its layer: experts follow the other tensors."""
-        units: Counter[tuple[str, int]] = (
-            Counter()
-        )  # elements; those of experts, in one of their groups
-        for section, group in zip(self._sections, self.groups, strict=True):
-            units[section, group.unit] += group.numel * len(group.destinations)
-        ends = dict.fromkeys(self._layers, 0)
-        self._units: dict[
-            tuple[str, int], tuple[int, int]
-        ] = {}  # (elements before the unit, elements of the unit)
-        for (section, unit), size in units.items():
-            self._units[section, unit] = ends["layer" if section == "expert" else section], size
-            ends[section] += size
-        ends["expert"] *= self._shape.experts // max(group.repeats for group in self.groups)
-        numbers = range(EMBEDDING, self._shape.layers + 1)
-        in_layer = [
-            sum(ends[name] for name, layers in self._layers.items() if number in layers)
-            for number in numbers
-        ]
-        sizes = np.array(in_layer)
-        self.layer_starts: Ints = np.cumsum(sizes) - sizes
-        self.total = int(sizes.sum())
+            for rule in rules:
+                for part in in_units(rule.slices(Axis(size, rank)), self._element_sizes):
+                    yield rank, part
 
     def instances(self, group: int) -> Instances:
-        shape, section = self._shape, self._sections[group]
-        begin, size = self._units[section, self.groups[group].unit]
-        layer = np.array(self._layers[section])
-        zeros = np.zeros_like(layer)
-        if section != "expert":
-            keys = self._stage[layer + 1]
-            return Instances(
-                layer, zeros - 1, self.layer_starts[layer + 1] + begin, layer, keys, zeros
-            )
-        repeats, ranks = self.groups[group].repeats, self._fleet.parallel.expert
-        count, per_rank = shape.experts // repeats, shape.experts // repeats // ranks
-        layer, number = np.repeat(layer, count), np.tile(np.arange(count), len(layer))
+        section, count, start, numel = self._places[group]
+        layer = np.repeat(section.layers, count)
+        number = np.tile(np.arange(count), len(section.layers))
+        expert = number - 1  # none
+        ranks = parts = 1  # expert-parallel ranks on either side
+        if section.name == "expert":
+            expert = number * self.groups[group].repeats
+            ranks = self._fleet.parallel.expert
+            parts = self._engines[0].ep.size
+        per_rank = count // ranks
         # alternate between the expert-parallel ranks, so that all of them send
         place = number % per_rank * ranks + number // per_rank
         return Instances(
             layer,
-            expert=number * repeats,
-            position=self.layer_starts[layer + 1] + begin + place * size,
+            expert,
+            position=self.layer_starts[layer + 1] + start + place * numel,
             rotation=layer + number % per_rank,
             key=self._stage[layer + 1] * ranks + number // per_rank,
-            part=number // (count // self._engines[0].ep.size),
+            part=number // (count // parts),
         )
 
     def source_ranks(self, group: int) -> Ints:
-        keys, coordinates = self._keys[self._sections[group]]
-        able = np.isin(coordinates, self.groups[group].sources)
-        return np.stack(
-            [np.flatnonzero(able & (keys == key)) for key in range(int(keys.max()) + 1)]
-        )
+        section = self._places[group][0]
+        able = np.isin(section.coordinate, self.groups[group].sources)
+        numbers = range(int(section.key.max()) + 1)
+        return np.stack([np.flatnonzero(able & (section.key == number)) for number in numbers])
 
     def destination_ranks(self, group: int, part: int) -> Sequence[int]:
-        is_expert, wanted = self._sections[group] == "expert", self.groups[group].destinations
-        is_kept = [
-            layout.etp.rank in wanted and layout.ep.rank == part
-            if is_expert
-            else layout.tp.rank in wanted
-            for layout in self._engines
-        ]
-        return [rank for index, rank in enumerate(self.receivers) if is_kept[index % len(is_kept)]]
+        wanted = self.groups[group].destinations
+        if self._places[group][0].name == "expert":
+            is_kept = [x.etp.rank in wanted and x.ep.rank == part for x in self._engines]
+        else:
+            is_kept = [x.tp.rank in wanted for x in self._engines]
+        return list(compress(self.receivers, cycle(is_kept)))
 
-    def source(self, overlap: Overlap, rank: int, layer: int, expert: int) -> ShardSlice:
-        return self._fill(overlap.sources, self._layouts[rank], layer, expert)
-
-    def destination(self, overlap: Overlap, rank: int, layer: int, expert: int) -> ShardSlice:
-        layout = self._engines[(rank - self.receivers[0]) % len(self._engines)]
-        return self._fill(overlap.destinations, layout, layer, expert)
-
-    def _fill(
-        self, parts: Mapping[int, ShardSlice], layout: Layout, layer: int, expert: int
+    def slice_of(
+        self, parts: ByCoordinate, rank: int, layer: int, expert: int, *, is_source: bool
     ) -> ShardSlice:
-        """The slice of a rank's template for a global layer and expert."""
-        coordinate = layout.etp.rank if expert >= 0 else layout.tp.rank
-        if layer == EMBEDDING and not layout.pp.first:
+        """Returns the slice of a rank's template for a global layer and expert; `is_source`: of a
+        rank of the trainer."""
+        layout = self._engines[(rank - self.receivers[0]) % len(self._engines)]
+        if is_source:
+            layout = self._layouts[rank]
+        is_expert = expert >= 0
+        coordinate = layout.tp.rank
+        if is_expert:
+            coordinate = layout.etp.rank
+        elif layer == EMBEDDING and not layout.pp.first:  # the copy of a tied embedding
             coordinate += layout.tp.size
         part = parts[coordinate]
         key = (id(part), layout.rank, layer, expert)
-        if key not in self._filled:
-            chunks = self._chunks[layout.pp, layout.vpp]
-            ends = 0 if layer == EMBEDDING and layout.pp.first else -1  # embedding and head
-            number = next((n for n, layers in enumerate(chunks) if layer in layers), ends)
-            chunk = f"chunk{number % len(chunks)}." if len(chunks) > 1 else ""
-            local = expert % (self._shape.experts // layout.ep.size) if expert >= 0 else -1
-            if expert >= 0:
-                part = of_expert(part, local, expert, self._expert_numel[part.param])
-            param = part.param.format(layer=layer - chunks[number].start, expert=local)
-            name = part.name.format(layer=layer, expert=expert)
-            self._filled[key] = ShardSlice(
-                name, part.start, part.shape, chunk + param, part.offset, part.strides
-            )
+        if key in self._filled:
+            return self._filled[key]
+        chunks = by_prefix(stage_layers(self._shape.layers, layout))
+        prefixes = list(chunks)
+        chunk = prefixes[-1]  # it has the head, and the copy of a tied embedding
+        if layer == EMBEDDING and layout.pp.first:
+            chunk = prefixes[0]
+        for prefix, layers in chunks.items():
+            if layer in layers:
+                chunk = prefix
+        local = -1
+        if is_expert:
+            local = expert % (self._shape.experts // layout.ep.size)
+            part = of_expert(part, local, expert, self._expert_numel[part.param])
+        param = part.param.format(layer=layer - chunks[chunk].start, expert=local)
+        name = part.name.format(layer=layer, expert=expert)
+        self._filled[key] = replace(part, name=name, param=chunk + param)
         return self._filled[key]
 
 

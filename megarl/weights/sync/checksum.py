@@ -1,9 +1,8 @@
-"""Checksums that detect moved and swapped data: position-weighted, exact, and identical on CPU and GPU.
+"""Checksums that detect moved and swapped data: position-weighted, exact, and identical on CPU and
+GPU.
 
-Plain integer sums and xor miss swapped slices, a typical resharding bug. These checksums are not cryptographic.
-"""
-
-from __future__ import annotations
+Plain integer sums and xor miss swapped slices, a typical resharding bug. These checksums are not
+cryptographic."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -21,80 +20,87 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(flat: Tensor) -> Tensor:
-    """Returns the checksum, int64 scalar, of a contiguous message `flat` [n] of any dtype. 64-bit words form rows of
-    1024; each half of a row's or column's sum mod 2^64 is multiplied by a fixed random 64-bit weight. Changed, moved or
-    swapped words are detected unless four or more cancel out in rows and columns."""
+    """Returns the checksum, int64 scalar, of a contiguous message `flat` [n] of any dtype. 64-bit
+    words form rows of 1024; each half of a row's or column's sum mod 2^64 is multiplied by a fixed
+    random 64-bit weight. Changed, moved or swapped words are detected unless four or more cancel
+    out in rows and columns."""
     data = flat.contiguous().view(torch.uint8)
     whole = data.numel() - data.numel() % (8 * ROW)
-    tail = pad(
-        data[whole:], (0, -data.numel() % (8 * ROW))
-    )  # zero words add nothing; the length is added at the end
-    rows, columns = [], torch.zeros(ROW, dtype=torch.int64, device=flat.device)
+    # zero words add nothing; the length is added at the end
+    tail = pad(data[whole:], (0, -data.numel() % (8 * ROW)))
+    rows = []
+    columns = torch.zeros(ROW, dtype=torch.int64, device=flat.device)
     for part in (data[:whole], tail):
         words = part.view(torch.int64).view(-1, ROW)
-        for strip in words.split(ROWS) if flat.device.type == "cpu" else (words,):
+        strips = (words,)
+        if flat.device.type == "cpu":
+            strips = words.split(ROWS)
+        for strip in strips:
             rows.append(strip.sum(1))
             columns += strip.sum(0)
     return _weigh_halves(torch.cat(rows), 0) + _weigh_halves(columns, 1) + data.numel()
 
 
 def _weigh_halves(sums: Tensor, table: int) -> Tensor:
-    """Applies weights to the halves of `sums` [n] int64: whole sums would hide a top bit flipped in two of them."""
+    """Applies weights to the halves of `sums` [n] int64: whole sums would hide a top bit flipped in
+    two of them."""
     halves = sums.view(torch.int32).to(torch.int64)
     return (halves * _weights_at(0, halves.numel(), table, sums.device)).sum()
 
 
 def copy_and_verify(part: Tensor, into: Tensor) -> Tensor:
-    """Copies `part` into `into`, of the same shape. Returns (int64 scalar) 1 if any bit reads back differently, else 0.
-    If `into` has a wider dtype (a router that the engine keeps in fp32), it is read back in that of `part`. A CPU
-    compares while the data is in its cache; a GPU is not synchronized."""
+    """Copies `part` into `into`, of the same shape. Returns (int64 scalar) 1 if any bit reads back
+    differently, else 0. If `into` has a wider dtype (a router that the engine keeps in fp32), it is
+    read back in that of `part`. A CPU compares while the data is in its cache; a GPU is not
+    synchronized."""
     if part.device.type == "cpu" and part.dim() and part.numel():
         lines = max(1, STRIP_BYTES * part.shape[0] // part.nbytes)
         return torch.tensor(sum(map(_write_strip, part.split(lines), into.split(lines))))
-    return (_integers(into.copy_(part).to(part.dtype)) != _integers(part)).any().to(torch.int64)
+    read = into.copy_(part).to(part.dtype)
+    return (_integers(read) != _integers(part)).any().to(torch.int64)
 
 
 def _write_strip(part: Tensor, into: Tensor) -> bool:
     read = into.copy_(part).to(part.dtype)
-    return not np.array_equal(
-        _integers(read).numpy(), _integers(part).numpy()
-    )  # faster than torch.equal
+    # faster than torch.equal
+    return not np.array_equal(_integers(read).numpy(), _integers(part).numpy())
 
 
 def _integers(x: Tensor) -> Tensor:
-    """Bits of `x` as integers: NaN equals NaN, and -0 differs from 0."""
+    """Returns the bits of `x` as integers: NaN equals NaN, and -0 differs from 0."""
     return x.view(INTEGERS[x.element_size()])
 
 
 def positional_checksum(part: Tensor, start: Sequence[int]) -> Tensor:
-    """Returns the checksum (int64 scalar) of the part of a tensor that begins at `start`: those of parts that tile a
-    tensor add up to that of the whole (mod 2^64), however it is split. The weight of a word at (i, .., j) is
-    w0[i] x .. x wn[j]; j counts 32-bit words of a row, which may be split anywhere."""
+    """Returns the checksum (int64 scalar) of the part of a tensor that begins at `start`: those of
+    parts that tile a tensor add up to that of the whole (mod 2^64), however it is split. The weight
+    of a word at (i, .., j) is w0[i] x .. x wn[j]; j counts 32-bit words of a row, which may be
+    split anywhere."""
     if not part.dim():
-        part, start = part[None], (0,)
+        part = part[None]
+        start = (0,)
     if not part.numel():
         return torch.zeros((), dtype=torch.int64, device=part.device)
-    data = (
-        part.contiguous().view(torch.uint8).view(-1, part.shape[-1] * part.element_size())
-    )  # [rows, bytes]
-    first = start[-1] * part.element_size()
-    end = first + data.shape[1]
-    if (
-        first % 4 or end % 4
-    ):  # the rest of a split word counts as zero here, and is added by the other part
+    itemsize = part.element_size()
+    row_bytes = part.shape[-1] * itemsize
+    data = part.contiguous().view(torch.uint8).view(-1, row_bytes)
+    first = start[-1] * itemsize
+    end = first + row_bytes
+    # the rest of a split word counts as zero here, and is added by the other part
+    if first % 4 or end % 4:
         data = pad(data, (first % 4, -end % 4))
     words = data.view(torch.int32)
     columns = _weights_at(first // 4, words.shape[1], 0, part.device)
     rows = torch.ones(1, dtype=torch.int64, device=part.device)
     for dim, (offset, size) in enumerate(zip(start[:-1], part.shape[:-1], strict=True)):
-        rows = (
-            rows[:, None] * _weights_at(offset, size, dim + 2, part.device)
-        ).flatten()  # [rows so far]
+        weights = _weights_at(offset, size, dim + 2, part.device)
+        rows = (rows[:, None] * weights).flatten()  # [rows so far]
     return (_dot_rows(words, columns) * rows).sum()
 
 
 def row_checksums(rows: Tensor) -> Tensor:
-    """Returns [n] int64: a checksum of each of the rows [n, ...], on the CPU, that sees one changed or moved byte."""
+    """Returns [n] int64: a checksum of each of the rows [n, ...], on the CPU, that sees one changed
+    or moved byte."""
     data = rows.contiguous().view(torch.uint8).flatten(1)
     words = pad(data, (0, -data.shape[1] % 4)).view(torch.int32)
     return _dot_rows(words, _weights_at(0, words.shape[1], 0, words.device))
@@ -103,25 +109,31 @@ def row_checksums(rows: Tensor) -> Tensor:
 def _dot_rows(words: Tensor, weights: Tensor) -> Tensor:
     """Returns [n] int64: each row of `words` [n, w] int32 times `weights` [w] int64, mod 2^64."""
     if words.device.type == "cpu":  # numpy widens in vectors; its storage stays resizable by DLPack
-        return torch.from_numpy(np.einsum("ij,j->i", np.from_dlpack(words), weights.numpy()))
+        sums = np.einsum("ij,j->i", np.from_dlpack(words), weights.numpy())
+        return torch.from_numpy(sums)
     lines = max(1, STRIP_WORDS // words.shape[1])
     return torch.cat([(strip.to(torch.int64) * weights).sum(1) for strip in words.split(lines)])
 
 
-def _weights_at(start: int, count: int, table: int, device: torch.device) -> Tensor:
+def _weights_at(
+    start: int,
+    count: int,
+    table: int,
+    device: torch.device,
+) -> Tensor:
     """Returns [count] weights of a table, from position `start`."""
-    return _weights(1 << max(8, (start + count - 1).bit_length()), table, device)[
-        start : start + count
-    ]
+    end = start + count
+    size = 1 << max(8, (end - 1).bit_length())
+    return _weights(size, table, device)[start:end]
 
 
 @lru_cache(maxsize=64)
 def _weights(count: int, table: int, device: torch.device) -> Tensor:
-    """Returns [count] int64: splitmix64 of the position, computed on the CPU to be the same for every device."""
+    """Returns [count] int64: splitmix64 of the position, computed on the CPU to be the same for
+    every device."""
     x = torch.arange(1, count + 1, dtype=torch.int64) * -7046029254386353131
-    x = (
-        x + torch.tensor(table) * 0x632BE59BD9B4E019
-    )  # as a tensor: it wraps, which a Python int does not
+    # as a tensor: it wraps, which a Python int does not
+    x = x + torch.tensor(table) * 0x632BE59BD9B4E019
     for bits, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
         x = (x ^ ((x >> bits) & ((1 << (64 - bits)) - 1))) * factor  # a logical shift
     return x.to(device)

@@ -1,30 +1,34 @@
 """Runs one rank's part of a plan: packs, sends, receives and relays messages, round by round.
 
-    round n in flight | packs the messages of round n + 1, and passes the local copies of round n to the callback
-    round n arrived   | takes checksums, passes messages to the callback, packs the relays of round n + 1 from them
+    round n in flight | packs the messages of round n + 1, and passes the local copies of round n
+                        to the callback
+    round n arrived   | takes checksums, passes messages to the callback, and packs the relays of
+                        round n + 1 from them
 
-At most two rounds of buffers are alive at a time, unless the callback keeps them.
-"""
-
-from __future__ import annotations
+At most two rounds of buffers are alive at a time, unless the callback keeps them, as `receive` does
+until all ranks have verified theirs."""
 
 from collections import ChainMap, Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from megarl.models.shards import ShardSlice
+from megarl.models.shape import Shape
+from megarl.models.shards import ShardSlice, Slices, without_pairs
+from megarl.platform.device import device_bytes, free_host_bytes, host_bytes
 from megarl.types import CheckFailed
-from megarl.weights.checksum import checksum, copy_and_verify, positional_checksum
-from megarl.weights.plan import Message, Plan, Transfer, relay_buffer
-from megarl.weights.transports import Transport
+from megarl.weights.plan.plan import Message, Plan, Transfer, relay_buffer
+from megarl.weights.sync.checksum import checksum, copy_and_verify, positional_checksum
+from megarl.weights.sync.transports import Transport
 
 CPU = torch.device("cpu")
-OnBucket = Callable[
-    [Message, Tensor], None
-]  # a message and its flat buffer; must not raise, as peers are waiting
+SPARE_BYTES = 2 << 30  # of device memory, for the layers that are open while messages are written
+Parameters = Mapping[str, Tensor]  # by name
+# a message and its flat buffer; must not raise, as peers are waiting
+OnBucket = Callable[[Message, Tensor], None]
 
 
 class Encoder(Protocol):
@@ -32,25 +36,48 @@ class Encoder(Protocol):
 
     names: frozenset[str]  # of the HF tensors that it converts
 
-    def encode(self, name: str, start: Sequence[int], values: Tensor) -> Tensor:
+    def encode(
+        self,
+        name: str,
+        start: Sequence[int],
+        values: Tensor,
+    ) -> Tensor:
         """Returns [start, start + values.shape) of HF tensor `name`, a byte an element."""
         ...
 
 
 def strided_view(tensor: Tensor, part: ShardSlice, dtype: torch.dtype | None = None) -> Tensor:
-    """A view of part of a contiguous `tensor`, as elements of `dtype` (None: its own)."""
+    """Returns a view of part of a contiguous `tensor`, as elements of `dtype` (None: its own)."""
     data = tensor.detach().view(dtype or tensor.dtype)
     # as_strided takes absolute offsets, and parameters may be views of one large buffer
     return data.as_strided(part.shape, part.strides, data.storage_offset() + part.offset)
 
 
 def read_slice(
-    tensor: Tensor, part: ShardSlice, dtype: torch.dtype, encoder: Encoder | None
+    tensor: Tensor,
+    part: ShardSlice,
+    dtype: torch.dtype,
+    encoder: Encoder | None,
 ) -> Tensor:
-    """Returns a slice as it moves: a view as elements of `dtype`, or what the encoder makes of it."""
+    """Returns a slice as it moves: a view as elements of `dtype`, or what the encoder makes of
+    it."""
     if encoder and part.name in encoder.names:
         return encoder.encode(part.name, part.start, strided_view(tensor, part))
     return strided_view(tensor, part, dtype)
+
+
+def slice_checksum(
+    part: ShardSlice,
+    parameters: Parameters,
+    shape: Shape,
+    dtype: torch.dtype,
+    encoder: Encoder | None = None,
+) -> Tensor:
+    """Returns the positional checksum of a slice of an HF tensor of `shape`, read from its
+    parameter."""
+    view = read_slice(parameters[part.param], part, dtype, encoder)
+    start, size = without_pairs(part, len(shape))
+    return positional_checksum(view.reshape(size), start)
 
 
 def split_message(message: Message, flat: Tensor) -> Iterator[tuple[Transfer, Tensor]]:
@@ -72,18 +99,18 @@ class PlanExecutor:
         encoder: Encoder | None = None,
     ) -> None:
         """`encoder`: of the weights that this rank sends."""
-        self.rounds, self.num_messages = plan.lower(transport.rank), len(plan.message_bytes)
-        self._transport, self._dtype, self._device, self._encoder = (
-            transport,
-            dtype,
-            device,
-            encoder,
-        )
+        self.rounds = plan.lower(transport.rank)
+        self.num_messages = len(plan.message_bytes)
+        self._transport = transport
+        self._dtype = dtype
+        self._device = device
+        self._encoder = encoder
+        self._pinned = 0  # bytes staged on the host so far: torch keeps them for the next sync
 
     @property
     def messages(self) -> Iterator[Message]:
         """Messages that this rank sends, receives or copies locally, in order."""
-        return (message for messages in self.rounds for message in messages)
+        return chain.from_iterable(self.rounds)
 
     @property
     def bytes_arriving(self) -> int:
@@ -94,22 +121,26 @@ class PlanExecutor:
         )
 
     def run(
-        self, parameters: Mapping[str, Tensor], on_bucket: OnBucket, *, include_local: bool
+        self,
+        parameters: Parameters,
+        on_bucket: OnBucket,
+        *,
+        include_local: bool,
     ) -> Tensor:
-        """Calls `on_bucket` for each message received and, with `include_local`, for local copies. Returns the
-        checksums [2, messages] int64 of those that this rank sent, and received; 0 for others. Raises CheckFailed,
-        naming the messages in flight, if a peer is lost."""
+        """Calls `on_bucket` for each message received and, with `include_local`, for local copies.
+        Returns the checksums [2, messages] int64 of those that this rank sent, and received; 0 for
+        others. Raises CheckFailed, naming the messages in flight, if a peer is lost."""
         rank = self._transport.rank
         sums = torch.zeros(2, self.num_messages, dtype=torch.int64, device=self._device)
         outgoing = self._pack_round(0, parameters, sums, relays=False)
         for number, messages in enumerate(self.rounds):
             incoming = [(m, self._empty(m)) for m in messages if m.receiver == rank != m.sender]
             wait = self._transport.start(
-                {m.receiver: flat for m, flat in outgoing}, {m.sender: flat for m, flat in incoming}
+                {message.receiver: flat for message, flat in outgoing},
+                {message.sender: flat for message, flat in incoming},
             )
-            following = self._pack_round(
-                number + 1, parameters, sums, relays=False
-            )  # overlaps the round in flight
+            # overlaps the round in flight, whose buffers `outgoing` keeps alive
+            following = self._pack_round(number + 1, parameters, sums, relays=False)
             for message in messages:
                 if include_local and message.sender == message.receiver:
                     on_bucket(message, self.pack(message, parameters))
@@ -122,37 +153,83 @@ class PlanExecutor:
             for message, flat in incoming:
                 sums[1, message.index] = checksum(flat)
                 on_bucket(message, flat)
-            arrived = {relay_buffer(m.sender): flat for m, flat in incoming}
-            outgoing = following + self._pack_round(
-                number + 1, ChainMap(arrived, cast(Any, parameters)), sums, relays=True
-            )
+            arrived = {relay_buffer(message.sender): flat for message, flat in incoming}
+            memory = ChainMap(arrived, cast(Any, parameters))
+            outgoing = following + self._pack_round(number + 1, memory, sums, relays=True)
         return sums
 
-    def pack(self, message: Message, memory: Mapping[str, Tensor]) -> Tensor:
-        """Returns [numel]: the message's transfers end to end, each in row-major order of its HF tensor."""
+    def device_room(self) -> int:
+        memory = device_bytes(self._device)
+        if memory is None:
+            return self.bytes_arriving
+        return max(0, memory[0] - SPARE_BYTES)
+
+    def memory_fault(self, ranks_per_node: int) -> str | None:
+        """Describes a shortage of host memory for `receive`. All ranks of a node need about as much
+        at once."""
+        beyond = self.bytes_arriving
+        if self._device.type != "cpu":
+            beyond -= self.device_room()
+        needed = ranks_per_node * (beyond - self._pinned)
+        free = free_host_bytes()
+        if needed <= free:
+            return None
+        return (
+            f"the {ranks_per_node} ranks of a node need {needed / 1e9:.1f} GB of host memory "
+            f"to stage weights, but only {free / 1e9:.1f} GB are free; add memory, or set "
+            "sync.atomic=false"
+        )
+
+    def receive(self, parameters: Parameters) -> tuple[dict[int, Tensor], Tensor]:
+        """Receives all messages from other ranks, on the device as far as it has room, otherwise in
+        pinned host memory. Returns message index -> buffer, and the checksums of `run`."""
+        room = self.device_room()
+        staged: dict[int, Tensor] = {}
+
+        def stage(message: Message, flat: Tensor) -> None:
+            nonlocal room
+            room -= flat.nbytes
+            if room < 0:
+                host = host_bytes(flat.nbytes, self._device).view(flat.dtype)
+                flat = host.copy_(flat, non_blocking=True)
+                self._pinned = max(self._pinned, -room)
+            staged[message.index] = flat
+
+        return staged, self.run(parameters, stage, include_local=False)
+
+    def pack(self, message: Message, memory: Parameters) -> Tensor:
+        """Returns [numel]: the message's transfers end to end, each in row-major order of its HF
+        tensor."""
         flat = self._empty(message)
         for transfer, part in split_message(message, flat):
             encoder = None if transfer.is_relay else self._encoder
-            part.copy_(
-                read_slice(memory[transfer.source.param], transfer.source, self._dtype, encoder)
-            )
+            source = transfer.source
+            part.copy_(read_slice(memory[source.param], source, self._dtype, encoder))
         return flat
 
     def describe(self, message: Message) -> str:
         """Describes a message: number, round, ranks and tensors."""
-        return f"message {message.index + 1} of {self.num_messages} (round {message.round + 1}), {message}"
+        return (
+            f"message {message.index + 1} of {self.num_messages} "
+            f"(round {message.round + 1}), {message}"
+        )
 
     def _pack_round(
-        self, number: int, memory: Mapping[str, Tensor], sums: Tensor, *, relays: bool
+        self,
+        number: int,
+        memory: Parameters,
+        sums: Tensor,
+        *,
+        relays: bool,
     ) -> list[tuple[Message, Tensor]]:
-        """Packs the messages that this rank sends in a round: the relays, or all others."""
-        messages = self.rounds[number] if number < len(self.rounds) else ()
-        sent = (
-            m
-            for m in messages
-            if m.sender == self._transport.rank != m.receiver and m.is_relay == relays
-        )
-        packed = [(message, self.pack(message, memory)) for message in sent]
+        """Packs the messages that this rank sends in a round, if there is one: the relays, or all
+        others."""
+        packed = [
+            (message, self.pack(message, memory))
+            for message in chain.from_iterable(self.rounds[number : number + 1])
+            if message.sender == self._transport.rank != message.receiver
+            and message.is_relay == relays
+        ]
         for message, flat in packed:
             sums[0, message.index] = checksum(flat)
         return packed
@@ -161,51 +238,55 @@ class PlanExecutor:
         return torch.empty(message.numel, dtype=self._dtype, device=self._device)
 
     def _in_flight(self, number: int, error: str) -> str:
-        """Describes the messages that may be lost: those of peers named in `error`, or all of the round."""
+        """Describes the messages that may be lost: those of peers named in `error`, or all of the
+        round."""
         messages = [m for m in self.rounds[number] if m.sender != m.receiver]
-        named = [
-            m for m in messages if f"rank {m.sender + m.receiver - self._transport.rank} " in error
-        ] or messages
-        return "; ".join(map(self.describe, named[:4]))
+        rank = self._transport.rank
+        named = [m for m in messages if f"rank {m.sender + m.receiver - rank} " in error]
+        return "; ".join(map(self.describe, (named or messages)[:4]))
 
 
 class MemoryReceiver:
-    """publish.WeightReceiver into plain tensors on the CPU: `memory` has every `param` of the slices, in elements of
-    `dtype`. Messages arrive on `device`."""
+    """publish.WeightReceiver into plain tensors on the CPU: `memory` has every `param` of the
+    slices, in elements of `dtype`. Messages arrive on `device`."""
 
     def __init__(
         self,
-        slices: Sequence[ShardSlice],
-        memory: Mapping[str, Tensor],
+        slices: Slices,
+        memory: Parameters,
         dtype: torch.dtype,
         device: torch.device = CPU,
     ) -> None:
-        self.slices, self.memory, self.device, self._dtype = slices, memory, device, dtype
+        self.slices = slices
+        self.memory = memory
+        self.device = device
+        self._dtype = dtype
         self.version: int | None = None
         self._loaded: Counter[str] = Counter()  # elements received of each HF tensor
 
     def begin(self, *, check_placement: bool) -> None:
-        self._loaded, self.version = Counter(), None
+        self._loaded = Counter()
+        self.version = None
 
     def write(self, message: Message, flat: Tensor) -> Tensor:
         wrong = torch.zeros((), dtype=torch.int64, device="cpu")
         for transfer, part in split_message(message, flat.to(CPU)):
             into = transfer.destination
-            wrong += copy_and_verify(part, strided_view(self.memory[into.param], into, self._dtype))
+            wrong += copy_and_verify(part, self._view(into))
             self._loaded[into.name] += into.numel
         return wrong
+
+    def _view(self, part: ShardSlice) -> Tensor:
+        return strided_view(self.memory[part.param], part, self._dtype)
 
     def seal(self) -> Mapping[str, int]:
         return self._loaded
 
     def positional_checksums(self) -> Tensor:
-        sums = [
-            positional_checksum(strided_view(self.memory[x.param], x, self._dtype), x.start)
-            for x in self.slices
-        ]
-        return (torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64, device="cpu")).to(
-            self.device
-        )
+        sums = torch.zeros(len(self.slices), dtype=torch.int64, device="cpu")
+        for number, part in enumerate(self.slices):
+            sums[number] = positional_checksum(self._view(part), part.start)
+        return sums.to(self.device)
 
     def finish(self, version: int) -> None:
         self.version = version

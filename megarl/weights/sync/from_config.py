@@ -1,19 +1,16 @@
-"""Builds a rank's Publisher from the config: trainer ranks, engine workers and ranks that are both run one plan."""
-
-from __future__ import annotations
+"""Builds a rank's Publisher from the config: trainer ranks, engine workers and ranks that are both
+run one plan."""
 
 from typing import Any
 
 from megarl.config.schema import Config
 from megarl.models.engine import engine_table
 from megarl.models.fp8 import scale_shapes, with_scales
-from megarl.models.registry import fp32_tensors, hf_shapes
 from megarl.models.shape import ModelShape
 from megarl.models.shards import slices_of
-from megarl.planner.weight_sync import plan_of, rollout_format
-from megarl.platform.device import DTYPES
-from megarl.weights.fleet import Fleet
-from megarl.weights.publish import (
+from megarl.weights.plan.fleet import Fleet
+from megarl.weights.plan.from_config import plan_of, rollout_format
+from megarl.weights.sync.publish import (
     Probe,
     Publisher,
     WeightFormat,
@@ -21,7 +18,7 @@ from megarl.weights.publish import (
     WeightSender,
     plan_slices,
 )
-from megarl.weights.transports import Transport
+from megarl.weights.sync.transports import Transport
 
 
 def make_publisher(
@@ -33,27 +30,36 @@ def make_publisher(
     receiver: WeightReceiver | None,
     *,
     is_cuda: bool,
-    weights: WeightFormat | None = None,
+    weights: WeightFormat,
     probe: Probe | None = None,
 ) -> Publisher:
-    """A collective of the ranks of `transport`, numbered as in `fleet`; `weights`: of a model without a table."""
+    """A collective of the ranks of `transport`, numbered as in `fleet`; `weights`: the
+    trainer's."""
     sizes: dict[str, Any] = {
         "ranks_per_replica": fleet.ranks_per_replica,
         "ranks_per_node": fleet.ranks_per_node,
     }
-    weights = weights or WeightFormat(
-        hf_shapes(shape), DTYPES[config.train.dtype], fp32_tensors(shape)
-    )
-    if fmt := rollout_format(config, shape):
+    fmt = rollout_format(config, shape)
+    if fmt:
         weights = weights.in_fp8(scale_shapes(shape, fmt))
+    table = None
     if shape.bridge:
         assert sender and receiver, "the split topology has only models with a table"
-        table, kept = None, transport.gather(list(receiver.slices))
+        kept = transport.gather(list(receiver.slices))
         sent = transport.gather(list(sender.slices))
-        plan = plan_slices(weights, sent, kept, round_bytes=config.sync.round_bytes, **sizes)
+        plan = plan_slices(
+            weights,
+            sent,
+            kept,
+            round_bytes=config.sync.round_bytes,
+            **sizes,
+        )
     else:
-        table = with_scales(engine_table(shape), fmt) if fmt else engine_table(shape)
-        table = slices_of(table, shape, fleet.engine_layout(transport.rank)) if receiver else None
+        if receiver:
+            rules = engine_table(shape)
+            if fmt:
+                rules = with_scales(rules, fmt)
+            table = slices_of(rules, shape, fleet.engine_layout(transport.rank))
         plan = plan_of(config, shape, fleet, spec="te" if is_cuda else "local")
     return Publisher(
         plan,

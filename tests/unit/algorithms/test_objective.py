@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megarl.algorithms import ADVANTAGES, AGGREGATIONS, KL, LOSSES
 from megarl.algorithms.losses import LOSS_AND_CLIP
 from megarl.algorithms.objective import Objective, loss_weights, supervised_loss
-from megarl.config.names import CLIPS
+from megarl.config.estimators import BOUNDS
 from megarl.config.presets import PRESETS
 from megarl.config.schema import Algorithm, Train
 from megarl.data.collate import collate
@@ -217,7 +217,7 @@ def test_token_losses_add_up_to_the_formula():
     torch.testing.assert_close(new.grad, torch.where(batch.mask, slope, 0), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("loss", CLIPS)
+@pytest.mark.parametrize("loss", [loss for loss in BOUNDS if BOUNDS[loss]])
 def test_the_bounds_of_the_config_are_those_of_the_loss(loss):
     """Its own where none is given, and each that is given acts."""
     batch = make_batch()
@@ -225,10 +225,10 @@ def test_the_bounds_of_the_config_are_those_of_the_loss(loss):
     at = (scored.old_logprobs, scored.advantages, batch.mask, batch.cu_seqlens)
     far = scored.old_logprobs + torch.where(scored.advantages > 0, 3.0, -3.0)
     for new in (far, 2 * scored.old_logprobs - far):
-        for given in ({}, *({name: 3.0 if name == "dual_clip" else 1e-4} for name in CLIPS[loss])):
+        for given in ({}, *({name: 3.0 if name == "dual_clip" else 1e-4} for name in BOUNDS[loss])):
             done = losses_of(new, scored, algorithm(loss=loss, **given)).loss
             torch.testing.assert_close(done, LOSSES[loss](new, *at, **given), rtol=0, atol=0)
-    for name in CLIPS[loss]:
+    for name in BOUNDS[loss]:
         bound = {name: 3.0 if name == "dual_clip" else 1e-4}
         assert any(
             not torch.equal(LOSSES[loss](new, *at, **bound), LOSSES[loss](new, *at))
@@ -265,7 +265,7 @@ def test_clip_frac_counts_the_tokens_a_bound_acts_on(loss):
     nonzero = scored.advantages != 0
     assert torch.equal(clipped & nonzero, changed) and 0 < clipped.sum() < batch.mask.sum()
     rules = algorithm(
-        loss=loss, **bounds, **({"dual_clip": None} if "dual_clip" in CLIPS[loss] else {})
+        loss=loss, **bounds, **({"dual_clip": None} if "dual_clip" in BOUNDS[loss] else {})
     )
     done = losses_of(at[0], scored, rules)
     assert done.sums["clip_frac"] == LOSS_AND_CLIP[loss](*at, **bounds)[1].sum()

@@ -21,7 +21,7 @@ from megarl.algorithms.preference import (
     pair_weights,
     response_logprobs,
 )
-from megarl.config.section import Dpo
+from megarl.config.schema import Dpo
 from megarl.types import MicrobatchPlan, MicrobatchRows, PreferenceBatch, ScoredBatch, TokenOutputs
 
 NONE, KL = "b0.1.ls0.0", "reverse_kl"
@@ -64,7 +64,7 @@ def test_dpo_is_the_peers(
         rows = (
             response_logprobs(x_T, *reduced, average=average) for x_T in (policy_T, reference_T)
         )
-        loss = dpo(*rows, pairs, **options).mean()
+        loss = dpo(*rows, pairs, Dpo(**options)).mean()
         loss.backward()
         close = {"rtol": 1e-9, "atol": 1e-12} if dtype == "f64" else {"rtol": 1e-5, "atol": 1e-6}
         expected, gradient = case.output(entry, "loss"), case.output(entry, "grad_p")
@@ -110,7 +110,7 @@ def test_bradley_terry_depends_on_differences_and_never_overflows() -> None:
 
 def test_at_the_start_dpo_is_log_2_and_its_gradient_half_of_beta() -> None:
     policy_N = torch.tensor([-5.0, -9.0], dtype=torch.float64, requires_grad=True)
-    loss_P = dpo(policy_N, policy_N.detach(), torch.tensor([[1, 0]]), beta=0.3)
+    loss_P = dpo(policy_N, policy_N.detach(), torch.tensor([[1, 0]]), Dpo(beta=0.3))
     loss_P.sum().backward()
     assert policy_N.grad is not None
     assert loss_P.item() == pytest.approx(math.log(2), abs=1e-15) and policy_N.grad.tolist() == [

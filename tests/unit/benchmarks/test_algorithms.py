@@ -54,6 +54,7 @@ def test_claims_are_compared_seed_by_seed():
 
 
 @pytest.mark.long
+@pytest.mark.exhaustive
 def test_algorithms_are_compared_at_equal_tokens(tmp_path: Path):
     names, small = (
         ["ppo", "grpo_process"],

@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from megarl import cli
 from megarl.checkpoint.torch_dist import MegatronTarget
+from megarl.commands import conversion as command
+from megarl.commands.random_model import create_model
 from megarl.config.schema import Create
-from megarl.launch import convert as command
-from megarl.launch.random_model import create_model
 from megarl.layout import Parallel
 from megarl.models.registry import hf_shapes, read_model
 from megarl.types import CheckFailed
@@ -77,8 +77,12 @@ def moe(tmp_path_factory) -> Path:
 
 
 def run(
-    source: Path, target: Path, to: str, sizes: Parallel = Parallel(), file_bytes: int = 1 << 30
-) -> str:  # noqa: B008
+    source: Path,
+    target: Path,
+    to: str,
+    sizes: Parallel = Parallel(),  # noqa: B008 (it is frozen)
+    file_bytes: int = 1 << 30,
+) -> str:
     return command.run_convert(
         source, target, to, sizes, config=None, file_bytes=file_bytes, interactive=False
     )
@@ -322,7 +326,7 @@ DIES = """
 import os, signal, sys
 from contextlib import contextmanager
 from pathlib import Path
-from megarl.launch import convert
+from megarl.commands import conversion as convert
 from megarl.layout import Parallel
 
 @contextmanager

@@ -9,14 +9,14 @@ from two_devices import there, two_devices
 
 from megarl.checkpoint.hf import export_hf
 from megarl.checkpoint.hf_files import copy_model_files
+from megarl.commands.random_model import create_model
 from megarl.config.schema import Create
-from megarl.launch.random_model import create_model
 from megarl.layout import Layout, Parallel
 from megarl.models.registry import fp32_tensors, hf_shapes, megatron_table, read_model
 from megarl.models.shards import slices_of
 from megarl.types import CheckFailed
-from megarl.weights.publish import WeightFormat
-from megarl.weights.transports import InProcess
+from megarl.weights.sync.publish import WeightFormat
+from megarl.weights.sync.transports import Transport
 
 SIZES = {"experts": 4, "hidden": 32, "moe_intermediate": 16, "vocab": 67, "tied": False}
 
@@ -72,7 +72,7 @@ def export(
         weights=WeightFormat(hf_shapes(shape), dtype, fp32),
         sources=[slices],
         parameters=lambda: held,
-        transport=InProcess(),
+        transport=Transport(),
         **options,
     )
 
@@ -151,7 +151,7 @@ def test_a_wide_parameter_that_should_not_be_is_refused(tmp_path, origin):
             weights=WeightFormat(hf_shapes(shape), torch.bfloat16, frozenset(narrow)),
             sources=[slices],
             parameters=lambda: held,
-            transport=InProcess(),
+            transport=Transport(),
         )
 
 

@@ -16,8 +16,8 @@ from megarl.checkpoint import hf_folder
 from megarl.checkpoint.hf_folder import HfFolder
 from megarl.models.formats import FORMATS, BlockFormat
 from megarl.models.shards import ShardSlice
-from megarl.weights.execute import strided_view
-from megarl.weights.quantize import dequantize, quantize
+from megarl.weights.encode.quantize import dequantize, quantize
+from megarl.weights.sync.execute import strided_view
 
 FP8: dict[str, Any] = {"type": "float", "num_bits": 8, "symmetric": True}
 CONFIGS: dict[str, dict[str, Any]] = {

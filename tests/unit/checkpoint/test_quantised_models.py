@@ -15,14 +15,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megarl.checkpoint.hf_folder import load_hf
-from megarl.launch.convert import run_convert
+from megarl.commands.conversion import run_convert
 from megarl.layout import Layout, Parallel
 from megarl.models.formats import BlockFormat
 from megarl.models.registry import hf_shapes, megatron_table, read_model
 from megarl.models.shards import slices_of
 from megarl.types import CheckFailed
-from megarl.weights.execute import strided_view
-from megarl.weights.quantize import Storage
+from megarl.weights.encode.quantize import Storage
+from megarl.weights.sync.execute import strided_view
 
 
 def by_products(parts: Mapping[str, dict[str, Tensor]], fmt: BlockFormat) -> dict[str, Tensor]:

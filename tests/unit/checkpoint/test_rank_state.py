@@ -11,7 +11,7 @@ import torch
 
 from megarl.checkpoint.rank_state import _cut, _owners
 from megarl.models.shards import ShardSlice
-from megarl.weights.execute import strided_view
+from megarl.weights.sync.execute import strided_view
 
 
 @pytest.mark.parametrize("shape", [(7,), (1,), (4, 5), (1, 4, 5), (2, 3, 4), (1, 1, 6)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -13,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from megarl.commands.random_model import create_model
 from megarl.config.load import load_config
 from megarl.config.schema import Create
-from megarl.launch.random_model import create_model
-from megarl.platform.shm import lock_shm, shm_prefix, unlink_shm
+from megarl.processes.shared_memory import lock_shm, shm_prefix, unlink_shm
 from tests.hub import Hub, Repo, serve_hub
 
 # Runs several commands in one process and prints [[exit code, stdout, stderr], ...]
@@ -281,7 +282,7 @@ def test_a_resumed_run_keeps_its_commit(folder: Path, hub: Hub) -> None:
     other = "run.name=other"
     overrides = ([], ["model.revision=main"], ["checkpoint.resume=never"], [resume, other], [other])
     results = megarl(folder, hub, *([*dry_run, *each] for each in overrides))
-    commits = [err.split()[-1] for _code, _out, err in results]
+    commits = [re.findall(r"is commit (\w+)", err)[-1] for _code, _out, err in results]
     assert commits == [old.commit, new.commit, new.commit, old.commit, new.commit], results
     assert "org/model (main, when the run began) is commit" in results[0][2]
 

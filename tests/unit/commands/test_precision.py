@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from megarl.commands.precision import describe_precision
 from megarl.config.schema import Config
 from megarl.config.validate import model_shape
-from megarl.planner.precision import describe_precision
 
 MOE = {
     "family": "deepseek_v3", "layers": 5, "hidden": 256, "heads": 4, "vocab": 67, "experts": 4, "moe_intermediate": 128,

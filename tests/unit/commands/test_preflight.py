@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from megarl.cli import main
+from megarl.commands.preflight import preflight
+from megarl.commands.random_model import create_model
 from megarl.config.load import parse_config
 from megarl.config.schema import Config, Create
-from megarl.launch.preflight import preflight
-from megarl.launch.random_model import create_model
 from megarl.platform.env import Env
 
 ALONE = Env()

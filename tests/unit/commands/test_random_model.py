@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megarl.commands.random_model import create_model
 from megarl.config.schema import Create
-from megarl.launch.random_model import create_model
 
 MADE = [
     Create(family="qwen2"),

@@ -20,9 +20,9 @@ from reward_score_ranks import save_classifier
 from transformers import AutoModelForSequenceClassification
 
 from megarl.cli import main
-from megarl.config.section import Reward
+from megarl.commands.reward_server import SampleToScore, score_rows
+from megarl.config.schema import Reward
 from megarl.data.tokenizer import TokenIds
-from megarl.launch.serve_reward import Row, score_rows
 from megarl.rewards.interface import ScoreRequest
 from megarl.rewards.remote import make_remote
 from megarl.types import Sample
@@ -166,7 +166,12 @@ def test_the_response_is_what_follows_the_prompts_tokens() -> None:
 
     row: dict[str, Any] = {"id": "0", "prompt": "5", "response": "7", "finish": "stop"}
     rows = [row, row | {"tokens": [3, 5, 7, 1]}, row | {"tokens": [3, 5, 7, 1], "prompt_length": 2}]
-    score_rows(cast(Any, reward), TokenIds((1,), 67), 67, [Row.model_validate(row) for row in rows])
+    score_rows(
+        cast(Any, reward),
+        TokenIds((1,), 67),
+        67,
+        [SampleToScore.model_validate(row) for row in rows],
+    )
     assert [sample.tokens.tolist() for sample in seen] == [[5, 7, 1], [3, 5, 7, 1], [3, 5, 7, 1]]
     assert [int(sample.trainable.sum()) for sample in seen] == [2, 3, 2]
 

@@ -107,7 +107,9 @@ def test_fields_are_those_of_vllm():
 
 def test_what_megarl_sets_itself_is_not_harmless():
     """Of the engine's settings, but for the three that a CPU needs."""
-    engine = Path(library_options.__file__).parents[1].joinpath("rollout/arguments.py").read_text()
+    engine = (
+        Path(library_options.__file__).parents[1].joinpath("rollout/vllm/arguments.py").read_text()
+    )
     ours = [
         line.split('"')[1]
         for line in engine.split("settings: dict")[1].split("}\n")[0].splitlines()

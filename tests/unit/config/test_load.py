@@ -367,9 +367,7 @@ def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
 
 
 def test_config_imports_no_heavy_package() -> None:
-    code = (
-        "import megarl.config.validate, megarl.launch.spawn, megarl.cli, sys; print(*sys.modules)"
-    )
+    code = "import megarl.config.validate, megarl.processes.spawn, megarl.cli, sys; print(*sys.modules)"
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from megarl import cli
 from megarl.cli import main
+from megarl.commands import start
 from megarl.config.load import load_config, parse_config
+from megarl.config.run_dir import FREE, check_resumed, make_run_dir, prepare_run_dir
 from megarl.config.schema import Config
-from megarl.launch.run_config import FREE, check_resumed, make_run_dir, prepare_run_dir
 
 START = {"train.lr": 1e-4, "train.steps": 4, "rollout.samples_per_prompt": 8, "model.path": "none"}
 
@@ -159,7 +159,7 @@ def test_the_command_line_refuses_and_confirms(
 ) -> None:
     launched: list[float] = []
     monkeypatch.setattr(
-        cli, "_launch", lambda env, config, job, command: launched.append(config.train.lr) or 1
+        start, "launch", lambda env, config, job, command: launched.append(config.train.lr) or 1
     )
     common = ["train", "configs/tiny_dense.yaml", f"run.dir={tmp_path}", "run.name=run"]
     assert main(common) == 1
@@ -180,7 +180,7 @@ def test_a_full_disk_is_said_once(
     def full(_folder: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(cli, "_launch", lambda *_: code)
+    monkeypatch.setattr(start, "launch", lambda *_: code)
     monkeypatch.setattr("megarl.telemetry.report.write_report", full)
     common = ["train", "configs/tiny_dense.yaml", f"run.dir={tmp_path}", "run.name=run"]
     assert main(common) == 3

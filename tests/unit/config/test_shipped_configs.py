@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from megarl.commands.random_model import create_model
 from megarl.config.load import load_config
 from megarl.config.schema import Create
-from megarl.launch.random_model import create_model
 from megarl.layout import Layout
 from megarl.models.registry import megatron_table, padded_vocab, read_model
 from megarl.models.shards import slices_of

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from inspect import signature
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from house_report import FIRST_WORD
 
-from megarl.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, LOSSES, SELECT
-from megarl.config import names, validate
-from megarl.config.load import parse_config, resolved_yaml
-from megarl.config.model_checks import check_gpu_trainer
+from megarl.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KL, LOSSES, SELECT
+from megarl.config import estimators, validate
+from megarl.config.load import _section, parse_config, resolved_yaml
 from megarl.config.presets import PRESETS
 from megarl.config.random_model import hf_config
-from megarl.config.schema import Config, Create
+from megarl.config.schema import Algorithm, Config, Create, Section
+from megarl.config.train import check_gpu_trainer
 from megarl.config.validate import check_config, model_shape
 from megarl.models.registry import parse_model, read_model
 from megarl.platform.env import Env, is_installed
@@ -832,23 +836,25 @@ def test_a_group_of_one_is_legal_where_its_advantage_is_not_zero() -> None:
     assert any("equals grpo" in text for text in check_config(made(steps), ALONE).warnings)
 
 
-def test_names_are_those_of_the_maths() -> None:
-    assert set(names.AGGREGATIONS) == set(AGGREGATIONS)
+def test_what_is_read_from_the_source_is_what_the_maths_take() -> None:
+    """Names, options and defaults, without an import of torch."""
+    assert tuple(AGGREGATIONS) == estimators.AGGREGATIONS
+    assert tuple(KL) == estimators.KL
     for known, functions, common in (
-        (
-            names.ADVANTAGES,
-            {name: function.args[0] for name, function in ADVANTAGES.items()},
-            {"whiten", "std", "eps"},
-        ),
-        (names.LOSSES, {name: function.args[0] for name, function in LOSSES.items()}, set()),
-        (
-            names.CORRECTIONS,
-            {name: function.args[0] for name, function in CORRECTIONS.items()},
-            set(),
-        ),
+        (estimators.ADVANTAGES, ADVANTAGES, {"whiten", "std", "eps"}),
+        (estimators.LOSSES, LOSSES, set()),
+        (estimators.CORRECTIONS, CORRECTIONS, set()),
     ):
-        options = {name: options_of(function) | common for name, function in functions.items()}
-        assert {name: set(of) for name, of in known.items()} == options
+        rules = {name: function.args[0] for name, function in functions.items()}
+        options = {name: options_of(rule) | common for name, rule in rules.items()}
+        assert {name: set(each.options) for name, each in known.items()} == options
+        for name, rule in rules.items():
+            defaults = {key: known[name].options[key] for key in options_of(rule)}
+            assert defaults == defaults_of(rule, defaults), name
+
+
+def defaults_of(rule: Callable[..., Any], names: Collection[str]) -> dict[str, Any]:
+    return {name: signature(rule).parameters[name].default for name in names}
 
 
 def options_of(rule: Callable[..., Any]) -> set[str]:
@@ -858,18 +864,54 @@ def options_of(rule: Callable[..., Any]) -> set[str]:
 
 
 def test_selections_and_bounds_are_those_of_the_maths() -> None:
-    selects = {
-        name: options_of(function) - {"generator", "clip_low", "clip_high"}
-        for name, function in SELECT.items()
-    }
-    assert {name: set(of) for name, of in names.SELECT.items()} == selects
+    bounds = {"clip_low", "clip_high", "dual_clip"}
+    assert set(estimators.BOUND_NAMES) == bounds <= set(Algorithm.model_fields)
+    selects = {name: options_of(rule) - {"generator", *bounds} for name, rule in SELECT.items()}
+    assert {name: set(each.options) for name, each in estimators.SELECT.items()} == selects
     for loss, function in LOSSES.items():
-        own = {
-            name: of.default
-            for name, of in signature(function.args[0]).parameters.items()
-            if "clip" in name
-        }
-        assert names.CLIPS.get(loss, {}) == own, loss
+        own = defaults_of(function.args[0], options_of(function.args[0]) & bounds)
+        assert estimators.BOUNDS[loss] == own, loss
+    assert set(estimators.GROUP_ADVANTAGES) == {
+        "rloo", "grpo", "dr_grpo", "opo", "gpg", "grpo_process",
+    }  # fmt: skip
+    assert Algorithm(advantage="gae").needs_critic and not Algorithm().needs_critic
+    assert Algorithm(advantage="remax").needs_greedy_baseline
+
+
+def descriptions(section: type[Section]) -> dict[str, str]:
+    """Returns {field: the text under it}, from the source."""
+    texts = {name: field.description or "" for name, field in section.model_fields.items()}
+    for base in reversed(section.__mro__):
+        if base is Section or not issubclass(base, Section):
+            continue
+        for node in ast.parse(Path(inspect.getfile(base)).read_text(encoding="utf-8")).body:
+            body = (
+                node.body if isinstance(node, ast.ClassDef) and node.name == base.__name__ else ()
+            )
+            for field, text in pairwise(body):
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                    value = getattr(text, "value", None)
+                    if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                        texts[field.target.id] = inspect.cleandoc(value.value)
+    return texts
+
+
+def test_every_setting_is_described() -> None:
+    """The one text of the reference and of errors: it begins with a noun or a verb."""
+    sections = [Config]
+    seen = set[type[Section]]()
+    while sections:
+        section = sections.pop()
+        if section in seen:
+            continue
+        seen.add(section)
+        texts = descriptions(section)
+        for name, field in section.model_fields.items():
+            text = texts[name]
+            assert text and not FIRST_WORD.match(text), f"{section.__name__}.{name}: {text}"
+            inner = _section(field.annotation)
+            sections += [inner] if inner else []
+    assert len(seen) > 25
 
 
 def test_distillation_needs_no_reward() -> None:

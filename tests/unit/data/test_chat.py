@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from megarl.commands.random_model import random_tokenizer
 from megarl.config.schema import Create, Task
 from megarl.data.tokenizer import (
     HfTokenizer,
@@ -18,7 +19,6 @@ from megarl.data.tokenizer import (
     prompt_encoder,
     stop_token_ids,
 )
-from megarl.launch.random_model import random_tokenizer
 
 # with a system message by default, like SmolLM2's
 DEFAULT_SYSTEM = """{% for message in messages %}
@@ -263,7 +263,7 @@ def test_a_text_outside_the_vocabulary_is_not_one_token() -> None:
 
 
 def test_a_made_tokenizer_is_the_models(tmp_path: Path) -> None:
-    from megarl.launch.random_model import create_model
+    from megarl.commands.random_model import create_model
 
     create = Create(layers=1, hidden=16, heads=2, kv_heads=1, phrases=("</answer>",))
     made, written = random_tokenizer(create), load_tokenizer(create_model(create, tmp_path))

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from megarl.commands.random_model import random_tokenizer
 from megarl.config.schema import Create, Task
 from megarl.data.collate import supervised_batch
 from megarl.data.conversations import example_encoder
 from megarl.data.prompts import PromptStream
 from megarl.data.tasks import Problem, load_sources
 from megarl.data.tokenizer import HfTokenizer, TokenIds, prompt_encoder
-from megarl.launch.random_model import random_tokenizer
 
 TURNS = ("user", "a?"), ("assistant", "b."), ("user", "c?"), ("assistant", "d.")
 TAGGED = (

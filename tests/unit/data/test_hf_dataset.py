@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from megarl.commands.preflight import preflight
 from megarl.config.load import parse_config
 from megarl.config.schema import Eval, Task
 from megarl.data import hf_dataset
 from megarl.data.tasks import Problem, check_tasks, load_sources, load_task
-from megarl.launch.preflight import preflight
 from megarl.platform.env import Env
 from tests.hub import Hub, Repo, serve_hub
 

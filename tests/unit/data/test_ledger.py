@@ -15,7 +15,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megarl.cli import main
-from megarl.telemetry.ledger import LEDGER, Ledger, audit
+from megarl.config.run_dir import LEDGER
+from megarl.data.ledger import Ledger
+from megarl.telemetry.audit import audit
 from megarl.types import Prompt
 
 

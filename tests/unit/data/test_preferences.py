@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from megarl.commands.preflight import preflight
 from megarl.config.load import parse_config
 from megarl.data.feedback import check_feedback
 from megarl.data.preferences import preference_batch
 from megarl.data.tasks import Problem, Source
 from megarl.data.tokenizer import TokenIds
-from megarl.launch.preflight import preflight
 from megarl.platform.env import Env
 from megarl.types import Prompt
 

@@ -47,9 +47,8 @@ def judge(
     name: str, *texts: str, index: int = 0, timeout_s: float = 20.0
 ) -> list[tuple[float | None, str]]:
     own = judges(name)[index]
-    return [
-        (v.value, v.cause) for v in judge_answers([own] * len(texts), texts, timeout_s=timeout_s)
-    ]
+    answers = [(own, text) for text in texts]
+    return [(v.value, v.cause) for v in judge_answers(answers, timeout_s=timeout_s)]
 
 
 def direct(name: str, text: str, index: int = 0) -> float | None:
@@ -89,7 +88,7 @@ def assert_as_reasoning_gym(name: str) -> None:
         for text in honest(own.entry)
         if not is_refused(name, text, own)
     ]
-    verdicts = judge_answers([own for own, _ in cases], [text for _, text in cases], timeout_s=20.0)
+    verdicts = judge_answers(cases, timeout_s=20.0)
     for (own, text), verdict in zip(cases, verdicts, strict=True):
         try:
             expected = float(dataset(name).score_answer(text, entry=own.entry))
@@ -112,6 +111,7 @@ def test_honest_answers_get_what_reasoning_gym_gives(name):
 
 
 @pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", NAMES)
 def test_honest_answers_get_what_reasoning_gym_gives_for_every_dataset(name):
     assert_as_reasoning_gym(name)
@@ -214,6 +214,7 @@ def test_names_that_are_not_the_problems_are_refused(name):
 
 
 @pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", NAMES)
 def test_an_answer_runs_no_code_in_any_dataset(name, tmp_path, monkeypatch):
     monkeypatch.setenv(CANARY, "secret")
@@ -269,7 +270,7 @@ def puzzle(name: str, numbers: list[int], target: int = 24) -> TaskJudge:
 def test_puzzles_want_exactly_their_numbers_and_their_target(text, numbers, value):
     assert solves(text, {"numbers": numbers, "target": 24}) == bool(value)
     for name, wrong in (("countdown", (0.0, 0.01, 0.05)), ("puzzle24", (0.0, 0.01))):
-        (verdict,) = judge_answers([puzzle(name, numbers)], [text], timeout_s=10.0)
+        (verdict,) = judge_answers([(puzzle(name, numbers), text)], timeout_s=10.0)
         if value and len(numbers) == 4:
             assert verdict.value == 1.0, (name, verdict)
         else:
@@ -287,7 +288,7 @@ def test_puzzles_have_numbers_and_four_operators_only(text):
 def test_a_countdown_that_is_nearly_right_is_wrong():
     """reasoning-gym accepts a hundred-thousandth of the target."""
     own, near = puzzle("countdown", [999, 1, 1000, 250], 1000), "999 + 1 + 1/250 * 1000 / 1000"
-    assert judge_answers([own], ["999 + 1*1000/1000 + 1/250"], timeout_s=10.0)[0].value == 0.05
+    assert judge_answers([(own, "999 + 1*1000/1000 + 1/250")], timeout_s=10.0)[0].value == 0.05
     assert not solves(near, own.entry["metadata"])
 
 
@@ -322,7 +323,7 @@ def test_a_dataset_of_the_judge_with_other_options():
     problem = load_task(task).problem(0)
     assert problem.extra["score"](problem.answer) == 1.0
     broken = TaskJudge("chain_sum", {"min_terms": "two"}, problem.extra["score"].entry)
-    verdict = judge_answers([broken], ["1"], timeout_s=5.0)[0]
+    verdict = judge_answers([(broken, "1")], timeout_s=5.0)[0]
     assert (verdict.value, verdict.cause) == (None, "no_judge"), "our fault, not the answer's"
     with pytest.raises(RuntimeError, match="did not start"):
         broken("1")

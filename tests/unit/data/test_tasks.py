@@ -15,7 +15,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megarl import cli
-from megarl.config.schema import Eval, MixturePart, Task
+from megarl.config.schema import Eval, Task
+from megarl.config.task import MixturePart
 from megarl.data.prompts import PromptStream, interleave
 from megarl.data.tasks import check_tasks, load_sources, load_task, random_tokens
 from megarl.data.tokenizer import TokenIds, prompt_encoder

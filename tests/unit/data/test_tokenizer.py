@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from tokenizers import ByteLevelBPETokenizer
 
+from megarl.commands.random_model import create_model
 from megarl.config.schema import Create
 from megarl.data import tokenizer as module
 from megarl.data.collate import supervised_batch
 from megarl.data.tokenizer import TokenIds, check_tokenizer, load_tokenizer
-from megarl.launch.random_model import create_model
 from megarl.types import Prompt
 
 EOS = 2  # of a made model

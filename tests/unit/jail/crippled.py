@@ -11,15 +11,15 @@ from megarl.jail.fork_server import ForkServer
 # file, text, replacement
 NO_NAMESPACE = (
     "filesystem.py",
-    "    user, group = os.geteuid(), os.getegid()\n",
+    "    user = os.geteuid()\n",
     "    raise OSError\n",
 )
 NO_PIVOT_ROOT = ("filesystem.py", "PIVOT_ROOT[os.uname().machine]", "9999")
 USER_NAMESPACE = ("filesystem.py", "LIBC.unshare(CLONE_NEWNS) == 0", "False")
 PLAIN_USER = (
     "jailed.py",
-    "    missing, parent = {}, os.getppid()\n",
-    "    missing, parent = {}, os.getppid()\n"
+    "    parent = os.getppid()\n",
+    "    parent = os.getppid()\n"
     "    os.setresuid(4000, 4000, 4000)\n"
     "    check(LIBC.prctl(4, 1, 0, 0, 0))\n",  # PR_SET_DUMPABLE, as in a process that its user started
 )

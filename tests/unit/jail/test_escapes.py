@@ -361,7 +361,7 @@ def test_nothing_escapes(outside, monkeypatch, tmp_path, machine):
     )
     assert has_own_root == (machine in HAVE_ROOTS and HAS_NAMESPACES)
     assert run_all(ATTEMPTS | (WITH_OWN_ROOT if has_own_root else {}), outside) == {}
-    server.close()
+    server.stop()
 
 
 def test_threads_are_counted_where_the_kernel_does_not(monkeypatch, tmp_path):

@@ -71,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(folder: Path) -> Iterator[ForkServer]:
     server = ForkServer(["jobs"], [str(folder)])
     yield server
-    server.close()
+    server.stop()
 
 
 def run(server: ForkServer, target: str, spec: object) -> str:
@@ -188,7 +188,7 @@ def test_a_fork_that_fails_is_an_error_and_harms_no_other(folder, tmp_path):
     with pytest.raises(ForkServerError, match="temporarily unavailable"):
         server.start("jobs:end", None)
     assert server.start("jobs:end", 3).wait(30) == 3
-    server.close()
+    server.stop()
 
 
 CALLER = """
@@ -224,7 +224,7 @@ def test_a_fork_of_the_caller_starts_its_own_server(server):
     if pid == 0:
         try:
             own = run(server, "jobs:add", [1, 2]) == "3" and server.process.pid != first
-            server.close()
+            server.stop()
             os._exit(0 if own else 1)
         finally:
             os._exit(2)

@@ -96,7 +96,7 @@ def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, JudgeP
     sys.path.append(str(folder))
     try:
         yield {
-            name: JudgePool.of(f"judges:{name}") for name in ("make", "look", "no_judge", "missing")
+            name: JudgePool(f"judges:{name}") for name in ("make", "look", "no_judge", "missing")
         }
     finally:
         sys.path.remove(str(folder))
@@ -177,7 +177,7 @@ def test_a_server_that_is_killed_leaves_texts_without_a_value_and_is_started_aga
 
 
 def test_no_folder_is_left(pools, tmp_path):
-    code = "from megarl.jail.judging import JudgePool as P; P.of('judges:make').judge(None, [('good',)] * 40, timeout_s=1)"
+    code = "from megarl.jail.judging import JudgePool as P; P('judges:make').judge(None, [('good',)] * 40, timeout_s=1)"
     env = {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True

@@ -19,12 +19,12 @@ from transformers import (
 )
 
 from megarl.checkpoint.hf_folder import HfFolder
+from megarl.commands.random_model import create_model
 from megarl.config.schema import Create
-from megarl.launch.random_model import create_model
 from megarl.models.formats import BlockFormat, read_quantization
 from megarl.models.registry import hf_shapes, read_model
 from megarl.models.shards import whole_tensor
-from megarl.weights.quantize import quantize
+from megarl.weights.encode.quantize import quantize
 
 FP8_BLOCKS = {
     "quant_method": "fp8",

@@ -6,11 +6,17 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 
-from megarl.models.engine import engine_layout, engine_table
+from megarl.layout import Layout, Parallel
+from megarl.models.engine import engine_table
 from megarl.models.registry import read_model
 from megarl.models.shards import ShardSlice, first_mismatch, slices_of
+from megarl.weights.plan.fleet import Fleet
 
 MODELS = Path(__file__).resolve().parents[3] / "configs" / "models"
+
+
+def engine_layout(*, tensor: int, expert: int = 1, rank: int = 0) -> Layout:
+    return Fleet(Parallel(), 1, tensor, 1, expert=expert, is_split=False).engine_layout(rank)
 
 
 def slices(name: str, *, layers: int = 1, **place: int) -> dict[str, list[ShardSlice]]:

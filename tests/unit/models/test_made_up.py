@@ -16,11 +16,11 @@ from numpy.lib.stride_tricks import as_strided
 from safetensors.numpy import load_file
 
 import megarl
+from megarl.commands.random_model import create_model
 from megarl.config.random_model import hf_config
 from megarl.config.schema import Create
-from megarl.launch.random_model import create_model
 from megarl.layout import Layout, Parallel
-from megarl.models.engine import engine_layout, engine_table
+from megarl.models.engine import engine_table
 from megarl.models.registry import FAMILIES, hf_shapes, megatron_table, parse_model, read_model
 from megarl.models.shards import LayerSpec, ShardSlice, slices_of
 
@@ -115,10 +115,11 @@ def test_every_layout_gives_the_checkpoint_back(
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_engine_keeps_all_of_it(folder: Path, ranks: int) -> None:
     shape, tensors = read_model(folder), load_file(folder / "model.safetensors")
+    sizes = Parallel(tensor=ranks, expert_tensor=ranks)
     round_trip(
         tensors,
         [
-            slices_of(engine_table(shape), shape, engine_layout(tensor=ranks, rank=rank))
+            slices_of(engine_table(shape), shape, Layout.of(sizes, ranks, rank))
             for rank in range(ranks)
         ],
     )
@@ -151,7 +152,8 @@ def test_its_own_tensors_lie_where_megatron_and_vllm_multiply_them(folder: Path)
     np.testing.assert_array_equal(megatron["decoder.layers.0.mlp.linear_fc1.weight"], gate_up)
     np.testing.assert_array_equal(megatron["decoder.layers.0.mlp.linear_fc2.weight"], down)
 
-    vllm = load(slices_of(engine_table(shape), shape, engine_layout(tensor=2, rank=1)), tensors)
+    layout = Layout.of(Parallel(tensor=2, expert_tensor=2), 2, 1)
+    vllm = load(slices_of(engine_table(shape), shape, layout), tensors)
     np.testing.assert_array_equal(vllm["model.layers.2.mlp.gate_up_proj.weight"], gate_up)
     np.testing.assert_array_equal(vllm["model.layers.2.mlp.down_proj.weight"], down)
 

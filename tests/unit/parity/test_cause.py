@@ -13,16 +13,16 @@ import torch
 from tiny_trainer import build, make_batch
 from torch import Tensor
 
-from megarl.algorithms.parity import FORMAT_EPS, Quantiles
 from megarl.data.collate import token_batch
-from megarl.debug.parity_cause import CauseSearch
-from megarl.debug.sublayers import rounding_errors, trainer_sublayers
-from megarl.launch.parity import measure_logprobs, sampled_rows
-from megarl.rollout.sublayers import record_states
+from megarl.parity.cause import CauseSearch
+from megarl.parity.gate import measure_logprobs, sampled_rows
+from megarl.parity.statistics import FORMAT_EPS, Quantiles
+from megarl.parity.sublayers import rounding_errors, trainer_sublayers
+from megarl.rollout.vllm.sublayers import record_states
 from megarl.trainer.heads import VocabularyHead
 from megarl.trainer.trainer import Trainer
 from megarl.types import TokenBatch
-from megarl.weights.transports import InProcess
+from megarl.weights.sync.transports import Transport
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 Plant = Callable[[Trainer], AbstractContextManager[None]]
@@ -172,7 +172,7 @@ def search(
     trainer: Trainer, plant: Plant, *, is_compiled: bool = False
 ) -> tuple[CauseSearch, FaultyEngine]:
     engine = FaultyEngine(trainer, plant, is_compiled)
-    return CauseSearch(trainer, engine, InProcess(), FORMAT_EPS["fp32"]), engine
+    return CauseSearch(trainer, engine, Transport(), FORMAT_EPS["fp32"]), engine
 
 
 @pytest.mark.parametrize("case", CAUSES)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algorithms.parity import Quantiles
-from megarl.launch.parity import Measured, ParityChecks, sampled_rows
+from megarl.parity.gate import Measured, ParityChecks, sampled_rows
+from megarl.parity.statistics import Quantiles
 from megarl.types import CheckFailed, ScoredBatch, TokenBatch
-from megarl.weights.transports import InProcess
+from megarl.weights.sync.transports import Transport
 
 FLOOR = Quantiles(0.01, 0.02, 0.05, 64)
 PROMPTS = [(3, 1), (4, 1, 5, 9)]
@@ -53,7 +53,7 @@ class Trainer:
 
 def checks(error: float = 0.0, **options: Any) -> tuple[ParityChecks, Trainer]:
     trainer = Trainer()
-    return ParityChecks(InProcess(), trainer, [Engine(error)], PROMPTS, 24, **options), trainer
+    return ParityChecks(Transport(), trainer, [Engine(error)], PROMPTS, 24, **options), trainer
 
 
 def scored(num_rows: int, **values: Any) -> ScoredBatch:
@@ -118,7 +118,10 @@ def test_a_batch_is_compared_with_an_earlier_floor_and_refused_with_its_own() ->
     parity, trainer = checks()
     parity.probe()
     metrics = parity.parity(batch_of(0.01))
+    # all tokens differ by the same, of which k3 is exp(x) - 1 - x
+    assert metrics["logprob_diff/mean"] == pytest.approx(0.01, rel=1e-4)
     assert metrics["logprob_diff/max"] == pytest.approx(0.01, rel=1e-4)
+    assert metrics["kl/rollout"] == pytest.approx(0.01**2 / 2, rel=1e-2)
     assert (
         metrics["logprob_diff/statistic"] == pytest.approx(1, rel=1e-3)
         and len(trainer.batches) == 1

@@ -10,10 +10,10 @@ import pytest
 import torch
 from tiny_trainer import build, make_batch
 
-from megarl.algorithms.parity import FORMAT_EPS, LOG_SOFTMAX_ERROR, MAX_EXCESS, Excess, Quantiles
-from megarl.debug.sublayers import rounding_errors
-from megarl.launch import parity
-from megarl.launch.parity import measure_logprobs
+from megarl.parity import gate as parity
+from megarl.parity.gate import measure_logprobs
+from megarl.parity.statistics import FORMAT_EPS, LOG_SOFTMAX_ERROR, MAX_EXCESS, Excess, Quantiles
+from megarl.parity.sublayers import rounding_errors
 from megarl.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_rank")

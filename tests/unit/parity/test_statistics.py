@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algorithms.parity import (
+from megarl.parity.statistics import (
     LOG_SOFTMAX_ERROR,
     MAX_EXCESS,
     Excess,
@@ -40,9 +40,7 @@ def test_by_hand() -> None:
     k3 = (math.exp(0.25) - 1 - 0.25 + math.exp(-0.5) - 1 + 0.5) / 5
     assert (parity.row, parity.position) == (1, 1)
     assert (parity.trainer, parity.engine) == pytest.approx((-1.0, -0.5))
-    assert parity.metrics() == pytest.approx(
-        {"logprob_diff/mean": 0.15, "logprob_diff/max": 0.5, "kl/rollout": k3}, rel=1e-6
-    )
+    assert (parity.mean, parity.max, parity.kl) == pytest.approx((0.15, 0.5, k3), rel=1e-6)
     assert (parity.share_off, parity.share_above, parity.early) == pytest.approx((0.4, 0.2, 0.0))
     assert measure({4: 0.125}).early == pytest.approx(0.125)
 
@@ -52,7 +50,8 @@ def test_nan_is_infinite_and_an_empty_batch_agrees() -> None:
     empty = SimpleNamespace(
         mask=MASK & False, cu_seqlens=CU, rollout_logprobs=ROLLOUT, old_logprobs=ROLLOUT
     )
-    assert compare(empty).metrics() == dict.fromkeys(measure({}).metrics(), 0.0)  # pyright: ignore[reportArgumentType]
+    for parity in (compare(empty), measure({})):  # pyright: ignore[reportArgumentType]
+        assert (parity.mean, parity.max, parity.kl) == (0.0, 0.0, 0.0)
 
 
 def pattern(diff: Tensor) -> Parity:

@@ -1,4 +1,4 @@
-"""The host's view of torch: in force inside megatron.core, nowhere else; and no row of it is idle."""
+"""The host's view of torch: in force inside megatron.core only, and no row of it is idle."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.platform import megatron_on_cpu
+from megarl.patches import megatron as megatron_on_cpu
 
 if torch.cuda.is_available():
     pytest.skip("the host stands back where there is a GPU", allow_module_level=True)
@@ -62,6 +62,12 @@ def test_torch_itself_is_untouched() -> None:
     )
     with pytest.raises((RuntimeError, AssertionError)):
         torch.zeros(1, device="cuda")
+
+
+def test_megatron_does_not_import_wandb() -> None:
+    from megatron.core import timers
+
+    assert timers.wandb is None
 
 
 def test_megatron_sees_the_host() -> None:

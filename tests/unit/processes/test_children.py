@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from megarl.platform.children import Children, descendants
+from megarl.processes.children import Children, descendants
 
 CHILD = """
 import subprocess, sys, time

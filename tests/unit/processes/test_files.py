@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.platform.atomic import replacing, write_atomic
+from megarl.processes.files import replacing, write_atomic
 
 
 def test_a_reader_sees_the_old_file_until_the_new_one_is_complete(tmp_path: Path) -> None:

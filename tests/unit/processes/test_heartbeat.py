@@ -9,13 +9,13 @@ import time
 
 import pytest
 
-from megarl.launch import heartbeat
-from megarl.launch.exit_codes import CurrentPhase, Failure
-from megarl.launch.heartbeat import HEAD, Heartbeats, Slots, shared_memory
-from megarl.launch.progress import HOST, Sampler, State, find_late
 from megarl.platform.env import Env
+from megarl.processes import heartbeat
+from megarl.processes.exit_codes import CurrentPhase, Failure
+from megarl.processes.heartbeat import HEAD, Heartbeats, Slots, shared_memory
+from megarl.processes.late_ranks import HOST, RankState, StackSampler, find_late
 
-ROLLOUT = State(
+ROLLOUT = RankState(
     os.getpid(), HOST, "rollout", "engine step 7", False, False, 1.0, 1.0, "step (a/b.py:1)"
 )
 MOVES, WAITS = (
@@ -57,7 +57,7 @@ def test_a_silent_rank_is_reported_and_ends_the_run_at_the_timeout(slots: Slots,
     )
     assert capfd.readouterr().err.count("\n") == 1, "reported once"
     assert watch(Heartbeats(slots.read, 0.1, 0.01), {0: os.getpid()}, within_s=0.5) is None
-    assert State(*json.loads(slots.read(0)[1])).phase == "sync"
+    assert RankState(*json.loads(slots.read(0)[1])).phase == "sync"
 
 
 def test_time_in_which_the_launcher_did_not_look_does_not_count(slots: Slots) -> None:
@@ -112,7 +112,7 @@ def test_the_store_has_no_name_and_is_not_inherited() -> None:
         ([], []),
     ],
 )
-def test_who_is_late(states: list[State], late: list[int]) -> None:
+def test_who_is_late(states: list[RankState], late: list[int]) -> None:
     found, waiting = find_late(dict(enumerate(states)))
     assert found == late
     assert waiting == [
@@ -134,7 +134,7 @@ def test_who_is_late(states: list[State], late: list[int]) -> None:
     ],
 )
 def test_a_late_rank_is_named_with_its_stack_and_its_victims(
-    state: State, how: str, ends: bool
+    state: RankState, how: str, ends: bool
 ) -> None:
     beats, said = iter(range(99)), []
     states = [WAITS, state]
@@ -170,7 +170,7 @@ def test_a_late_rank_is_named_with_its_stack_and_its_victims(
 def test_a_sample_shows_where_the_main_thread_is(
     file: str, is_waiting: bool, is_limited: bool
 ) -> None:
-    sampler, samples = Sampler(CurrentPhase("train", engine_steps=3)), []
+    sampler, samples = StackSampler(CurrentPhase("train", engine_steps=3)), []
 
     def watcher() -> None:
         for _ in range(2):

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megarl.platform import shm
+from megarl.processes import shared_memory as shm
 
-HOLD = "import sys; from pathlib import Path; from megarl.platform import shm; shm.SHM = Path(sys.argv[1])\n"
+HOLD = "import sys; from pathlib import Path; from megarl.processes import shared_memory as shm; shm.SHM = Path(sys.argv[1])\n"
 HOLD += "shm.lock_shm(sys.argv[2]); print(flush=True); sys.stdin.read()"
 
 

@@ -71,7 +71,7 @@ def worth(table: dict[str, list[str]]) -> dict[tuple[str, str], float | None]:
         Sample(number, 0, tokens, trainable, logprobs, tokens.int(), "stop", response)
         for number, (_, response) in enumerate(cases)
     ]
-    scored = make_scorer([Reward(name="accuracy")]).score(prompts, samples)
+    scored = make_scorer([Reward(name="accuracy")]).start(prompts).results(samples)
     return dict(zip(cases, (sample.reward for sample in scored), strict=True))
 
 

@@ -188,6 +188,7 @@ def test_cheats_of_code_are_worth_nothing() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.exhaustive
 def test_cheats_of_code_in_every_other_shape() -> None:
     assert {
         pair: value

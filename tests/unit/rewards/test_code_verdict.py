@@ -10,10 +10,10 @@ import pytest
 
 from megarl.config.schema import Reward
 from megarl.data.tasks import Problem, Source
+from megarl.jail.python_tests import read_script
 from megarl.rewards.catalog import check_problems
 from megarl.rewards.code import make_code
 from megarl.rewards.interface import ScoreRequest
-from megarl.rewards.python_tests import read_script
 
 EQUAL = """
 class Equal:

@@ -223,7 +223,7 @@ def test_steps_reach_the_batch_beside_the_outcome():
         Reward(name="megarl.rewards.rules:even_fraction", weight=0.0),
     ]
     prompt = Prompt(0, (7, 7), "p")
-    done = make_scorer(rewards, decode=decode).score([prompt], [sample])[0]
+    done = make_scorer(rewards, decode=decode).start([prompt]).results([sample])[0]
     assert done.step_rewards == ((2, 1.5), (3, 0.5))
     assert done.reward == 0.0 and done.rewards["process"] == 2.0 and done.has_outcome
     json.dumps(done.step_rewards)  # as it travels
@@ -237,7 +237,7 @@ def test_steps_reach_the_batch_beside_the_outcome():
         False,
     ]  # the outcome is one more step, at the end
 
-    alone = make_scorer(rewards[:1], decode=decode).score([prompt], [sample])[0]
+    alone = make_scorer(rewards[:1], decode=decode).start([prompt]).results([sample])[0]
     assert alone.reward == 1.0 and not alone.has_outcome and alone.step_rewards == done.step_rewards
     assert collate([Group(prompt, (alone,))], temperature=1.0).step_ends.tolist() == [
         False,

@@ -50,7 +50,7 @@ def scorer_of(function, *, timeout_s: float = 10.0, **reward) -> Scorer:
 
 
 def score_one(scorer: Scorer, text: str = "17") -> Sample:
-    return scorer.score([PROMPT], [sample(text=text)])[0]
+    return scorer.start([PROMPT]).results([sample(text=text)])[0]
 
 
 def test_weighted_sum_and_each_reward_by_name():
@@ -65,7 +65,7 @@ def test_weighted_sum_and_each_reward_by_name():
 
 def test_text_is_decoded_from_the_trainable_tokens():
     scorer = make_scorer([Reward(name="accuracy")], decode=lambda tokens: "".join(map(str, tokens)))
-    done = scorer.score([replace(PROMPT, answer="568")], [sample(text="stale")])[0]
+    done = scorer.start([replace(PROMPT, answer="568")]).results([sample(text="stale")])[0]
     assert (done.text, done.reward) == ("568", 1.0)
 
 
@@ -108,7 +108,7 @@ def test_the_place_of_the_answer_holds_for_every_judge():
     ]
     setattr(sys.modules[HERE], "_reward", lambda final_answer: seen.append(final_answer) or 0.0)  # noqa: B010
     scorer = make_scorer([Reward(name="accuracy"), Reward(name=f"{HERE}:_reward")], answer="tag")
-    done = scorer.score(prompts, samples)
+    done = scorer.start(prompts).results(samples)
     assert [s.rewards["accuracy"] for s in done] == [0.0, 0.0, 1.0, 1.0]
     assert [s.extra.get("counted") for s in done] == [["reward/accuracy/no_answer"]] * 2 + [
         None
@@ -166,9 +166,11 @@ def test_a_function_that_hangs_is_stopped(function):
 
 def test_maths_that_would_take_for_ever_is_worth_0():
     start = time.monotonic()
-    done = make_scorer([Reward(name="accuracy")], timeout_s=1.0).score(
-        [PROMPT], [sample(text="$99999999!$")]
-    )[0]
+    done = (
+        make_scorer([Reward(name="accuracy")], timeout_s=1.0)
+        .start([PROMPT])
+        .results([sample(text="$99999999!$")])[0]
+    )
     assert time.monotonic() - start < 60
     assert (done.reward, done.extra["counted"]) == (0.0, ["reward/accuracy/timeout"])
 
@@ -178,7 +180,7 @@ def test_one_bad_sample_among_good_ones_and_the_alarm_is_off_after():
         return 1 / (int(response) - 1)
 
     samples = [sample(index=i, text=str(i)) for i in range(3)]
-    done = scorer_of(reward, timeout_s=0.3).score([PROMPT], samples)
+    done = scorer_of(reward, timeout_s=0.3).start([PROMPT]).results(samples)
     assert [s.reward for s in done] == [-1.0, None, 1.0]
     assert [s.index for s in done] == [0, 1, 2]
     time.sleep(0.5)  # an alarm left on would end the test
@@ -213,7 +215,7 @@ def test_limits_hold_on_another_thread_too():
 def test_prompts_are_matched_by_id():
     scorer = scorer_of(lambda answer: float(answer))
     prompts = [Prompt(5, (), "", "50"), Prompt(3, (), "", "30")]
-    done = scorer.score(prompts, [sample(3), sample(5), sample(3, 1)])
+    done = scorer.start(prompts).results([sample(3), sample(5), sample(3, 1)])
     assert [s.reward for s in done] == [30.0, 50.0, 30.0]
     assert all(math.isfinite(s.reward) for s in done)
 
@@ -257,7 +259,7 @@ def test_servers_are_asked_while_rules_run(served):
             Reward(name=urls[1], weight=100.0),
         ]
     )
-    done = scorer.score([PROMPT], [sample(index=i) for i in range(3)])
+    done = scorer.start([PROMPT]).results([sample(index=i) for i in range(3)])
     assert [s.reward for s in done] == [10.0, 111.0, 212.0]
     assert list(done[1].rewards) == [urls[0], f"{HERE}:_reward", urls[1]]  # the config's order
 
@@ -278,7 +280,7 @@ def test_a_reward_that_hangs_is_left_and_named(served, caplog):
     stuck = BatchReward("stuck", 1.0, Hangs(served.over), total_s=0.2)
     scorer = replace(scorer, rewards=(*scorer.rewards, stuck))
     start = time.monotonic()
-    done = scorer.score([PROMPT], [sample(index=i) for i in range(2)])
+    done = scorer.start([PROMPT]).results([sample(index=i) for i in range(2)])
     assert time.monotonic() - start < 60
     assert [s.extra["dropped"] for s in done] == ["reward/stuck/timeout"] * 2
     assert "did not score 2 samples within 0 s" in caplog.text
@@ -369,7 +371,7 @@ def test_causes_reach_the_counts_of_the_step():
             sample(request.prompt.prompt_id, request.index, codes[request.index])
             for request in requests
         ]
-        return scorer.score([request.prompt for request in requests], samples)
+        return scorer.start([request.prompt for request in requests]).results(samples)
 
     class One:
         kept = MappingProxyType({})
@@ -396,8 +398,8 @@ def test_a_server_that_is_gone_stops_the_run_if_no_sample_reaches_it():
     with pytest.raises(
         CheckFailed, match=r"the reward remote is gone: why; start its server again"
     ):
-        Scorer((reward,)).score([PROMPT], [sample(), sample(index=1)])
+        Scorer((reward,)).start([PROMPT]).results([sample(), sample(index=1)])
     for cause in ("no_connection", "http_500"):
-        done = Scorer((reward,)).score([PROMPT], [sample(), sample(index=1)])
+        done = Scorer((reward,)).start([PROMPT]).results([sample(), sample(index=1)])
         assert done[0].extra["dropped"] == f"reward/remote/{cause}" and done[1].reward is None
-    assert Scorer((reward,)).score([PROMPT], []) == []
+    assert Scorer((reward,)).start([PROMPT]).results([]) == []

@@ -11,6 +11,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
+from functools import partial
 
 import pytest
 
@@ -24,11 +25,12 @@ from megarl.rewards.time_limit import TimeLimitExceeded, call_with_time_limit
 def elsewhere(function, arguments, timeout_s=10.0):
     """`call_with_time_limit` on a thread that is not the main one."""
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(call_with_time_limit, function, arguments, timeout_s=timeout_s).result()
+        call = partial(function, **arguments)
+        return pool.submit(call_with_time_limit, call, timeout_s=timeout_s).result()
 
 
 def here(function, arguments, timeout_s=10.0):
-    return call_with_time_limit(function, arguments, timeout_s=timeout_s)
+    return call_with_time_limit(partial(function, **arguments), timeout_s=timeout_s)
 
 
 CATASTROPHE = {
@@ -48,7 +50,8 @@ def test_a_pattern_that_takes_for_ever_is_stopped(where):
 def test_other_threads_go_on_meanwhile():
     done = []
     with ThreadPoolExecutor(1) as pool:
-        slow = pool.submit(call_with_time_limit, re.match, CATASTROPHE, timeout_s=0.5)
+        match = partial(re.match, **CATASTROPHE)
+        slow = pool.submit(call_with_time_limit, match, timeout_s=0.5)
         while not slow.done():
             done.append(time.monotonic())
             time.sleep(0.01)

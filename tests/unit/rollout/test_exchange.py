@@ -193,7 +193,7 @@ def test_a_batch_is_flat_bytes_and_comes_back_as_it_was() -> None:
     scores = TokenScores(
         torch.randn(3) * 1e-7, None, teacher_top_logprobs=torch.tensor([[-math.inf, 0.5]] * 3)
     )
-    for value in (batch, scores):
+    for value in (batch, replace(batch, labels=batch.mask), scores):  # two may share memory
         data = pack_batch(value)
         assert data.dtype.name == "uint8" and data.ndim == 1
         data.flags.writeable = False  # as Ray's object store hands it out

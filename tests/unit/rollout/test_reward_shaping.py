@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from sample_rows import sample
 
 from megarl.config.schema import Algorithm
-from megarl.rollout.reward_shaping import Shaping, overlong_penalty
+from megarl.rollout.reward_shaping import overlong_penalty, shaped
+from megarl.types import Sample
 
 
-def shaping(max_tokens: int = 10, **values) -> Shaping:
-    return Shaping(Algorithm.model_validate(values), max_tokens)
+def shaping(max_tokens: int = 10, **values) -> partial[Sample]:
+    return partial(shaped, Algorithm.model_validate(values), max_tokens)
 
 
 @pytest.mark.parametrize(

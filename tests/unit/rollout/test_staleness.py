@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.staleness import Clock, Engines, Job, Result, Scoring, Stream, play
-from megarl.rollout.overlap import OpenRound, Overlap
+from megarl.rollout.overlap import AsyncRollouts, OpenRound
 from megarl.rollout.schedule import Rollouts, has_spread
-from megarl.telemetry.ledger import audit
+from megarl.telemetry.audit import audit
 from megarl.types import CheckFailed, Prompt, Request, Sample, Terminated
 
 JOB = Job(steps=8, prompts_per_step=4, samples_per_prompt=3, slots=6)
@@ -121,7 +121,7 @@ def test_batches_are_the_same_at_every_bound(tmp_path: Path) -> None:
     assert all(other == digests[0] for other in digests)
 
 
-class Impatient(Overlap):
+class Impatient(AsyncRollouts):
     """Returns a round once three quarters of its prompts are complete, and forgets the others."""
 
     def begin(self, requests, *, version):
@@ -235,7 +235,7 @@ def test_an_evaluation_while_others_are_on_their_way() -> None:
     """Its prompts have the ids of training prompts."""
     engines = Engines(JOB, Clock())
     engines.publish(version=4)
-    over = Overlap(engines, Scoring())
+    over = AsyncRollouts(engines, Scoring())
     requests = [
         Request(Prompt(number, (1, 2), ""), index, 7 * number + index, 1.0)
         for number in (0, 3)
@@ -248,7 +248,7 @@ def test_an_evaluation_while_others_are_on_their_way() -> None:
     over.begin(requests, version=4)
     over.drain()
     assert not engines.running()
-    over = Overlap(engines, Scoring(), is_stopping=lambda: True)
+    over = AsyncRollouts(engines, Scoring(), is_stopping=lambda: True)
     with pytest.raises(Terminated):
         over(requests, version=4)
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.launch import phases as module
-from megarl.launch.phases import TimedPhases
+from megarl.run import phases as module
+from megarl.run.phases import TimedPhases
 
 
 @dataclass
@@ -45,7 +45,8 @@ def phases_on(gpu: Gpu, found: dict[str, float], monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(module, "peak_gb", lambda _: gpu.peak)
     monkeypatch.setattr(module, "reset_peak", gpu.reset)
     trainer: Any = SimpleNamespace(memory=gpu)
-    return TimedPhases(lambda _: nullcontext(), found.update, torch.device("cpu"), [trainer], gpu)
+    telemetry: Any = SimpleNamespace(span=nullcontext, add=found.update)
+    return TimedPhases(telemetry, torch.device("cpu"), [trainer], gpu)
 
 
 def test_a_sleeping_engine_does_not_count_and_parts_count_for_their_phase(

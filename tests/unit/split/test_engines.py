@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from megarl.config.load import parse_config
-from megarl.launch import controller, engines, exit_codes, ray_actors
-from megarl.launch.cluster import NodeGone
-from megarl.launch.controller import RemoteWeights
-from megarl.launch.engines import EngineLost, Engines
-from megarl.launch.exit_codes import Failure
-from megarl.launch.ray_actors import RankLost, TrainerRanks
+from megarl.processes import exit_codes
+from megarl.processes.exit_codes import Failure
 from megarl.rollout.exchange import pack
+from megarl.split import controller, engines, ray_actors
+from megarl.split.controller import RemoteWeights
+from megarl.split.engines import EngineLost, Engines
+from megarl.split.ray_actors import RankLost, TrainerRanks
+from megarl.split.ray_cluster import NodeGone
 from megarl.types import CheckFailed, Prompt, PublishReport, Request, Sample
 
 GONE = ray_actors.RayActorError("it has ended")
@@ -133,7 +134,7 @@ class Job:
         for module in (engines, ray_actors, controller):
             monkeypatch.setattr(module, "ray", self.ray)
         monkeypatch.setattr(
-            engines, "end_family", lambda *values: self.events.append(("family", *values))
+            engines, "kill_engine", lambda *values: self.events.append(("family", *values))
         )
         monkeypatch.setattr(
             controller, "end_barrier", lambda *values: self.events.append(("barrier", *values[2:4]))
@@ -264,7 +265,7 @@ def test_an_engine_that_is_lost_while_the_trainer_works_starts_again_at_once(
     job.weights.publish(version=3)
     job.engines.submit(requests(4))
     job.made[1].is_gone = True
-    TrainerRanks([job.rank], meanwhile=job.engines.glance).call("update")
+    TrainerRanks([job.rank], meanwhile=job.engines.glance).service.close()
     assert len(job.made) == 3 and job.names("transfer") == ["engine 0", "engine 1", "rank"], (
         "and nothing is synced"
     )
@@ -298,7 +299,7 @@ def test_what_is_used_up_while_the_trainer_works_ends_the_run_after_it(
     job.weights.publish(version=3)
     job.engines.submit(requests(4))
     job.made[1].is_gone = True
-    TrainerRanks([job.rank], meanwhile=job.engines.glance).call("update")
+    TrainerRanks([job.rank], meanwhile=job.engines.glance).service.close()
     with pytest.raises(CheckFailed, match="are used up"):
         job.engines.poll()
 
@@ -375,7 +376,7 @@ def test_a_rank_that_is_gone_is_the_cause_of_what_its_peers_report(
     peer.value = lambda value: {"failure": failure}  # type: ignore[method-assign]
     gone.is_gone = True
     with pytest.raises(RankLost, match="rank 1 was killed") as lost:
-        TrainerRanks([peer, gone]).call("update")
+        TrainerRanks([peer, gone]).service.close()
     assert lost.value.is_gone
     stuck: Any = SimpleNamespace(
         call=SimpleNamespace(remote=lambda *_values: Ref(lambda: None, lambda: False))
@@ -383,13 +384,13 @@ def test_a_rank_that_is_gone_is_the_cause_of_what_its_peers_report(
     with pytest.raises(
         RankLost, match="rank 1 was killed"
     ):  # and nobody waits for what a peer reports
-        TrainerRanks([stuck, gone]).call("update")
+        TrainerRanks([stuck, gone]).service.close()
     refusal = Failure(0, exit_codes.REFUSED, "log-probs differ")
     peer.value = lambda value: {"failure": refusal}  # type: ignore[method-assign]
     with pytest.raises(CheckFailed, match="log-probs differ"):
-        TrainerRanks([peer, peer]).call("update")
+        TrainerRanks([peer, peer]).service.close()
     with pytest.raises(RankLost, match="log-probs differ"):
-        TrainerRanks([peer, Actor(job.events, "rank 1")]).call("update")
+        TrainerRanks([peer, Actor(job.events, "rank 1")]).service.close()
 
 
 def test_a_rank_that_is_gone_ends_a_rollout(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from megarl.config.load import parse_config
-from megarl.launch import cluster, run_split
-from megarl.launch.exit_codes import REFUSED, CurrentPhase, classify
+from megarl.processes.exit_codes import REFUSED, CurrentPhase, classify
+from megarl.split import entry as run_split
+from megarl.split import ray_cluster as cluster
 
 
 def test_folders_of_jobs_that_were_killed_go_and_those_of_others_stay(

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from megarl.launch import watch
-from megarl.launch.watch import StoppedProcesses
+from megarl.split import stopped_processes as watch
+from megarl.split.stopped_processes import StoppedProcesses
 
 PARENT = "import subprocess; print(subprocess.Popen(['sleep', '99']).pid, flush=True); input()"
 

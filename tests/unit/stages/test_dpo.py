@@ -11,11 +11,10 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
-from conftest import one_rank  # noqa: F401
 from tiny_trainer import build
 
 from megarl.algorithms.preference import response_logprobs
-from megarl.config.section import Dpo
+from megarl.config.schema import Dpo
 from megarl.data.preferences import preference_batch
 from megarl.data.prompts import PromptStream
 from megarl.data.tasks import ranked_tokens
@@ -43,7 +42,7 @@ def make_learner(folder: Path, **train) -> DpoLearner:
     trainer = build(folder, **train)
     return DpoLearner(
         trainer,
-        Reference(trainer.parameters_by_name().values()),
+        Reference(trainer.parameters_by_name),
         Dpo(),
         {},
         lambda _: nullcontext(),

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megarl.stages.evaluation import Evaluation, ProblemSet, correctness, describe, sampled
+from megarl.telemetry.metrics import forget_steps
 from megarl.types import Prompt, Request, Sample
 
 
@@ -64,11 +65,13 @@ def test_a_run_is_one_line_of_shares(tmp_path: Path) -> None:
     assert lines[1]["accuracy/low"] < 0.5 < lines[1]["accuracy/high"]
     assert {request.temperature for request in asked} == {0.0, 1.0}
     assert len({request.seed for request in asked}) == 2, "the same random streams at every step"
-    evaluation.forget(4)
+    forget_steps(file, 4)
     assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [0, 2]
 
 
-def test_a_set_with_several_samples_has_pass_at_k_and_intervals_of_problems() -> None:
+def test_a_set_with_several_samples_has_pass_at_k_and_intervals_of_problems(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Four problems, four samples of each: number n has n right ones."""
     seeds: set[int] = set()
 
@@ -83,14 +86,14 @@ def test_a_set_with_several_samples_has_pass_at_k_and_intervals_of_problems() ->
             for r in requests
         ]
 
-    said: list[str] = []
     prompts = [Prompt(number, (1,), "") for number in range(4)]
     sets = [
         ProblemSet("accuracy", lambda: prompts, 0.0),
         ProblemSet("aime/mean@4", lambda: prompts, 1.0, samples=4),
     ]
     measures = [partial(sampled, generate, 0, part) for part in sets]
-    result = Evaluation(measures, every=1, last_step=1, say=said.append).run(0)
+    result = Evaluation(measures, every=1, last_step=1, file=tmp_path / "eval.jsonl").run(0)
+    said = capsys.readouterr().out
     assert len(seeds) == 16, "every sample has its own random stream"
     assert (result["size"], result["aime/size"]) == (4, 4)
     assert result["aime/mean@4"] == (0 + 1 + 2 + 3) / 16
@@ -99,7 +102,7 @@ def test_a_set_with_several_samples_has_pass_at_k_and_intervals_of_problems() ->
     assert result["aime/mean@4/low"] < 0.2 and result["aime/mean@4/high"] > 0.6, (
         "of 4 problems, not of 16 samples"
     )
-    header, *rows = said[0].splitlines()
+    header, *rows = said.splitlines()
     assert header.split() == ["step", "0", "value", "95%", "interval", "problems"]
     assert [row.split()[0] for row in rows] == [
         "accuracy",
@@ -108,4 +111,4 @@ def test_a_set_with_several_samples_has_pass_at_k_and_intervals_of_problems() ->
         "aime/pass@4",
     ]
     assert rows[1].split()[1:] == ["0.375", "0.145", "..", "0.680", "4"]
-    assert describe(result) == said[0]
+    assert f"{describe(result)}\n" == said

@@ -66,13 +66,12 @@ def groups() -> list[Group]:
     mixed = Group(
         prompts[0],
         (sample(0, 0, 1.0), sample(0, 1, 0.0, 5, "length")),
-        dropped={"reward/accuracy/nan": 1},
     )
     return [mixed, Group(prompts[1], (sample(1, 0, 1.0), sample(1, 1, 1.0)))]
 
 
 def rolled(kept: list[Group], **counts: int) -> Rollout:
-    return Rollout(tuple(kept), tuple(kept), counts, "ab")
+    return Rollout(tuple(kept), tuple(kept), {"samples/dropped": 1} | counts, "ab")
 
 
 def update(loss: float, *, skipped: bool = False) -> UpdateReport:

@@ -41,7 +41,7 @@ def make(
     objective = Objective(
         algorithm, value_lam=settings.lam, bootstrap_truncated=settings.bootstrap_truncated
     )
-    actor = PolicyLearner.of(build(folder, create, **train), objective)
+    actor = PolicyLearner(build(folder, create, **train), objective)
     head = CriticHead() if settings.bootstrap_truncated else ValueHead()
     values = build(folder, create, head=head, beside=actor.trainer, **{**train, "lr": settings.lr})
     return ActorCritic(actor, values, settings)
@@ -113,7 +113,7 @@ def test_two_epochs_are_two_updates_by_hand_of_each(tmp_path: Path) -> None:
     assert same(after, both(by_hand))
     close(by_hand)
 
-    alone = PolicyLearner.of(build(tmp_path, epochs_per_batch=2), learner.actor.objective)
+    alone = PolicyLearner(build(tmp_path, epochs_per_batch=2), learner.actor.objective)
     assert alone.update(scored).updates == report.updates, "a critic beside it changes nothing"
     assert same(state_of(alone.trainer), after[: len(state_of(alone.trainer))])
     alone.trainer.close()

@@ -12,16 +12,16 @@ from tiny_trainer import SMALL, build, make_batch
 from torch import Tensor
 
 from megarl.algorithms.objective import loss_weights, supervised_loss
-from megarl.algorithms.parity import Excess, Quantiles
 from megarl.checkpoint.torch_dist import stored_objects
-from megarl.config.section import Fp8
+from megarl.config.schema import Fp8
 from megarl.data.packing import plan_microbatches
-from megarl.launch.parity import measure_logprobs
 from megarl.models.fp8 import fp8_format, with_scales
 from megarl.models.shards import slices_of
-from megarl.trainer.fp8 import MULTIPLES, RECIPES, Delayed, _Product
+from megarl.parity.gate import measure_logprobs
+from megarl.parity.statistics import Excess, Quantiles
+from megarl.trainer.fp8 import GRADIENT, INPUT, MULTIPLES, RECIPES, WEIGHT, Delayed, _Product
 from megarl.trainer.trainer import Trainer
-from megarl.weights.fp8 import Fp8Quantizer
+from megarl.weights.encode.blocks import Fp8Quantizer
 
 E4M3 = 0.0255  # root mean square of the relative error, of mantissas that are uniform in their logarithm
 WIDE = {"hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "intermediate": 384, "layers": 3}
@@ -100,7 +100,7 @@ def relative_errors(
     for draw in range(-1, draws):
         noise = Epsilon(draw, gradient_bits=2 if rounding.gradients == torch.float8_e5m2 else 3)
         with patch.dict(RECIPES, {fp8.recipe: rounding if draw < 0 else noise}):
-            trainer = build(folder, SMALL | create, megatron_options={"fp8": fp8})
+            trainer = build(folder, SMALL | create, fp8=fp8)
             rounded = gradients(trainer, rows)
             trainer.close()
         found.append(
@@ -117,13 +117,8 @@ class Epsilon:
     draw: int
     gradient_bits: int
 
-    def of_weight(self, weight_NK: Tensor, *, transposed: bool = False) -> Tensor:
-        return self.apply(weight_NK, 3)
-
-    def of_rows(
-        self, x_TK: Tensor, *, along_tokens: bool = False, is_gradient: bool = False
-    ) -> Tensor:
-        return self.apply(x_TK, self.gradient_bits if is_gradient else 3)
+    def round(self, x: Tensor, operand: int, *, transposed: bool = False) -> Tensor:
+        return self.apply(x, self.gradient_bits if operand == GRADIENT else 3)
 
     def apply(self, x: Tensor, bits: int) -> Tensor:
         x = x.float()
@@ -174,9 +169,7 @@ def test_experts_are_rounded_and_those_without_tokens_have_no_gradient(tmp_path)
 
 @pytest.mark.usefixtures("one_rank")
 def test_layers_at_both_ends_stay_as_they_are(tmp_path):
-    trainer = build(
-        tmp_path, SMALL | WIDE, megatron_options={"fp8": Fp8(emulate=True, first_last_bf16=1)}
-    )
+    trainer = build(tmp_path, SMALL | WIDE, fp8=Fp8(emulate=True, first_last_bf16=1))
     patched = [
         [
             "_forward_impl" in vars(layer.mlp.linear_fc1),
@@ -191,7 +184,7 @@ def test_layers_at_both_ends_stay_as_they_are(tmp_path):
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("recipe", MULTIPLES)
 def test_micro_batches_are_whole_blocks_of_tokens(tmp_path, recipe):
-    trainer = build(tmp_path, megatron_options={"fp8": Fp8(recipe=recipe, emulate=True)})
+    trainer = build(tmp_path, fp8=Fp8(recipe=recipe, emulate=True))
     counts = [
         microbatch.length for microbatch in trainer.microbatches(make_batch(num_rows=5, seed=1))
     ]
@@ -201,14 +194,16 @@ def test_micro_batches_are_whole_blocks_of_tokens(tmp_path, recipe):
 
 def test_delayed_scales_are_of_earlier_updates():
     rounding, x = Delayed(), torch.tensor([[3.0, 40.0, -500.0]])
-    first = rounding.of_rows(x)
-    rounding.observe(0, x)
+    first = rounding.round(x, INPUT)
+    rounding.observe(INPUT, x)
     assert first.equal(by_blocks(x, 1, 3, power_of_2=False, dtype=torch.float8_e4m3fn).float()), (
         "its own"
     )
     rounding.history[1, 0] = 50.0
-    assert rounding.of_rows(x)[0, 2] == -50.0, "clamped to the largest that is known"
-    assert rounding.of_rows(x)[0, 1] == 50 * 352 / 448, "40 / 50 x 448 = 358.4 is rounded to 352"
+    assert rounding.round(x, INPUT)[0, 2] == -50.0, "clamped to the largest that is known"
+    assert rounding.round(x, INPUT)[0, 1] == 50 * 352 / 448, (
+        "40 / 50 x 448 = 358.4 is rounded to 352"
+    )
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -216,7 +211,7 @@ def test_delayed_scales_change_with_updates_only_and_are_saved(tmp_path):
     trainer = build(
         tmp_path,
         SMALL | WIDE,
-        megatron_options={"fp8": Fp8(recipe="delayed", emulate=True)},
+        fp8=Fp8(recipe="delayed", emulate=True),
         dtype="bf16",
     )
     batch, delayed = make_batch(num_rows=8, seed=3), trainer.emulation._delayed
@@ -250,7 +245,7 @@ def test_delayed_scales_change_with_updates_only_and_are_saved(tmp_path):
 def test_parameters_in_fp8_are_those_that_an_fp8_engine_gets(tmp_path):
     """Rounding them again changes nothing, and main weights keep what a small step adds."""
     fp8, rounding = Fp8(params=True, emulate=True), RECIPES["blockwise"]
-    trainer = build(tmp_path, SMALL | WIDE, megatron_options={"fp8": fp8}, dtype="bf16", lr=1e-5)
+    trainer = build(tmp_path, SMALL | WIDE, fp8=fp8, dtype="bf16", lr=1e-5)
     names = [
         name
         for name in trainer.parameters_by_name()
@@ -261,7 +256,7 @@ def test_parameters_in_fp8_are_those_that_an_fp8_engine_gets(tmp_path):
     def are_rounded() -> bool:
         weights = [trainer.parameters_by_name()[name] for name in names]
         return all(
-            rounding.of_weight(w, transposed=t).equal(w.float())
+            rounding.round(w, WEIGHT, transposed=t).equal(w.float())
             for w in weights
             for t in (False, True)
         )

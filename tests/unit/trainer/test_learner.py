@@ -27,7 +27,7 @@ def make_learner(
     folder: Path, objective: Objective | None = None, **train
 ) -> tuple[PolicyLearner, ScoredBatch]:
     """A learner and a batch that it has scored."""
-    learner = PolicyLearner.of(
+    learner = PolicyLearner(
         build(folder, **train), objective or Objective(Algorithm(advantage="reinforce"))
     )
     batch = make_batch(num_rows=8)
@@ -121,9 +121,9 @@ def test_a_reference_that_has_become_the_policy_has_no_divergence(
     parameters, state = learner.trainer.parameters_by_name().values(), objective.initial_state()
     later = objective.advantages(scored, learner.score(scored), state)[0]
     assert not torch.equal(later.ref_logprobs, learner.trainer.forward(scored).logprobs_T)
-    learner.reference.reset(parameters)
+    learner.reference.reset()
     policy = [p.detach().clone() for p in parameters]
-    with learner.reference.in_place_of(parameters):
+    with learner.reference.in_use():
         assert same(policy, [*parameters])
     fresh = objective.advantages(scored, learner.score(scored), state)[0]
     assert fresh.ref_logprobs is None
@@ -262,7 +262,10 @@ def test_an_updates_own_log_probs_are_those_of_a_pass_before_it(tmp_path: Path) 
     alone, scored = make_learner(tmp_path, max_tokens_per_microbatch=1)
     before_T = alone.trainer.forward(scored).logprobs_T
     alone.trainer.close()
-    assert scored.old_logprobs is None and (seen[0] - before_T)[scored.mask].abs().max() < 1e-6
+    difference_T = (seen[0] - before_T)[scored.mask].abs()
+    ulp = torch.finfo(before_T.dtype).eps * float(before_T[scored.mask].abs().max())
+    assert scored.old_logprobs is None
+    assert difference_T.max() < 4 * ulp, "more than the order of sums explains"
 
 
 def test_a_value_head_learns(tmp_path: Path) -> None:

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from megarl.config.random_model import hf_config
-from megarl.config.schema import Create
-from megarl.config.section import Lora
+from megarl.config.schema import Create, Lora
 from megarl.layout import Layout, Parallel
 from megarl.models.lora import PREFIX, adapter_table
 from megarl.models.registry import FAMILIES, megatron_table, padded_vocab, parse_model
 from megarl.models.shape import ModelShape
 from megarl.models.shards import ShardSlice, shapes_of, slices_of
-from megarl.trainer.lora import Adapters
+from megarl.trainer.lora import Adapters, Merged
 
 SIZES = {
     "layers": 3,
@@ -107,7 +106,7 @@ def test_merged_weights_are_those_of_each_projection(family: str, spec: Any) -> 
             for part in found.slices:
                 view(found.parameters[part.param], part).copy_(cut(tensors[part.name], part))
             weights = {name: x for name, x in chunk.named_parameters() if "lora_" not in name}
-            result = found.merged(weights)
+            result = Merged(weights, found.layers)
             for part in slices:
                 torch.testing.assert_close(
                     view(result[part.param], part), cut(merged[part.name], part)

@@ -19,21 +19,23 @@ from trainer_cases import save_model
 from megarl.algorithms.objective import loss_weights, supervised_loss
 from megarl.checkpoint.hf import export_hf
 from megarl.checkpoint.hf_folder import HfFolder
-from megarl.config.schema import Train
-from megarl.config.section import Fp8, Lora
+from megarl.config.schema import Fp8, Lora, Train
 from megarl.data.packing import plan_microbatches
 from megarl.layout import Layout, Parallel
 from megarl.models.registry import fp32_tensors, read_model
 from megarl.stages.sft import train_supervised
+from megarl.trainer.lora import Merged
 from megarl.trainer.trainer import Trainer
-from megarl.weights.publish import WeightFormat
-from megarl.weights.transports import InProcess
+from megarl.weights.sync.publish import WeightFormat
+from megarl.weights.sync.transports import Transport
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 RANK, ALPHA = 3, 5.0  # of lora_cases
 
 
-def build(folder: Path, lora: Lora | None, *, dtype: str = "fp32", **options: Any) -> Trainer:
+def build(
+    folder: Path, lora: Lora | None, *, dtype: str = "fp32", fp8: Fp8 | None = None
+) -> Trainer:
     settings = Train.model_validate({"dtype": dtype, "lr": 1e-2, "max_tokens_per_microbatch": 64})
     layout, device = Layout.of(Parallel(), 1, 0), torch.device("cpu")
     return Trainer.build(
@@ -42,8 +44,8 @@ def build(folder: Path, lora: Lora | None, *, dtype: str = "fp32", **options: An
         train=settings,
         folder=folder,
         device=device,
-        head=lora,
-        megatron_options=options,
+        lora=lora,
+        fp8=fp8,
     )
 
 
@@ -75,8 +77,8 @@ def test_a_quantised_base_is_adapted_as_the_weights_that_it_stands_for(
         update = train_supervised(trainer, batch).updates[0]
         found.append((update.loss, update.grad_norm, trainer.logprobs(batch)))
         if base is folder:
-            adapters: Any = trainer.adapters
-            merged = adapters.merged(trainer.parameters_by_name())
+            assert trainer.adapters
+            merged = Merged(trainer.parameters_by_name(), trainer.adapters.layers)
             export_hf(
                 tmp_path / "hf",
                 origin=folder,
@@ -85,7 +87,7 @@ def test_a_quantised_base_is_adapted_as_the_weights_that_it_stands_for(
                 ),
                 sources=trainer.slices_by_rank(),
                 parameters=trainer.merged_parameters,
-                transport=InProcess(),
+                transport=Transport(),
                 storage=storage,
             )
             for part in trainer.local_slices():
@@ -111,8 +113,8 @@ def test_a_quantised_base_is_adapted_as_the_weights_that_it_stands_for(
     )
 
 
-def adapter_gradients(folder: Path, lora: Lora, **options: Any) -> dict[str, Tensor]:
-    trainer, seen = build(folder, lora, **options), dict[str, Tensor]()
+def adapter_gradients(folder: Path, lora: Lora, fp8: Fp8 | None = None) -> dict[str, Tensor]:
+    trainer, seen = build(folder, lora, fp8=fp8), dict[str, Tensor]()
     batch = make_batch(num_rows=8, seed=3)
     plan = plan_microbatches(batch, trainer.layout, trainer.train)
     adapters: Any = trainer.adapters

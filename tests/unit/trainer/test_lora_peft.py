@@ -13,8 +13,7 @@ from trainer_cases import load_model, oracle_logprobs, save_model
 
 from megarl.checkpoint.hf import export_hf
 from megarl.config.load import parse_config
-from megarl.config.schema import Train
-from megarl.config.section import Lora
+from megarl.config.schema import Lora, Train
 from megarl.config.validate import check_config
 from megarl.layout import Layout, Parallel
 from megarl.models.registry import read_model
@@ -23,8 +22,8 @@ from megarl.platform.env import Env
 from megarl.stages.sft import train_supervised
 from megarl.trainer.reference import FrozenBase, reference_of
 from megarl.trainer.trainer import Trainer
-from megarl.weights.publish import WeightFormat
-from megarl.weights.transports import InProcess
+from megarl.weights.sync.publish import WeightFormat
+from megarl.weights.sync.transports import Transport
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -35,7 +34,7 @@ def trainer_of(folder: Path, lora: Lora, **train: Any) -> Trainer:
     )
     layout, device = Layout.of(Parallel(), 1, 0), torch.device("cpu")
     return Trainer.build(
-        read_model(folder), layout, train=settings, folder=folder, device=device, head=lora
+        read_model(folder), layout, train=settings, folder=folder, device=device, lora=lora
     )
 
 
@@ -48,7 +47,7 @@ def write_peft(trainer: Trainer, folder: Path, base: Path) -> None:
         weights=WeightFormat(adapters.shapes, torch.float32),
         sources=slices_by_rank(adapters.table, trainer.shape, trainer.layout),
         parameters=lambda: adapters.parameters,
-        transport=InProcess(),
+        transport=Transport(),
         changes={"adapter_config.json": adapters.peft_config(str(base))},
     )
 
@@ -103,10 +102,11 @@ def test_the_reference_is_the_base_without_a_copy(tmp_path: Path) -> None:
     assert isinstance(reference, FrozenBase) and reference.is_policy
     before = trainer.logprobs(batch)
     train_supervised(trainer, batch)
-    with reference.in_place_of(()):
+    assert not reference_of(trainer).is_policy, "as in a run that was resumed"
+    with reference.in_use():
         assert torch.equal(trainer.logprobs(batch), before)
     assert not torch.equal(trainer.logprobs(batch), before)
-    with pytest.raises(RuntimeError), reference.in_place_of(()):
+    with pytest.raises(RuntimeError), reference.in_use():
         raise RuntimeError
     assert not torch.equal(trainer.logprobs(batch), before)
     trainer.close()

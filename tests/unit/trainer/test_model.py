@@ -15,5 +15,6 @@ def test_every_parameter_has_the_training_dtype() -> None:
     chunk: Any = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
     chunk.softmax_offset = torch.nn.Parameter(torch.tensor([0.1, 0.2], dtype=torch.float32))
     chunk.config = SimpleNamespace(params_dtype=torch.bfloat16)
-    patch_chunk(chunk, Layout.of(Parallel(), 1, 0), last=False)
+    chunk.post_process = False
+    patch_chunk(chunk, Layout.of(Parallel(), 1, 0))
     assert {parameter.dtype for parameter in chunk.parameters()} == {torch.bfloat16}

@@ -23,8 +23,12 @@ LOGITS = torch.randn(BATCH.num_tokens, EXPERTS, generator=torch.Generator().manu
 
 
 def terms(
-    rows: tuple[int, ...], *, tensor: int = 1, context: Axis = Axis(1), more: int = 0
-) -> list[Tensor]:  # noqa: B008
+    rows: tuple[int, ...],
+    *,
+    tensor: int = 1,
+    context: Axis = Axis(1),  # noqa: B008 (it is frozen)
+    more: int = 0,
+) -> list[Tensor]:
     """[weight, balance, z] of each row, added up over the tensor ranks, whose counts are put together by hand."""
     microbatch = pack(BATCH, rows, BATCH.mask, tensor=tensor, context=context, device=CPU)
     if more:

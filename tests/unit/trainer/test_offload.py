@@ -18,8 +18,8 @@ import memory_peaks
 from memory_peaks import SETTINGS
 from trainer_cases import random_batch
 
+from megarl.commands.random_model import create_model
 from megarl.config.schema import Create, Train
-from megarl.launch.random_model import create_model
 from megarl.layout import Layout, Parallel
 from megarl.models.registry import read_model
 from megarl.stages.sft import train_supervised

@@ -11,22 +11,22 @@ from megarl.trainer.reference import Reference
 def test_lent_and_given_back() -> None:
     weight = torch.nn.Parameter(torch.randn(5, dtype=torch.bfloat16))
     first = weight.detach().clone()
-    reference = Reference([weight])
+    reference = Reference(lambda: {"weight": weight})
     with torch.no_grad():
         weight.add_(1)
     later, place = weight.detach().clone(), weight.data_ptr()
-    with reference.in_place_of([weight]):
+    with reference.in_use():
         assert torch.equal(weight, first)
     assert torch.equal(weight, later) and weight.data_ptr() == place
 
 
 def test_an_error_within_still_gives_the_weights_back() -> None:
     weight = torch.nn.Parameter(torch.randn(5))
-    reference = Reference([weight])
+    reference = Reference(lambda: {"weight": weight})
     with torch.no_grad():
         weight.mul_(2)
     later = weight.detach().clone()
-    with pytest.raises(RuntimeError), reference.in_place_of([weight]):
+    with pytest.raises(RuntimeError), reference.in_use():
         raise RuntimeError
     assert torch.equal(weight, later)
 
@@ -36,22 +36,22 @@ def test_shared_storages_of_several_dtypes_are_exchanged_in_pieces(
 ) -> None:
     monkeypatch.setattr(module, "EXCHANGED_BYTES", 16)
     flat, bias = torch.randn(37, dtype=torch.bfloat16), torch.randn(3)
-    parts = [flat[:12].view(3, 4), flat[12:30], bias]
-    reference, first = Reference(parts), [flat.clone(), bias.clone()]
+    parts = {"a": flat[:12].view(3, 4), "b": flat[12:30], "bias": bias}
+    reference, first = Reference(lambda: parts), [flat.clone(), bias.clone()]
     flat.add_(1), bias.mul_(2)
     later = [flat.clone(), bias.clone()]
     for _ in range(2):
-        with reference.in_place_of(parts):
+        with reference.in_use():
             assert torch.equal(flat, first[0]) and torch.equal(bias, first[1])
         assert torch.equal(flat, later[0]) and torch.equal(bias, later[1])
 
 
 def test_weights_that_changed_in_the_meantime_are_noticed() -> None:
     weight = torch.randn(5)
-    reference = Reference([weight])
+    reference = Reference(lambda: {"weight": weight})
     with (
         pytest.raises(AssertionError, match="the weights changed behind"),
-        reference.in_place_of([weight]),
+        reference.in_use(),
     ):
         reference._host.beside([weight])[0][1].add_(1)
 

@@ -17,14 +17,16 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "dist"))
 from trainer_cases import save_model
 
 from megarl.algorithms.objective import Objective
+from megarl.commands.random_model import create_model
 from megarl.config.schema import Config, Create
 from megarl.data.preferences import preference_batch, step_batch
 from megarl.data.tasks import ranked_tokens
 from megarl.data.tokenizer import TokenIds, load_tokenizer, pad_token
-from megarl.launch.build import Rank, export, make_learner, make_trainer
-from megarl.launch.random_model import create_model
 from megarl.platform.device import pick_device
 from megarl.platform.env import Env
+from megarl.run.checkpoints import export
+from megarl.run.context import Rank
+from megarl.run.models import make_learner, make_trainer
 from megarl.stages.reward_model import Rankings, Steps, held_out_accuracy
 from megarl.trainer.actor_critic import ActorCritic
 from megarl.trainer.heads import RewardHead, ValueHead, load_head

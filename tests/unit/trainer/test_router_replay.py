@@ -30,7 +30,7 @@ from megarl.trainer.moe import BalancedRouter
 from megarl.trainer.router_replay import LayerRoutes
 from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, Routes, TokenOutputs, TrainBatch, UpdateReport, route_dtype
-from megarl.weights.checksum import row_checksums
+from megarl.weights.sync.checksum import row_checksums
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 LAYERS, EXPERTS, TOPK = 3, 4, 2
@@ -297,7 +297,7 @@ def test_only_the_policy_replays(folder: Path) -> None:
     with torch.no_grad():
         critic.parameters_by_name()["value_head.weight"].normal_()  # it begins at 0
     values, own = critic.forward(BATCH).values_T, trainer.logprobs(BATCH)
-    learner = ActorCritic(PolicyLearner.of(trainer, Objective(algorithm, 16)), critic, Critic())
+    learner = ActorCritic(PolicyLearner(trainer, Objective(algorithm, 16)), critic, Critic())
     assert learner.actor.reference is not None
     learner.actor.reference.is_policy = False
     batch = planted(BATCH)
@@ -322,7 +322,7 @@ def test_later_updates_replay_the_routes_of_the_old_log_probs(folder: Path) -> N
     """Those that compare with them; the gate judges the policy's own."""
     objective = Objective(Algorithm(), 16)
     trainer = build(folder, lr=3e-2, updates_per_step=2)
-    learner = PolicyLearner.of(trainer, objective, records_routes=True)
+    learner = PolicyLearner(trainer, objective, records_routes=True)
     judged = []
 
     def gate(batch: Any) -> dict[str, float]:
@@ -347,7 +347,7 @@ def test_rows_keep_their_routes() -> None:
 def test_256_experts_fit_a_byte() -> None:
     assert [route_dtype(n) for n in (128, 256, 257)] == [torch.uint8, torch.uint8, torch.int16]
     experts = torch.tensor([[[255, 3], [0, 1]]], dtype=torch.uint8)
-    layer = LayerRoutes([experts[0]], torch.device("cpu"), train=False)
+    layer = LayerRoutes([experts[0]], torch.zeros(2, dtype=torch.int64), train=False)
 
     def compute(scores: Tensor, topk: int, **_: Any) -> Sequence[Tensor]:
         return SimpleNamespace(v=scores.topk(topk)).v

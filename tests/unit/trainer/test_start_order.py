@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from megarl.commands.random_model import materialize_model
 from megarl.config.load import load_config
-from megarl.launch import run_rl
-from megarl.launch.build import Rank
-from megarl.launch.random_model import materialize_model
 from megarl.platform.device import pick_device
 from megarl.platform.env import Env
-from megarl.rollout.engine import Engine
+from megarl.rollout.vllm.engine import Engine
+from megarl.run import engine, models
+from megarl.run.context import Rank
+from megarl.stages import rl
 from megarl.trainer import trainer as trainer_module
 from megarl.trainer.trainer import Trainer
 
@@ -46,7 +47,7 @@ def test_start_up_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         kinds = [b.param_data for b in chunk.buffers], [b.grad_data for b in chunk.buffers], mains
         return [sum(x.untyped_storage().nbytes() for x in kind) for kind in kinds]
 
-    def make_trainer(rank: Rank, made: Callable[[Rank], Trainer] = run_rl.make_trainer) -> Trainer:
+    def make_trainer(rank: Rank, made: Callable[[Rank], Trainer] = models.make_trainer) -> Trainer:
         trainers.append(made(rank))
         trace.append(("built", sizes()))
         return trainers[-1]
@@ -64,12 +65,12 @@ def test_start_up_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         trace.append(("engine", (sizes(), rollout.gpu_memory_utilization)))
         raise Started
 
-    monkeypatch.setattr(run_rl, "make_trainer", make_trainer)
+    monkeypatch.setattr(rl, "make_trainer", make_trainer)
     monkeypatch.setattr(trainer_module, "build_optimizer", build_optimizer)
     monkeypatch.setattr(Engine, "start", start)
-    monkeypatch.setattr(run_rl, "device_bytes", lambda _: (70 * GB, 80 * GB))
+    monkeypatch.setattr(engine, "device_bytes", lambda _: (70 * GB, 80 * GB))
     with pytest.raises(Started):
-        run_rl.train_policy(rank, run_rl.make_engine)
+        rl.train_policy(rank, engine.make_engine)
     (_, gradients), (_, (weights, freed, mains)), (_, (left, share)) = trace
     assert [name for name, _ in trace] == ["optimizer", "built", "engine"]
     assert gradients == freed == 0 and mains > weights > 0, (
@@ -77,9 +78,9 @@ def test_start_up_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     )
     assert left == [0, 0, 0] and share == pytest.approx(0.6 - 10 / 80)
 
-    monkeypatch.setattr(run_rl, "device_bytes", lambda _: (32 * GB, 80 * GB))
+    monkeypatch.setattr(engine, "device_bytes", lambda _: (32 * GB, 80 * GB))
     with pytest.raises(
         ValueError, match=r"of 80\.0 GB, less 48\.0 that .* has no room for vLLM's weights"
     ):
-        run_rl.make_engine(rank)
+        engine.make_engine(rank)
     trainers[0].close()

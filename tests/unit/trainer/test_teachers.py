@@ -23,11 +23,11 @@ from torch import Tensor
 from trainer_cases import load_model, oracle_log_softmax
 
 from megarl.algorithms.objective import Objective
+from megarl.commands.random_model import create_model, random_tokenizer
 from megarl.config.load import parse_config
 from megarl.config.schema import Algorithm, Create, FrozenModel
 from megarl.data.collate import take_rows
 from megarl.data.tokenizer import TokenIds, check_vocabulary
-from megarl.launch.random_model import create_model, random_tokenizer
 from megarl.models.registry import read_model
 from megarl.platform.env import LOOPBACK
 from megarl.rewards.served_model import ServedModel, client_of
@@ -35,7 +35,7 @@ from megarl.trainer.learner import PolicyLearner
 from megarl.trainer.reference import forward_in_turn
 from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, MicrobatchRows, ScoredBatch, TokenOutputs, TrainBatch
-from megarl.weights.transports import InProcess
+from megarl.weights.sync.transports import Transport
 from tests.unit.rewards.conftest import reply, serve
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -88,7 +88,7 @@ def served_model(url: str, top_k: int = 0, **options: Any) -> ServedModel:
     part = FrozenModel(
         url=url, options={"timeout_s": 20.0, "total_s": 30.0, "backoff_s": 0.01} | options
     )
-    return ServedModel(client_of(part, "teacher"), "tiny", InProcess(), top_k)
+    return ServedModel(client_of(part, "teacher"), "tiny", Transport(), top_k)
 
 
 @contextmanager
@@ -181,15 +181,17 @@ def vllm_server(folder: Path, log: Path, *options: str) -> Any:
 
 
 @pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_vllm_server_and_a_model_beside_the_policy_agree(tmp_path: Path) -> None:
     pytest.importorskip("vllm")  # whose attention on a CPU takes no heads of 16 channels
     folder = create_model(Create(**(SMALL | OTHER | {"head_dim": 64})), tmp_path)
     student, batch = build(tmp_path, offload=OFFLOAD), make_batch(num_rows=8, temperature=1.0)
     local = [beside(student, folder)(batch), beside(student, folder, 4)(batch)]
     with vllm_server(folder, tmp_path / "vllm.log", "--enforce-eager") as url:
-        found = [served_model(f"{url}/v1", top_k)(batch) for top_k in (0, 4)]
+        patient = {"timeout_s": 120.0, "total_s": 240.0}  # the first request compiles
+        found = [served_model(f"{url}/v1", top_k, **patient)(batch) for top_k in (0, 4)]
         with pytest.raises(CheckFailed, match=r"--max-logprobs 21 or more; its default is 20"):
-            served_model(f"{url}/v1", 21, retries=0)(batch)
+            served_model(f"{url}/v1", 21, retries=0, **patient)(batch)
     for outputs, own in zip(found, local, strict=True):
         assert torch.allclose(outputs.logprobs_T, own.logprobs_T, atol=1e-5)
     assert torch.equal(found[1].extra_labels_TK, local[1].extra_labels_TK)
@@ -266,7 +268,7 @@ def test_the_step_is_that_of_the_divergence_in_plain_fp64(tmp_path: Path, top_k:
     found = []
     for size in (64, 512):
         student, objective = build(tmp_path, max_tokens_per_microbatch=size), distilling(top_k)
-        learner = PolicyLearner.of(
+        learner = PolicyLearner(
             student, objective, frozen={"teacher_logprobs": beside(student, folder, top_k)}
         )
         scored, _ = objective.advantages(batch, learner.score(batch), objective.initial_state())
@@ -304,7 +306,7 @@ def test_a_teachers_tokens_that_the_policy_does_not_have_are_padding(tmp_path: P
         torch.zeros(batch.num_tokens, 2),
     )
     teacher = TokenOutputs(logprobs[:, 0], extra_labels_TK=ids, extra_logprobs_TK=logprobs)
-    scores = PolicyLearner.of(
+    scores = PolicyLearner(
         student, distilling(2), frozen={"teacher_logprobs": lambda _: teacher}
     ).score(batch)
     assert scores.teacher_top_logprobs is not None
@@ -416,7 +418,7 @@ def test_the_student_reaches_an_enumerable_teacher(tmp_path: Path, top_k: int, b
     objective = replace(
         objective, algorithm=objective.algorithm.model_copy(update={"distill_coef": 1.0})
     )
-    learner = PolicyLearner.of(student, objective, frozen={"teacher_logprobs": teacher})
+    learner = PolicyLearner(student, objective, frozen={"teacher_logprobs": teacher})
     everything, draw = enumerate_batch(), torch.Generator().manual_seed(0)
     teacher_N = row_sums(teacher(everything).logprobs_T)
     assert torch.allclose(teacher_N.exp().sum(), torch.tensor(1.0, dtype=torch.float64), atol=1e-4)

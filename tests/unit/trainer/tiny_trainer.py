@@ -10,8 +10,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "dist"))
 from trainer_cases import random_batch
 
-from megarl.config.schema import Create, Moe, Train
-from megarl.launch.random_model import create_model
+from megarl.commands.random_model import create_model
+from megarl.config.schema import Create, Fp8, Moe, Train
 from megarl.layout import Layout, Parallel
 from megarl.models.registry import read_model
 from megarl.trainer.heads import Head
@@ -35,6 +35,7 @@ def build(
     *,
     head: Head | None = None,
     moe: Moe | None = None,
+    fp8: Fp8 | None = None,
     megatron_options: dict | None = None,
     beside: Trainer | None = None,
     **train,
@@ -52,6 +53,7 @@ def build(
         head=head,
         folder=model,
         device=device,
+        fp8=fp8,
         megatron_options=megatron_options,
         beside=beside,
     )

@@ -24,13 +24,13 @@ from megarl.models.registry import (
 )
 from megarl.models.shards import slices_of
 from megarl.types import CheckFailed
-from megarl.weights.execute import PlanExecutor, split_message
-from megarl.weights.fleet import Fleet
-from megarl.weights.fp8 import Fp8Quantizer
-from megarl.weights.plan import plan_transfers
-from megarl.weights.publish import Publisher, WeightFormat
-from megarl.weights.quantize import dequantize, quantize
-from megarl.weights.transports import InProcess
+from megarl.weights.encode.blocks import Fp8Quantizer
+from megarl.weights.encode.quantize import dequantize, quantize
+from megarl.weights.plan.fleet import Fleet
+from megarl.weights.plan.plan import plan_transfers
+from megarl.weights.sync.execute import PlanExecutor, split_message
+from megarl.weights.sync.publish import Publisher, WeightFormat
+from megarl.weights.sync.transports import Transport
 
 DENSE = {
     "family": "qwen3",
@@ -154,7 +154,7 @@ def test_every_engine_has_the_quantised_checkpoint(sizes, parallel, world, tenso
 
     def send(rank: int) -> None:
         quantizer, parameters = job.quantizer(rank)
-        transport = InProcess()
+        transport = Transport()
         transport.rank = rank
         executor = PlanExecutor(plan, transport, torch.uint8, torch.device("cpu"), quantizer)
         held = quantizer.measure(parameters)
@@ -213,7 +213,7 @@ def test_a_sync_in_fp8_is_verified_and_a_wrong_scale_is_noticed():
         plan_transfers(job.shape, job.fleet, **options),
         quantizer.sender(lambda: parameters),
         engine,
-        InProcess(),
+        Transport(),
         job.weights,
         ranks_per_replica=1,
         table=table,

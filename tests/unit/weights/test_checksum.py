@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from megarl.weights.checksum import checksum, copy_and_verify, positional_checksum
+from megarl.weights.sync.checksum import checksum, copy_and_verify, positional_checksum
 
 SIZES = (1, 3, 1 << 14, (1 << 14) + 1, 100_003, 3 << 20)  # below, at and beyond a block and a strip
 

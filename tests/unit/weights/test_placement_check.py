@@ -9,9 +9,9 @@ import torch
 
 from megarl.models.shards import ShardSlice
 from megarl.types import CheckFailed
-from megarl.weights.execute import MemoryReceiver
-from megarl.weights.placement_check import PlacementCheck, sums_by_tensor
-from megarl.weights.transports import InProcess
+from megarl.weights.sync.execute import MemoryReceiver
+from megarl.weights.sync.placement import check_placement, sums_by_tensor
+from megarl.weights.sync.transports import Transport
 
 SHAPES = {"a": (6, 4), "b": (5,)}
 TRAINER = [
@@ -41,7 +41,7 @@ def compare(trainer=TRAINER, engine=ENGINE, change=lambda parameters, memory: No
         )
         for slices, where in ((trainer, parameters), (engine, memory))
     )
-    PlacementCheck(SHAPES, [0], 1).compare(InProcess(), sent, received)
+    check_placement(Transport(), SHAPES, [[0]], sent, received)
 
 
 def test_slices_in_their_place_pass():

@@ -24,8 +24,8 @@ from megarl.models.shards import (
     shapes_in_units,
     slices_of,
 )
-from megarl.weights.fleet import Fleet
-from megarl.weights.plan import (
+from megarl.weights.plan.fleet import Fleet
+from megarl.weights.plan.plan import (
     Message,
     Plan,
     find_gaps,
@@ -34,7 +34,7 @@ from megarl.weights.plan import (
     relay_buffer,
 )
 
-SIZES = dict(
+SIZES = dict(  # noqa: C408
     hidden=4,
     heads=4,
     kv_heads=2,
@@ -43,7 +43,7 @@ SIZES = dict(
     vocab=11,
     rms_eps=1e-6,
     rope_theta=1e4,
-)  # noqa: C408
+)
 QWEN = ModelShape(
     family="qwen3_moe", layers=3, tied=False, qkv_bias=False, qk_norm=True, max_position=64, experts=4,
     experts_per_token=2, moe_intermediate=4, **SIZES,
@@ -469,7 +469,7 @@ def test_gaps_and_overlaps_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def table(shape: ModelShape) -> Table:
         return replace(engine_table(shape), head=(*engine_table(shape).head, extra))
 
-    monkeypatch.setattr("megarl.weights.plan.engine_table", table)
+    monkeypatch.setattr("megarl.weights.plan.plan.engine_table", table)
     with pytest.raises(
         ValueError, match=r"model.more.weight: the engine keeps 8 elements .* the trainer holds 0"
     ):

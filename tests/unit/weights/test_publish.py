@@ -23,10 +23,10 @@ from megarl.models.registry import (
 from megarl.models.shape import ModelShape
 from megarl.models.shards import ShardSlice, slices_of
 from megarl.types import CheckFailed
-from megarl.weights.fleet import Fleet
-from megarl.weights.plan import plan_transfers
-from megarl.weights.publish import Publisher, WeightFormat, WeightSender
-from megarl.weights.transports import InProcess
+from megarl.weights.plan.fleet import Fleet
+from megarl.weights.plan.plan import plan_transfers
+from megarl.weights.sync.publish import Publisher, WeightFormat, WeightSender
+from megarl.weights.sync.transports import Transport
 
 SIZES = {"family": "qwen3", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "vocab": 67}
 SHAPE = parse_model(hf_config(Create.model_validate(SIZES)), "model.create")
@@ -73,7 +73,7 @@ class Job:
             ),
             WeightSender(slices, lambda: self.parameters),
             self.engine,
-            InProcess(),
+            Transport(),
             WeightFormat(SHAPES, torch.float32),
             ranks_per_replica=1,
             table=self.engine.slices if table is None else table,
@@ -155,7 +155,7 @@ def test_pairs_and_tensors_that_stay_fp32_arrive_bit_for_bit(family):
     )
     sender = WeightSender(slices, lambda: parameters)
     publisher = Publisher(
-        plan, sender, engine, InProcess(), weights, ranks_per_replica=1, table=table
+        plan, sender, engine, Transport(), weights, ranks_per_replica=1, table=table
     )
     publisher.publish(version=1)
     moved = {name: tensor.view(torch.bfloat16).view(torch.int16) for name, tensor in full.items()}

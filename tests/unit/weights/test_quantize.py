@@ -16,7 +16,7 @@ from compressed_tensors.quantization.utils import calculate_qparams, generate_gp
 from torch import Tensor
 
 from megarl.models.formats import FORMATS
-from megarl.weights.quantize import (
+from megarl.weights.encode.quantize import (
     E2M1,
     block_amax,
     dequantize,

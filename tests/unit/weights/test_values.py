@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.algorithms.parity import Quantiles
 from megarl.models.shards import ShardSlice
+from megarl.parity.statistics import Quantiles
 from megarl.types import CheckFailed, Routes
-from megarl.weights.transports.values import gather_values
+from megarl.weights.sync.transports.values import gather_values
 
 
 class Crafted:

@@ -13,13 +13,12 @@ from megarl.config.load import load_config
 from megarl.config.schema import Config
 from megarl.config.validate import model_shape
 from megarl.layout import Parallel
-from megarl.models.engine import engine_layout
 from megarl.models.registry import padded_vocab
-from megarl.planner.cost import LINKS, Links, estimate_cost
-from megarl.planner.weight_sync import fleet_of, plan_weights, write_messages
 from megarl.telemetry.plan_figure import draw_plan
-from megarl.weights.fleet import Fleet
-from megarl.weights.plan import plan_recorded, plan_transfers
+from megarl.weights.plan.cost import LINKS, Links, estimate_cost
+from megarl.weights.plan.fleet import Fleet
+from megarl.weights.plan.from_config import fleet_of, plan_weights, write_messages
+from megarl.weights.plan.plan import plan_recorded, plan_transfers
 from tests.unit.weights.test_plan import whole
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
@@ -190,7 +189,7 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
 
 
 def test_engine_layout_spreads_experts_over_all_ranks() -> None:
-    at = engine_layout(tensor=2, expert=8, rank=5)
+    at = Fleet(Parallel(), 8, 2, 1, expert=8, is_split=False).engine_layout(5)
     assert (at.tp.size, at.tp.rank, at.ep.size, at.ep.rank, at.etp.size) == (2, 1, 8, 5, 1)
 
 

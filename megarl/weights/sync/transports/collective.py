@@ -1,9 +1,9 @@
-"""Messages between the ranks of torch.distributed's world, or of a group across worlds, point to point: NCCL on GPUs,
-gloo on CPUs.
+"""Messages between the ranks of torch.distributed's world, or of a group across worlds, point to
+point: NCCL on GPUs, gloo on CPUs.
 
-Errors name the rank that is gone or stuck: before a sync the barrier through the store detects it, during a sync the
-peer of the transfer that did not complete. A collective alone would only report a timeout.
-"""
+Errors name the rank that is gone or stuck: before a sync the barrier through the store detects it,
+during a sync the peer of the transfer that did not complete. A collective alone would only report a
+timeout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from megarl.types import CheckFailed
-from megarl.weights.transports.values import gather_values
+from megarl.weights.sync.transports import Transport
+from megarl.weights.sync.transports.values import gather_values
 
 X = TypeVar("X")
 BARRIER = "megarl/barrier"
@@ -29,31 +30,33 @@ _INSTANCES = count()  # every rank creates the same number of instances, in the 
 
 
 def open_store(address: str, name: str, timeout: timedelta) -> Any:
-    """The keys `name` of a store at "file:PATH" or "HOST:PORT", for processes that share no launcher."""
+    """Returns the keys `name` of a store at "file:PATH" or "HOST:PORT", for processes that share no
+    launcher."""
     kind, _, where = address.partition(":")
-    store: Any = (
-        dist.FileStore(where, -1)  # pyright: ignore[reportPrivateImportUsage]
-        if kind == "file"
-        else dist.TCPStore(kind, int(where), is_master=False, timeout=timeout)  # pyright: ignore[reportPrivateImportUsage]
-    )
+    private: Any = dist  # which does not list its stores in __all__
+    if kind == "file":
+        store = private.FileStore(where, -1)
+    else:
+        store = private.TCPStore(kind, int(where), is_master=False, timeout=timeout)
     store.set_timeout(timeout)
     return dist.distributed_c10d.PrefixStore(name, store)
 
 
 @dataclass
 class Barriers:
-    """Of ranks that share a store, and need no connection. All ranks make the same ones, in the same order."""
+    """Barriers of ranks that share a store, and need no connection. All ranks make the same ones,
+    in the same order."""
 
     store: Any
     rank: int
     world: int
-    timeout: timedelta
     _numbers: Iterator[int] = field(default_factory=count)
 
-    def meet(self, what: str, timeout: timedelta | None = None) -> None:
+    def meet(self, what: str, timeout: timedelta) -> None:
         """Raises CheckFailed naming the ranks that do not come in time."""
-        timeout, number = timeout or self.timeout, str(next(self._numbers))
-        verdict = f"{number}/verdict"  # set once, by the last rank to arrive or the first to time out; final
+        number = str(next(self._numbers))
+        # set once, by the last rank to arrive or the first to time out; final
+        verdict = f"{number}/verdict"
         self.store.set(f"{number}/{self.rank}", "here")
         if self.store.add(f"{number}/count", 1) == self.world:
             self.store.compare_set(verdict, "", "all")
@@ -67,37 +70,52 @@ class Barriers:
             missing = [
                 rank for rank in range(self.world) if not self.store.check([f"{number}/{rank}"])
             ]
-            self.store.compare_set(
-                verdict, "", f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:16]))}"
-            )
+            plural = "s" * (len(missing) > 1)
+            self.store.compare_set(verdict, "", f"rank{plural} {', '.join(map(str, missing[:16]))}")
         absent = self.store.get(verdict).decode()
         if absent != "all":
             raise CheckFailed(
-                f"{absent} of {self.world} did not reach {what} within {timeout.total_seconds():g} s; check "
-                "that log, and raise launch.timeout_s if it is only slow"
+                f"{absent} of {self.world} did not reach {what} within "
+                f"{timeout.total_seconds():g} s; check that log, and raise launch.timeout_s if it "
+                "is only slow"
             )
 
 
 @dataclass
-class Group:
-    """A process group across worlds: its members' default groups are others, and dist.get_rank knows only those."""
+class RankGroup:
+    """A process group across worlds: its members' default groups are others, and dist.get_rank
+    knows only those."""
 
     process_group: Any
     barriers: Barriers  # the first is that of `join`
 
     @classmethod
     def join(
-        cls, store: Any, rank: int, world: int, *, name: str, is_cuda: bool, timeout: timedelta
-    ) -> Group:
-        """A collective of the group's `world` members; after a death, the rest join again under another `name`. Raises
-        CheckFailed if one does not come."""
-        barriers = Barriers(dist.distributed_c10d.PrefixStore(BARRIER, store), rank, world, timeout)
-        barriers.meet(
-            "the weight sync's process group"
-        )  # as connecting to one that is gone ends at the time-out only
+        cls,
+        store: Any,
+        rank: int,
+        world: int,
+        *,
+        name: str,
+        is_cuda: bool,
+        timeout: timedelta,
+    ) -> RankGroup:
+        """A collective of the group's `world` members; after a death, the rest join again under
+        another `name`. Raises CheckFailed if one does not come."""
+        barriers = Barriers(dist.distributed_c10d.PrefixStore(BARRIER, store), rank, world)
+        # connecting to one that is gone would end at the time-out only
+        barriers.meet("the weight sync's process group", timeout)
         backend = dist.Backend("cpu:gloo,cuda:nccl" if is_cuda else "gloo")
         helper: Any = dist.distributed_c10d._new_process_group_helper
-        process_group, _ = helper(world, rank, [], backend, store, group_name=name, timeout=timeout)
+        process_group, _ = helper(
+            world,
+            rank,
+            [],
+            backend,
+            store,
+            group_name=name,
+            timeout=timeout,
+        )
         dist.distributed_c10d._world.pg_group_ranks[process_group] = {
             number: number for number in range(world)
         }
@@ -105,72 +123,77 @@ class Group:
 
     def leave(self) -> None:
         """Ends the connections, which fails what others wait for; works without them."""
-        process_group, self.process_group = (
-            self.process_group,
-            None,
-        )  # gloo keeps connections until the last reference
+        # gloo keeps connections until the last reference
+        process_group = self.process_group
+        self.process_group = None
         if process_group is not None:
             with suppress(RuntimeError, ValueError):
                 dist.destroy_process_group(process_group)
 
 
-def end_barrier(address: str, name: str, number: int, absent: str, timeout: timedelta) -> None:
-    """Ends the barrier `number` of a group whose store is at `address` and `name`, naming those that will not come; the
-    barrier 0 is that of Group.join."""
+def end_barrier(
+    address: str,
+    name: str,
+    number: int,
+    absent: str,
+    timeout: timedelta,
+) -> None:
+    """Ends the barrier `number` of a group whose store is at `address` and `name`, naming those
+    that will not come; the barrier 0 is that of RankGroup.join."""
     store = dist.distributed_c10d.PrefixStore(BARRIER, open_store(address, name, timeout))
     store.compare_set(f"{number}/verdict", "", absent)
 
 
-class Collective:
-    """Of the default group, or another. `timeout_s=None`: torch's default."""
+class Collective(Transport):
+    """A Transport over the default group, or another. `timeout_s=None`: torch's default."""
 
-    def __init__(self, *, timeout_s: float | None = None, group: Group | None = None) -> None:
+    def __init__(self, *, timeout_s: float | None = None, group: RankGroup | None = None) -> None:
         self._joined = group
-        self._timeout = timedelta(seconds=timeout_s) if timeout_s else default_pg_timeout
+        self._timeout = default_pg_timeout
+        if timeout_s:
+            self._timeout = timedelta(seconds=timeout_s)
         if group:
-            self.rank, self.world = group.process_group.rank(), group.process_group.size()
+            self.rank = group.process_group.rank()
+            self.world = group.process_group.size()
             self._barriers = group.barriers
         else:
-            self.rank, self.world = dist.get_rank(), dist.get_world_size()
+            self.rank = dist.get_rank()
+            self.world = dist.get_world_size()
             # the store that the ranks used for rendezvous
             store: Any = dist.distributed_c10d._get_default_store()
             store = dist.distributed_c10d.PrefixStore(f"{BARRIER}/{next(_INSTANCES)}", store)
-            self._barriers = Barriers(store, self.rank, self.world, self._timeout)
+            self._barriers = Barriers(store, self.rank, self.world)
 
     @property
     def _group(self) -> Any:
-        if self._joined and self._joined.process_group is None:
+        if self._joined is None:
+            return None
+        if self._joined.process_group is None:
             raise CheckFailed("the process group of the weight sync has ended; join another")
-        return self._joined.process_group if self._joined else None
+        return self._joined.process_group
 
     def leave(self) -> None:
-        """Ends the connections of a group across worlds; works without the others."""
+        """Works without the others."""
         if self._joined:
             self._joined.leave()
 
     def start(
         self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]
     ) -> Callable[[], None]:
-        transfers = [
-            (f"rank {peer} did not accept", dist.isend, flat, peer)
-            for peer, flat in sorted(outgoing.items())
-        ]
-        transfers += [
-            (f"rank {peer} did not send", dist.irecv, flat, peer)
-            for peer, flat in sorted(incoming.items())
-        ]
-        operations = [
+        operations = []
+        faults = []
+        transfers = [(dist.isend, "accept", *item) for item in sorted(outgoing.items())]
+        transfers += [(dist.irecv, "send", *item) for item in sorted(incoming.items())]
+        for kind, fault, peer, flat in transfers:
             # as bytes, so that gloo and NCCL need not support the dtype
-            dist.P2POp(kind, flat.view(torch.uint8), group=self._group, group_peer=peer)
-            for _, kind, flat, peer in transfers
-        ]
-        faults, works, text = (
-            [f"{text} {flat.nbytes} bytes of weights" for text, _, flat, _ in transfers],
-            [],
-            "",
-        )
+            data = flat.view(torch.uint8)
+            operations.append(dist.P2POp(kind, data, group=self._group, group_peer=peer))
+            faults.append(f"rank {peer} did not {fault} {flat.nbytes} bytes of weights")
+        works = []
+        text = ""
         try:
-            works += dist.batch_isend_irecv(operations) if operations else []
+            if operations:
+                works += dist.batch_isend_irecv(operations)
         except RuntimeError as error:  # gloo notices here that a peer is gone, too
             text = str(error)
         operations.clear()  # they hold the group
@@ -195,11 +218,17 @@ class Collective:
     def _lost(self, fault: str, text: str) -> CheckFailed:
         self.leave()  # so that the others fail too, and at once
         return CheckFailed(
-            f"{fault} (waited up to {self._timeout.total_seconds():g} s): {text}; check that rank's log, and raise "
-            "launch.timeout_s if it is only slow"
+            f"{fault} (waited up to {self._timeout.total_seconds():g} s): {text}; check that "
+            "rank's log, and raise launch.timeout_s if it is only slow"
         )
 
-    def barrier(self, what: str, timeout: timedelta | None = None, *, patience: int = 1) -> None:
+    def barrier(
+        self,
+        what: str,
+        timeout: timedelta | None = None,
+        *,
+        patience: int = 1,
+    ) -> None:
         self._barriers.meet(what, timeout or self._timeout * patience)
 
     def sum(self, values: Tensor) -> Tensor:
@@ -211,7 +240,8 @@ class Collective:
         return self._run(lambda: gather_values(value, self._group))
 
     def _run(self, collective: Callable[[], X]) -> X:
-        """Runs a collective; if it fails, a barrier among the remaining ranks finds the missing ones."""
+        """Runs a collective; if it fails, a barrier among the remaining ranks finds the missing
+        ones."""
         try:
             return collective()
         except CheckFailed:
@@ -219,6 +249,6 @@ class Collective:
         except RuntimeError as error:
             text = " ".join(str(error).split())
         self.leave()
-        what = f"the end of a weight sync ({text})"
-        self.barrier(what, min(self._timeout, timedelta(seconds=DIAGNOSIS_S)))
+        timeout = min(self._timeout, timedelta(seconds=DIAGNOSIS_S))
+        self.barrier(f"the end of a weight sync ({text})", timeout)
         raise CheckFailed(f"a weight sync failed although all ranks are still running: {text}")

@@ -1,6 +1,5 @@
-"""Small control values between ranks, without pickles: torch.distributed's object collectives run what a peer sends."""
-
-from __future__ import annotations
+"""Small control values between ranks, without pickles: torch.distributed's object collectives run
+what a peer sends."""
 
 import pickle
 from io import BytesIO
@@ -11,16 +10,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megarl.algorithms.parity import Quantiles
 from megarl.models.shards import ShardSlice
 from megarl.types import CheckFailed, Routes
 
-KNOWN: list[Any] = [Quantiles, Routes, ShardSlice]
+KNOWN: list[Any] = [Routes, ShardSlice]
+
+
+def carry(*types: type) -> None:
+    """Adds dataclasses of plain values to those that ranks may send each other; every rank that
+    receives one must have called this."""
+    KNOWN.extend(types)
 
 
 def gather_values(value: Any, group: Any = None) -> list[Any]:
-    """A collective. Returns the value of every rank, by rank: tensors, Python's plain types and containers, and KNOWN.
-    Raises CheckFailed if a rank sends anything else, without running it."""
+    """A collective. Returns the value of every rank, by rank: tensors, Python's plain types and
+    containers, and KNOWN. Raises CheckFailed if a rank sends anything else, without running it."""
     stream = BytesIO()
     torch.save(value, stream)
     own = torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)
@@ -29,10 +33,7 @@ def gather_values(value: Any, group: Any = None) -> list[Any]:
     longest = int(sizes.max())
     parts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
     dist.all_gather(parts, pad(own, (0, longest - own.numel())), group=group)
-    return [
-        _load(part[:size], rank)
-        for rank, (part, size) in enumerate(zip(parts, sizes.tolist(), strict=True))
-    ]
+    return [_load(part[: sizes[rank]], rank) for rank, part in enumerate(parts)]
 
 
 def _load(data: Tensor, rank: int) -> Any:
@@ -40,7 +41,7 @@ def _load(data: Tensor, rank: int) -> Any:
         with torch.serialization.safe_globals(KNOWN):
             return torch.load(BytesIO(data.numpy().tobytes()), weights_only=True)
     except pickle.UnpicklingError as error:
-        text = str(error).partition(". ")[0]
         raise CheckFailed(
-            f"rank {rank} sent what is not a value of megarl, and it was not run: {text}"
+            f"rank {rank} sent what is not a value of megarl, and it was not run: "
+            f"{str(error).partition('. ')[0]}"
         ) from error

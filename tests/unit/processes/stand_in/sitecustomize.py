@@ -1,4 +1,4 @@
-"""Replaces megarl.launch.run_rl and build in launcher tests: a rank does what `run.name` says, without torch."""
+"""Replaces megarl.stages.rl, stages.evaluation and run.context in launcher tests: a rank does what `run.name` says, without torch."""
 
 import ctypes
 import os
@@ -34,8 +34,8 @@ def roll_call(config, env, phase, folder: Path) -> None:
 
     import torch.distributed as dist
 
-    from megarl.launch.heartbeat import make_store
-    from megarl.weights.transports.collective import Collective
+    from megarl.processes.heartbeat import make_store
+    from megarl.weights.sync.transports.collective import Collective
 
     store = make_store(env, timedelta(seconds=config.launch.timeout_s))
     dist.init_process_group("gloo", store=store, rank=env.rank, world_size=env.world_size)
@@ -82,7 +82,7 @@ def run(rank) -> None:
     if name == "full" and rank == 1:
         (folder / "large").write_bytes(bytes(2 << 20))
     if name == "gil":
-        ctypes.PyDLL(None).sleep(3)  # holds the GIL
+        ctypes.PyDLL(None).sleep(9)  # holds the GIL
     if name == "rollcall":
         roll_call(config, env, phase, folder)
     if name in ("saves", "finishes", "hangs"):
@@ -111,9 +111,10 @@ def open_rank(config, env, phase):
 
 
 for name, functions in {
-    "run_rl": {"run_rl": run, "run_eval": run},
-    "build": {"open_rank": open_rank},
+    "stages.rl": {"run": run},
+    "stages.evaluation": {"run": run},
+    "run.context": {"open_rank": open_rank},
 }.items():
-    module = types.ModuleType(f"megarl.launch.{name}")
+    module = types.ModuleType(f"megarl.{name}")
     vars(module).update(functions)
     sys.modules[module.__name__] = module

@@ -13,10 +13,10 @@ import torch
 
 from megarl.config.load import parse_config
 from megarl.config.schema import Config
-from megarl.platform.children import Children
-from megarl.rollout import async_engine
-from megarl.rollout.async_engine import AsyncEngine
+from megarl.processes.children import Children
 from megarl.rollout.exchange import unpack
+from megarl.rollout.vllm import async_engine
+from megarl.rollout.vllm.async_engine import AsyncEngine
 from megarl.types import CheckFailed, Prompt, Request, Sample
 
 

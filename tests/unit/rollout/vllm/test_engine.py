@@ -12,8 +12,8 @@ import torch
 
 from megarl.config.schema import Rollout
 from megarl.data.tokenizer import TokenIds, stop_token_ids
-from megarl.rollout.arguments import _moe_backend
-from megarl.rollout.engine import Engine
+from megarl.rollout.vllm.arguments import _moe_backend
+from megarl.rollout.vllm.engine import Engine
 from megarl.types import Prompt, Request, Sample
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.rollout.routes import RouteCapture
+from megarl.rollout.vllm.routes import RouteCapture
 from megarl.types import Routes
 
 BLOCK, LAYERS, TOPK = 4, 2, 2

@@ -1,0 +1,34 @@
+"""Arguments that several commands share: a config with its overrides, and sizes. Fast to import."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from megarl.platform.env import Env
+
+if TYPE_CHECKING:
+    from megarl.config.schema import Config
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "config", metavar="CONFIG", help="a YAML file, e.g. configs/quickstart.yaml"
+    )
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="override a value, e.g. train.lr=1e-5"
+    )
+
+
+def load(args: argparse.Namespace, env: Env) -> Config:
+    """Returns the config with its overrides, and the model's revision as a commit."""
+    from megarl.commands.downloads import resolve_model
+    from megarl.config.load import load_config
+
+    return resolve_model(load_config(args.config, args.overrides), env)
+
+
+def size(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)

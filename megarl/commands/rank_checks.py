@@ -1,0 +1,104 @@
+"""The ranks of `megarl check`: trainer against engine, one weight sync, several layouts."""
+
+import json
+import math
+from dataclasses import replace
+from functools import partial
+
+from megarl.config.load import changed, run_dir
+from megarl.data.collate import collate, supervised_batch
+from megarl.parity.gate import difference
+from megarl.parity.layouts import check_layouts, prompt_rows
+from megarl.rewards.scorer import make_scorer
+from megarl.rollout.vllm.engine import Engine
+from megarl.run.context import Rank
+from megarl.run.data import make_exchange, make_prompts, make_rollouts
+from megarl.run.models import make_trainer
+from megarl.run.sync import synced
+from megarl.trainer.trainer import Trainer
+from megarl.types import CheckFailed, TrainBatch
+
+PARITY_PROMPTS = 8
+CHECKED_ROWS = 8  # in the batch of `megarl check --layouts`
+RANDOM_TOKENS = 8  # that a row without an answer to train on gets after its prompt
+
+
+def sync(rank: Rank) -> None:
+    """Runs `megarl check --sync` on this rank: one weight sync, verified as the first of a run."""
+    _, _, gate, report = synced(rank)
+    worst = max(gate.probe()[1], key=lambda excess: excess.statistic)
+    if not rank.env.is_main:
+        return
+    print(f"{report.num_tensors} tensors verified: checksums, places, names and log-probs")
+    print(
+        f"{report.bytes_kept / 1e6:.1f} MB kept by {rank.env.world_size} ranks, "
+        f"{report.bytes_received / 1e6:.1f} MB of them received from others"
+    )
+    print(worst, flush=True)
+
+
+def parity(rank: Rank) -> None:
+    """Runs `megarl check --parity` on this rank.
+
+    Raises CheckFailed if rounding does not explain the differences.
+    """
+    # the verdict is given here, not by the gate
+    rank = replace(rank, config=changed(rank.config, "checks", max_logprob_diff=math.inf))
+    trainer, engine, gate, _ = synced(rank)
+    batch = parity_batch(rank, engine)
+    excess = gate.judge(batch)
+    found = excess.found
+    if rank.env.is_main:
+        print(
+            f"{found.count} sampled tokens, {rank.config.train.dtype}; |trainer - engine| in nats"
+        )
+        print(f"measured   {found}")
+        print(f"floor      {excess.floor}")
+        print(
+            f"statistic  {excess.statistic:.3g}, at most {excess.limit:.3g} from rounding",
+            flush=True,
+        )
+    if batch.routes:
+        _report_routing(rank, trainer, batch)
+    if excess.is_explained:
+        return
+    cause = gate.cause(batch) or "not found"
+    raise CheckFailed(
+        f"trainer and engine differ by more than rounding explains; {excess}; cause: {cause}"
+    )
+
+
+def _report_routing(rank: Rank, trainer: Trainer, batch: TrainBatch) -> None:
+    own_T = trainer.logprobs(replace(batch, routes=()))
+    own = difference(batch, own_T[batch.mask])
+    trainer.logprobs(batch)
+    share = trainer.router_replay.metrics()["routing/differs"]
+    if rank.env.is_main:
+        pairs = f"{share:.2%} of (token, layer) pairs differ"
+        print(f"routing    {pairs}; the engine's routes are replayed")
+        print(f"           without replay {own}", flush=True)
+
+
+def parity_batch(rank: Rank, engine: Engine) -> TrainBatch:
+    """Returns the samples of a few prompts, as in a run and not scored."""
+    exchange = replace(make_exchange(rank, engine), rewards=make_scorer(()))
+    rollouts = replace(make_rollouts(rank, exchange), keep=None)
+    rollout = rollouts.collect(make_prompts(rank), PARITY_PROMPTS, version=0)
+    return collate(rollout.groups, temperature=rank.config.rollout.temperature)
+
+
+def layouts(rank: Rank) -> None:
+    """Compares the layouts of layouts.json, one after another; rank 0 writes check.json."""
+    config = changed(rank.config, "train", updates_per_step=1, epochs_per_batch=1)
+    rank = replace(rank, config=config)
+    prompts = make_prompts(rank).take(CHECKED_ROWS)
+    if config.stage_spec.learns == "answers":
+        batch = supervised_batch(rank.tokenizer, prompts)
+    else:
+        batch = prompt_rows(prompts, num_tokens=RANDOM_TOKENS, vocab=rank.shape.vocab)
+    folder = run_dir(config)
+    names = json.loads((folder / "layouts.json").read_text())
+    build = partial(make_trainer, rank)
+    rows = check_layouts(names, batch, build, world=rank.env.world_size, rank=rank.env.rank)
+    if rank.env.is_main:
+        (folder / "check.json").write_text(json.dumps(rows))

@@ -1,0 +1,28 @@
+"""`megarl serve-reward FOLDER`: a reward model behind HTTP; reward_server.py serves it."""
+
+import argparse
+from pathlib import Path
+
+NAME = "serve-reward"
+HELP = "score responses with a reward model, over HTTP"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "folder", metavar="FOLDER", type=Path, help="a reward model in Hugging Face format"
+    )
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on (default: 127.0.0.1, this machine)",
+    )
+    parser.add_argument("--port", type=int, default=8000, help="(default: 8000; 0: a free one)")
+    parser.add_argument(
+        "--dtype", choices=("fp32", "bf16"), default="bf16", help="of the weights (default: bf16)"
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    from megarl.commands.reward_server import serve_reward
+
+    serve_reward(args.folder, host=args.host, port=args.port, dtype=args.dtype)

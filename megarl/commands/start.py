@@ -1,0 +1,97 @@
+"""Starts the ranks of `megarl train`, `eval` and `check`, from the config to the exit code.
+
+config --preflight--> Job --launch--> run/rank_process.py | Ray (split/) --> report, exit code
+"""
+
+import argparse
+import json
+
+from megarl.commands.downloads import download_weights, resolve_datasets, resolve_model
+from megarl.commands.preflight import describe, preflight
+from megarl.commands.random_model import materialize_model
+from megarl.config.load import changed, load_config, run_dir
+from megarl.config.run_dir import check_resumed, make_run_dir
+from megarl.config.schema import Config
+from megarl.config.validate import Job
+from megarl.platform.env import Env
+from megarl.processes.exit_codes import DEFECT, DONE, STOPPED, USER, Failure, say, write_exit
+
+RANKS_PER_NODE = 8  # of the trainer in the split topology, for the plan that a report shows
+
+
+def start(command: str, args: argparse.Namespace) -> int:
+    """Runs `command` on the ranks of a config; returns the exit code."""
+    env = Env.read()
+    config = load_config(args.config, args.overrides)
+    if command != "train":  # its own folder, beside the run's
+        config = changed(config, "run", name=f"{config.run.name}-{command}")
+    try:
+        config = resolve_datasets(resolve_model(config, env), env)
+        job = preflight(config, env, command=command)
+        if not args.dry_run:
+            download_weights(config, env, command)
+            make_run_dir(config)
+            config = materialize_model(config)
+            if command == "train" and not args.resume_changed:
+                check_resumed(config)
+    except (ValueError, FileNotFoundError) as error:
+        if env.has_launcher and env.is_main:  # torchrun turns every exit code into 1
+            write_exit(run_dir(config), USER, Failure(0, USER, str(error), "start-up"))
+        raise
+    if env.is_main:
+        for warning in job.warnings:
+            say(f"warning: {warning}")
+    if args.dry_run:
+        print(describe(config, job))
+        return DONE
+    code = launch(env, config, job, command)
+    if code not in (DEFECT, STOPPED) and command == "train" and env.is_main:
+        _report(env, config, job, code)
+    return code
+
+
+def launch(env: Env, config: Config, job: Job, command: str) -> int:
+    """Runs the ranks of a job, or this one if a launcher started it; returns the exit code."""
+    if env.has_launcher:
+        from megarl.run.rank_process import run_external
+
+        return run_external(config, env, command)
+    if config.launch.topology == "split":
+        from megarl.split.entry import run_split
+
+        return run_split(config)
+    from megarl.processes.spawn import spawn_ranks
+
+    return spawn_ranks(config, job, command)
+
+
+def _report(env: Env, config: Config, job: Job, code: int) -> None:
+    """Writes the report of a run; a run without a finished step has none."""
+    from megarl.telemetry.report import write_report
+
+    try:
+        # the planner needs a table
+        if config.stage_spec.needs_engine and job.model.bridge is None:
+            _write_plan(env, config, job.world)
+        print(f"report: {write_report(run_dir(config))}")
+    except FileNotFoundError:  # no step has finished
+        pass
+    except OSError as error:
+        if code == DONE:  # otherwise the run has ended by it, and said so
+            raise OSError(error.errno, error.strerror, str(run_dir(config))) from None
+
+
+def _write_plan(env: Env, config: Config, world: int) -> None:
+    """Writes the figures of the run's weight sync, for its report."""
+    from megarl.telemetry.report import PLAN
+    from megarl.weights.plan.from_config import plan_weights
+
+    per_node = world
+    if config.launch.topology == "split":
+        per_node = RANKS_PER_NODE
+    elif env.has_launcher:
+        per_node = env.local_world_size
+    per_node = config.launch.processes_per_node or per_node
+    config = changed(config, "launch", processes=world, processes_per_node=per_node)
+    _, figures = plan_weights(config)
+    (run_dir(config) / PLAN).write_text(json.dumps(figures), encoding="utf-8")

@@ -1,0 +1,334 @@
+"""`algorithm`: what is optimized.
+
+A preset (presets.py) is a set of these values; printed configs show them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    create_model,
+    model_validator,
+)
+
+from megarl.config import estimators
+from megarl.config.section import Config, Options, Section, did_you_mean, one_of, refuse
+
+AT_LEAST = {"dual_clip": 1.0}  # a bound must exceed this; others are at least 0
+
+
+class KlTerm(Section):
+    """KL(policy || reference). The default estimator is k1 in the reward and k3+ in the loss."""
+
+    against: Literal["reference", "old"] = "reference"
+    """Policy that KL is against; old: the one before a batch's updates (arXiv 1707.06347, 4)."""
+    estimator: Annotated[str, one_of(estimators.KL)] = "k3+"
+    """Estimator of KL (megarl.algorithms.kl): k1, k2, k3, k3+ or abs."""
+    where: Literal["reward", "loss"] = "loss"
+    """Place of the term: subtracted from the reward of each token, or added to the loss."""
+    coef: NonNegativeFloat = 0.0
+    """Coefficient; 0: no KL term."""
+    target: float | None = Field(default=None, gt=0)
+    """Mean KL that the coefficient adapts to; null: it is fixed."""
+    horizon: PositiveInt = 10000
+    """Samples over which the coefficient adapts."""
+    value_clamp: PositiveFloat | None = None
+    """Bound of the estimator's value; null: none. Several trainers use 10."""
+    importance_weighted: bool = False
+    """Weighs KL in the loss by pi / pi_old (DeepSeek-V3.2, arXiv 2512.02556)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _estimator_by_place(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("where") == "reward":
+            return {"estimator": "k1"} | values
+        return values
+
+
+class Overlong(Section):
+    """Penalty for responses close to rollout.max_tokens (DAPO, arXiv 2503.14476, section 3.4)."""
+
+    buffer: NonNegativeFloat = 0.0
+    """Tokens below the limit in which the penalty grows; under 1: a fraction of it."""
+    factor: NonNegativeFloat = 1.0
+    """Penalty for a response of max_tokens tokens."""
+
+
+def _bound(name: str) -> tuple[Any, Any]:
+    """Returns the type of a bound and its field, for create_model."""
+    text = f"Bound {name} of the loss (megarl.algorithms.losses); null: off, or its own default."
+    if name in AT_LEAST:
+        return float | None, Field(default=None, gt=AT_LEAST[name], description=text)
+    return float | None, Field(default=None, ge=0, description=text)
+
+
+class _Estimators(Section):
+    preset: str = "grpo"
+    """Set of values that the others are added to (megarl.config.presets)."""
+    advantage: str = "grpo"
+    """Advantage estimator (megarl.algorithms.advantages)."""
+    advantage_options: Options = {}
+    """Keyword options of the advantage estimator."""
+    loss: str = "ppo_clip"
+    """Policy loss (megarl.algorithms.losses)."""
+    loss_options: Options = {}
+    """Keyword options of the loss, other than its bounds."""
+    token_selection_options: Options = {}
+    """Keyword options of the token selection of the losses clip_cov and kl_cov."""
+
+
+if TYPE_CHECKING:
+    _Bounds = _Estimators
+else:  # the keys are the bounds of all losses, as their functions name them
+    _Bounds = create_model(
+        "_Bounds", __base__=_Estimators, **{name: _bound(name) for name in estimators.BOUND_NAMES}
+    )
+
+
+class Algorithm(_Bounds):
+    """What is optimized. A preset is a set of these values; printed configs show them."""
+
+    aggregation: str = "token-mean"
+    """Weights of the tokens in the loss of an update (megarl.algorithms.aggregation)."""
+    kl: KlTerm = KlTerm()
+    """KL term."""
+    distill_coef: NonNegativeFloat = 0.0
+    """Coefficient of KL(policy || teacher), in each token's advantage, or with distill_top_k in the
+    loss; 0: no distillation."""
+    distill_top_k: NonNegativeInt = 0
+    """The teacher's likeliest tokens over which the divergence is computed, with all others as one
+    outcome; 0: sampled tokens only."""
+    distill_beta: float = Field(default=1.0, ge=0, le=1)
+    """Divergence with distill_top_k: 1 KL(policy || teacher), 0 KL(teacher || policy), between the
+    generalised Jensen-Shannon divergence."""
+    correction: str = "none"
+    """Correction of the engine's deviation from the trainer (megarl.algorithms.corrections)."""
+    correction_options: Options = {}
+    """Keyword options of the correction."""
+    use_rollout_logprobs: bool = False
+    """Takes the engine's log-probs for the old ones, so that the loss's ratio covers
+    the mismatch.
+    """
+    entropy_coef: float = 0.0
+    """Coefficient of the entropy bonus."""
+    filter_zero_std: bool = False
+    """Replaces groups of equal rewards with fresh prompts (DAPO's dynamic sampling)."""
+    max_refills: NonNegativeInt = 4
+    """Batches of fresh prompts in a step, at most; then the step has fewer groups."""
+    overlong: Overlong = Overlong()
+    """Penalty for long responses."""
+    truncated: Literal["train", "mask", "penalise"] = "train"
+    """Treatment of responses cut at rollout.max_tokens."""
+    truncated_reward: float = 0.0
+    """Reward that replaces that of penalised responses."""
+    reward_clip: tuple[float, float] | None = None
+    """Bounds of outcome rewards; null: none."""
+    reward_clip_stage: Literal["raw", "normalised"] = "raw"
+    """Rewards that are clipped: before or after normalisation."""
+    normalise_rewards: bool = False
+    """Normalises rewards by the mean and std of all rewards since the start of training."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bounds_of_the_loss(cls, values: Any) -> Any:
+        """Fills in the loss's own bounds, so that a printed config shows them.
+
+        A bound whose default is not null can be off: an explicit null of it stays.
+        """
+        if not isinstance(values, dict):
+            return values
+        defaults = estimators.BOUNDS.get(str(values.get("loss", "ppo_clip")), {})
+        off = [key for key in estimators.BOUND_NAMES if values.get(key) is None]
+        explicit = {key: x for key, x in values.items() if key in AT_LEAST or key not in off}
+        return defaults | explicit
+
+    @property
+    def loss_bounds(self) -> dict[str, float | None]:
+        """The bounds that the loss takes."""
+        return {name: getattr(self, name) for name in estimators.BOUNDS.get(self.loss, {})}
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl.coef > 0 and self.kl.against == "reference"
+
+    @property
+    def needs_critic(self) -> bool:
+        return "values_T" in self._advantage.inputs
+
+    @property
+    def needs_greedy_baseline(self) -> bool:
+        return "baseline_N" in self._advantage.inputs
+
+    @property
+    def _advantage(self) -> estimators.Estimator:
+        return estimators.ADVANTAGES.get(self.advantage, estimators.Estimator())
+
+
+def check_algorithm(config: Config) -> None:
+    """Raises ValueError for unknown estimators and options, and for settings that contradict."""
+    algorithm = config.algorithm
+    _check_known("aggregation", algorithm.aggregation, estimators.AGGREGATIONS)
+    tables = {
+        "advantage": estimators.ADVANTAGES,
+        "loss": estimators.LOSSES,
+        "correction": estimators.CORRECTIONS,
+    }
+    for key, known in tables.items():
+        name = getattr(algorithm, key)
+        _check_known(key, name, known)
+        _check_options(
+            f"algorithm.{key}", name, getattr(algorithm, f"{key}_options"), known[name].options
+        )
+    _check_options(
+        "algorithm.token_selection",
+        f"loss={algorithm.loss}",
+        algorithm.token_selection_options,
+        estimators.SELECT.get(algorithm.loss, estimators.Estimator()).options,
+    )
+    if not config.stage_spec.needs_engine:
+        return
+    _check_group(config)
+    if algorithm.loss == "sft":
+        raise ValueError("algorithm.loss=sft is for stage: sft; use ppo_clip with stage: rl")
+    _check_bounds(algorithm)
+    _check_objective(config)
+    _check_kl_term(config)
+
+
+def _check_known(key: str, name: str, known: Iterable[str]) -> None:
+    if name not in known:
+        raise ValueError(f"algorithm.{key}={name!r} is unknown; choose from: {', '.join(known)}")
+
+
+def _check_options(
+    key: str, name: str, options: Mapping[str, Any], known: Mapping[str, Any]
+) -> None:
+    for option in options:
+        if option not in known:
+            takes = f"it takes {', '.join(known) or 'none'}; remove it"
+            remedy = did_you_mean(option, known, takes)
+            raise ValueError(f"{key}_options.{option} is not an option of {key}={name}; {remedy}")
+
+
+def _check_group(config: Config) -> None:
+    """Raises ValueError if a sample would be compared with a group of which it is alone."""
+    algorithm = config.algorithm
+    scores_steps = any(reward.name in ("process", "model") for reward in config.rewards)
+    if (
+        config.rollout.samples_per_prompt > 1
+        or algorithm.advantage not in estimators.GROUP_ADVANTAGES
+        or algorithm.advantage_options.get("singleton") == "raw"
+        or (algorithm.advantage == "grpo_process" and scores_steps)
+        or config.stage_spec.compares  # whose own check explains it
+    ):
+        return
+    raise ValueError(
+        f"rollout.samples_per_prompt=1 with advantage={algorithm.advantage} makes every advantage "
+        "zero, because a sample is compared with its group; use 2 or more, or "
+        "algorithm.preset=reinforce_pp"
+    )
+
+
+def _check_bounds(algorithm: Algorithm) -> None:
+    """Raises ValueError for bounds that the loss would ignore."""
+    bounds = estimators.BOUNDS[algorithm.loss]
+    for key in estimators.BOUND_NAMES:
+        value = getattr(algorithm, key)
+        refuse(
+            (
+                value is not None and key not in bounds,
+                f"algorithm.{key}={value}, but loss={algorithm.loss} has no such bound "
+                f"(it has {' and '.join(bounds) or 'none'}); remove it",
+            ),
+            (
+                key in algorithm.loss_options,
+                f"algorithm.loss_options.{key} is a key of `algorithm` itself; "
+                f"write algorithm.{key}",
+            ),
+        )
+
+
+def _check_objective(config: Config) -> None:
+    """Raises ValueError for settings that contradict each other."""
+    algorithm = config.algorithm
+    kl = algorithm.kl
+    has_steps = algorithm.advantage == "grpo_process"
+    has_kl_reward = kl.where == "reward" and kl.coef > 0
+    varies = has_steps or algorithm.needs_critic
+    varies |= algorithm.distill_coef > 0 and not algorithm.distill_top_k
+    varies |= has_kl_reward and algorithm.advantage in estimators.PER_TOKEN
+    clip = algorithm.reward_clip
+    buffer = algorithm.overlong.buffer
+    max_tokens = config.rollout.max_tokens
+    refuse(
+        (
+            algorithm.use_rollout_logprobs and algorithm.correction != "none",
+            "algorithm.use_rollout_logprobs=true already includes the mismatch with the engine in "
+            f"the loss's ratio, so correction={algorithm.correction} would count it twice; "
+            "set algorithm.correction=none",
+        ),
+        (
+            algorithm.loss == "gspo" and varies,
+            "algorithm.loss=gspo needs one advantage per response, but "
+            f"advantage={algorithm.advantage} with kl.where={kl.where} computes one per token; "
+            "use advantage=grpo, or loss=ppo_clip",
+        ),
+        (
+            has_steps and has_kl_reward,
+            "algorithm.advantage=grpo_process reads rewards only at the ends of steps and would "
+            "ignore most of the KL that kl.where=reward adds to every token; set kl.where=loss",
+        ),
+        (
+            clip is not None and not clip[0] < clip[1],
+            f"algorithm.reward_clip={list(clip or ())} must be increasing, e.g. [-5, 5]",
+        ),
+        (
+            algorithm.reward_clip_stage == "normalised" and not algorithm.normalise_rewards,
+            "algorithm.reward_clip_stage=normalised needs normalise_rewards=true; set it, or "
+            "choose raw",
+        ),
+        (
+            buffer > max_tokens,
+            f"algorithm.overlong.buffer={buffer:g} exceeds rollout.max_tokens={max_tokens}; lower "
+            "it (below 1 it is a fraction of max_tokens)",
+        ),
+    )
+
+
+def _check_kl_term(config: Config) -> None:
+    """Raises ValueError for a KL term that would have no effect, or a wrong one."""
+    kl = config.algorithm.kl
+    num_updates = config.train.updates_per_step * config.train.epochs_per_batch
+    refuse(
+        (
+            kl.against == "old" and kl.where == "reward",
+            "algorithm.kl.against=old is 0 before the first update, where rewards are; "
+            "set kl.where=loss",
+        ),
+        (
+            kl.against == "old" and kl.coef > 0 and num_updates == 1,
+            "algorithm.kl.against=old has no effect with one update per batch, made at the old "
+            "policy itself; raise train.epochs_per_batch or train.updates_per_step",
+        ),
+        (
+            kl.target is not None and kl.coef == 0,
+            f"algorithm.kl.target={kl.target} has no effect on kl.coef=0, which stays 0; "
+            "set kl.coef",
+        ),
+        (
+            kl.importance_weighted and kl.where == "reward",
+            "algorithm.kl.importance_weighted=true needs KL in the loss; set kl.where=loss, or "
+            "unset it",
+        ),
+        (
+            kl.estimator == "k1" and kl.where == "loss" and kl.coef and not kl.importance_weighted,
+            "algorithm.kl.estimator=k1 in the loss has an expected gradient of 0; use k2 or k3+",
+        ),
+    )

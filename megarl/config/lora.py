@@ -1,0 +1,142 @@
+"""`lora`: low-rank adapters of the policy."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from megarl.config.section import Config, Section, refuse
+from megarl.models.lora import CONFIG, adapter_table, targets_of
+from megarl.models.registry import megatron_table
+from megarl.models.shape import ModelShape
+from megarl.models.shards import Table
+from megarl.platform.json_text import parse_json
+
+MAX_ENGINE_RANK = 512  # vLLM 0.32
+# of PEFT: settings that change what an adapter computes, and lists of modules that are stored whole
+UNSUPPORTED = (
+    "use_dora",
+    "use_rslora",
+    "use_qalora",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+    "lora_bias",
+    "layers_to_transform",
+    "layer_replication",
+    "target_parameters",
+    "trainable_token_indices",
+    "fan_in_fan_out",
+)
+
+
+class Lora(Section):
+    """Low-rank adapters of linear layers. Only they are trained; the base model is the reference
+    policy."""
+
+    rank: PositiveInt = 16
+    """Rank of an adapter."""
+    alpha: PositiveFloat = 32.0
+    """Scale: an adapter adds alpha / rank * B A x."""
+    targets: tuple[str, ...] = ("all-linear",)
+    """Layers that are adapted, by Hugging Face's names such as q_proj; all-linear: all but router
+    and head."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout of an adapter's input, in the stages sft and dpo."""
+    sync: Literal["merged", "adapter"] = "merged"
+    """What a sync moves: merged weights; or adapters, while the engine keeps the base."""
+    path: str | None = None
+    """Folder of a PEFT adapter to begin with; null: B = 0, so the base model."""
+
+
+def check_lora(config: Config, shape: ModelShape, *, has_engine: bool) -> None:
+    """Raises ValueError with the values and the remedy."""
+    lora = config.lora
+    if lora is None:
+        return
+    quantization = config.rollout.quantization
+    bias_rate = config.moe.bias_update_rate
+    second = f"stage: {config.stage}"
+    if config.algorithm.needs_critic:
+        second = "algorithm.advantage=gae"
+    refuse(
+        (
+            shape.bridge,
+            f"lora is set, but {shape.family} has no table; use a model with one, or remove lora",
+        ),
+        (
+            config.algorithm.needs_critic or config.stage_spec.trains_second,
+            f"lora is set, but {second} trains a second head or model, which it does not adapt; "
+            "remove lora",
+        ),
+        (
+            lora.dropout and has_engine,
+            f"lora.dropout={lora.dropout} makes the trainer's log-probs differ from the engine's; "
+            "set it to 0",
+        ),
+        (
+            bias_rate,
+            f"moe.bias_update_rate={bias_rate} changes the base model, which lora keeps; "
+            "set it to 0",
+        ),
+        (
+            quantization != "none" and has_engine,
+            f"lora is set, but rollout.quantization={quantization} would round away what small "
+            "adapters add to the weights; set rollout.quantization=none, or remove lora",
+        ),
+    )
+    table = adapter_table(megatron_table(shape), lora.targets, lora.rank)
+    if lora.sync == "adapter" and has_engine:
+        _check_engine(config, lora, shape, table)
+    if lora.path is not None:
+        _check_folder(lora, lora.path, table)
+
+
+def _check_engine(config: Config, lora: Lora, shape: ModelShape, table: Table) -> None:
+    experts = ", ".join(targets_of(table.expert))
+    remedy = "; set lora.sync=merged"
+    refuse(
+        (config.launch.topology == "split", f"launch.topology=split moves whole weights{remedy}"),
+        (experts, f"lora.targets has {experts} of experts, which vLLM cannot adapt here{remedy}"),
+        (
+            shape.latent,
+            "vLLM multiplies latent attention's projections in advance, without their adapters"
+            f"{remedy}",
+        ),
+        (
+            lora.rank > MAX_ENGINE_RANK,
+            f"lora.rank={lora.rank} exceeds vLLM's largest, {MAX_ENGINE_RANK}{remedy}",
+        ),
+        (
+            config.rollout.sleep_level == 2,
+            f"rollout.sleep_level=2 frees the engine's base weights, which are sent once{remedy}",
+        ),
+        start="lora.sync=adapter: ",
+    )
+
+
+def _check_folder(lora: Lora, path: str, table: Table) -> None:
+    file = Path(path) / CONFIG
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"lora.path={path} has no {CONFIG}; set it to the folder of a PEFT adapter"
+        )
+    try:
+        values: Any = parse_json(file.read_bytes())
+        alpha = float(values["lora_alpha"])
+        rank = int(values["r"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{file} is not the config of a LoRA adapter ({error!r}); set lora.path to one"
+        ) from None
+    plain = dict.fromkeys(UNSUPPORTED) | {"bias": "none"}
+    for key, off in plain.items():
+        value = values.get(key) or off
+        if value != off:
+            raise ValueError(f"{file}: {key}={value} is not supported; use a plain LoRA adapter")
+    for key, ours, theirs in (("rank", lora.rank, rank), ("alpha", lora.alpha, alpha)):
+        if ours != theirs:
+            raise ValueError(
+                f"lora.{key}={ours:g}, but the adapter in lora.path={path} has {theirs:g}; set it "
+                "to that"
+            )

@@ -1,0 +1,92 @@
+"""`moe`: router losses, and the checks of what only mixtures of experts have."""
+
+from typing import Literal
+
+from pydantic import NonNegativeFloat
+
+from megarl.config.section import Config, Section, refuse
+from megarl.models.shape import ModelShape
+
+
+class Moe(Section):
+    """Router losses (megarl.trainer.moe), weighted like the policy loss, and the loss-free bias
+    update."""
+
+    aux_loss: NonNegativeFloat = 0.0
+    """Coefficient of the load-balancing loss."""
+    aux_loss_type: Literal["per_sequence", "megatron"] = "per_sequence"
+    """Tokens over which load is balanced. per_sequence: those of each row, the same in every
+    layout; megatron: those of a micro-batch, so it depends on packing.
+    """
+    z_loss: NonNegativeFloat = 0.0
+    """Coefficient of mean logsumexp(logits)^2."""
+    bias_update_rate: NonNegativeFloat = 0.0
+    """Step of the expert bias of DeepSeek-V3's routers after each update."""
+    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    """Token dispatcher; allgather pads micro-batches to equal length."""
+
+    @property
+    def changes_router(self) -> bool:
+        return self.aux_loss > 0 or self.z_loss > 0 or self.bias_update_rate > 0
+
+
+def check_moe(config: Config, shape: ModelShape) -> None:
+    """Raises ValueError for router losses that the model's routers do not have."""
+    moe = config.moe
+    rate = moe.bias_update_rate
+    for key in ("aux_loss", "z_loss", "bias_update_rate"):
+        value = getattr(moe, key)
+        refuse(
+            (
+                value and not shape.is_moe,
+                f"moe.{key}={value}, but the model ({shape.family}) has no experts; set it to 0",
+            ),
+            (
+                value and shape.bridge is not None,
+                f"moe.{key}={value} is not supported for {shape.family} on Megatron-Bridge; "
+                "set it to 0",
+            ),
+        )
+    if rate and not shape.router.expert_bias:
+        raise ValueError(
+            f"moe.bias_update_rate={rate}, but the routers of {shape.family} have no bias; "
+            "set it to 0, and use moe.aux_loss"
+        )
+
+
+def check_router_replay(config: Config, shape: ModelShape, gpus: int) -> None:
+    """Raises ValueError where no routes can be recorded or replayed."""
+    mode = config.rollout.router_replay
+    if mode == "none":
+        return
+    chosen = shape.experts_per_token
+    updates = config.train.updates_per_step * config.train.epochs_per_batch
+    refuse(
+        (
+            not shape.is_moe,
+            f"but the model ({shape.family}) has no experts; set it to none",
+        ),
+        (
+            shape.bridge,
+            f"which {shape.family} on Megatron-Bridge does not support; set it to none",
+        ),
+        (chosen == 1, f"but experts_per_token={chosen}; it needs 2 or more, set it to none"),
+        (
+            not config.stage_spec.needs_engine or config.stage_spec.compares,
+            f"but stage={config.stage} has no policy gradient on samples; set it to none",
+        ),
+        (
+            config.trainer.megatron_options.get("moe_router_fusion", False),
+            "but trainer.megatron_options.moe_router_fusion=true replays nothing; remove that",
+        ),
+        (
+            mode == "engine" and config.rollout.enforce_eager is False and not gpus,
+            "but with rollout.enforce_eager=false nothing is captured on a CPU; remove that",
+        ),
+        (
+            mode == "trainer" and updates == 1,
+            "which has no effect with one update per batch, that records its own routes; raise "
+            "train.updates_per_step or epochs_per_batch, or use engine",
+        ),
+        start=f"rollout.router_replay={mode}, ",
+    )

@@ -1,0 +1,143 @@
+"""`critic`, `teacher` and `reference`: models beside the policy."""
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
+
+from megarl.config.model import read_and_check
+from megarl.config.rewards import has_weight
+from megarl.config.section import Config, Options, Section, refuse
+from megarl.models.shape import ModelShape
+
+
+class FrozenModel(Section):
+    """A model with the policy's tokenizer that scores its samples, in turn on the same devices or
+    behind a URL."""
+
+    model: str | None = None
+    """Folder or hub id (id@revision) of a Hugging Face model."""
+    url: str | None = None
+    """URL of a server that returns prompt_logprobs, such as vLLM: http://host:8000/v1."""
+    served_name: str | None = None
+    """Name of the model in requests to the server; null: its only one."""
+    options: Options = {}
+    """Settings of the requests (megarl.rewards.remote.HttpOptions): timeout_s, concurrency ..."""
+
+
+class Critic(Section):
+    """The value model of advantage gae. What is not set here, such as schedule and clip_grad, is as
+    in `train`."""
+
+    model: str | None = None
+    """Folder or hub id (id@revision) to start from, for example a reward model; null:
+    the policy's.
+    """
+    lr: NonNegativeFloat = 9.0e-6
+    """Learning rate; the default is that of REINFORCE++'s experiments (arXiv 2501.03262), with 5e-7
+    for the policy."""
+    min_lr: NonNegativeFloat = 0.0
+    """Learning rate at the end of the schedule."""
+    warmup_steps: NonNegativeInt = 0
+    """First steps, in which only the critic is updated; the policy's schedule goes on."""
+    clip: PositiveFloat | None = 0.2
+    """Bound of the change of a value in a step's updates (VALUE_LOSSES); null: off."""
+    lam: float | None = Field(default=None, ge=0, le=1)
+    """Lambda of its targets (VAPO, arXiv 2504.05118: 1, with 0.95 for the advantage); null: as the
+    advantage's."""
+    bootstrap_truncated: bool = False
+    """Takes the value after the cut for the remaining reward of a response cut by length, not 0."""
+
+
+def check_critic(config: Config, shape: ModelShape) -> None:
+    """Raises ValueError for a critic that is unused, or that cannot be trained beside
+    the policy.
+    """
+    critic = config.critic
+    steps = config.train.steps
+    if not config.algorithm.needs_critic:
+        name = config.algorithm.advantage
+        remedy = f"advantage={name} has no critic; remove it, or use algorithm.preset=ppo"
+        for key, value in critic.model_dump(exclude_defaults=True).items():
+            raise ValueError(f"critic.{key}={value}, but {remedy}")
+        return
+    refuse(
+        (
+            critic.min_lr > critic.lr,
+            f"critic.min_lr={critic.min_lr} exceeds critic.lr={critic.lr}; lower it",
+        ),
+        (
+            critic.warmup_steps >= steps > 0,
+            f"critic.warmup_steps={critic.warmup_steps} covers all train.steps={steps}, so the "
+            "policy is never updated; lower it",
+        ),
+    )
+    if critic.model is None:
+        return
+    vocab = read_and_check(config, "critic.model", critic.model).vocab
+    if vocab != shape.vocab:
+        raise ValueError(
+            f"critic.model={critic.model} has a vocabulary of {vocab}, but the policy's is "
+            f"{shape.vocab}; use a model of the same tokenizer"
+        )
+
+
+def check_frozen(config: Config, shape: ModelShape) -> None:
+    """Raises ValueError for a teacher or reference model that is missing, unused, or cannot be
+    asked.
+    """
+    algorithm = config.algorithm
+    coef = algorithm.distill_coef
+    top_k = algorithm.distill_top_k
+    refuse(
+        (
+            top_k and not coef,
+            f"algorithm.distill_top_k={top_k} has no effect with distill_coef=0; set that, e.g. "
+            "to 1.0",
+        ),
+        (
+            algorithm.distill_beta != 1 and not top_k,
+            f"algorithm.distill_beta={algorithm.distill_beta} needs algorithm.distill_top_k, "
+            "e.g. 64",
+        ),
+        (
+            coef and config.teacher is None,
+            f"algorithm.distill_coef={coef} needs a teacher; set teacher.model or teacher.url",
+        ),
+        (
+            coef and algorithm.filter_zero_std and not has_weight(config.rewards),
+            "algorithm.filter_zero_std=true drops every group if no reward has a weight; "
+            "set it to false",
+        ),
+    )
+    vocab = _check(config, "teacher", "distill_coef", coef > 0, shape.vocab)
+    vocab = _check(config, "reference", "kl.coef", algorithm.needs_reference, vocab)
+    if top_k > vocab:
+        raise ValueError(
+            f"algorithm.distill_top_k={top_k} exceeds the vocabulary of {vocab}; lower it"
+        )
+
+
+def _check(config: Config, key: str, coef: str, is_read: bool, vocab: int) -> int:
+    """Returns the smaller of `vocab` and the vocabulary of the model that the section `key` names;
+    `vocab` without one, or behind a URL.
+    """
+    part: FrozenModel | None = getattr(config, key)
+    if part is None:
+        return vocab
+    temperature = config.rollout.temperature
+    refuse(
+        (
+            not is_read or not config.stage_spec.needs_engine,
+            f"{key} is set, but nothing reads it; remove it, or set algorithm.{coef} in stage: rl",
+        ),
+        (
+            (part.model is None) == (part.url is None),
+            f"{key}.model={part.model} and {key}.url={part.url}: set one of them",
+        ),
+        (
+            part.url is not None and temperature != 1,
+            f"rollout.temperature={temperature}, but {key}.url gives log-probs at 1; "
+            f"use {key}.model",
+        ),
+    )
+    if part.model is None:
+        return vocab
+    return min(vocab, read_and_check(config, f"{key}.model", part.model).vocab)

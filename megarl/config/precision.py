@@ -1,0 +1,118 @@
+"""`precision`: training in FP8; and the checks of FP8 on both sides."""
+
+from typing import Literal
+
+from pydantic import NonNegativeInt
+
+from megarl.config.section import Config, Section, refuse
+from megarl.models.fp8 import ROWS, fp8_format
+from megarl.models.shape import ModelShape
+from megarl.platform.env import has_bf16_products
+
+
+class Fp8(Section):
+    """Training in FP8 (megarl.trainer.fp8): the linear layers' products, forward and backward."""
+
+    recipe: Literal["blockwise", "tensorwise", "mxfp8", "delayed"] = "blockwise"
+    """Scaling recipe of Transformer Engine."""
+    params: bool = False
+    """Rounds parameters to FP8 after each update; main weights are fp32. Emulated only."""
+    first_last_bf16: NonNegativeInt = 0
+    """Layers at each end that stay in train.dtype."""
+    emulate: bool = False
+    """Rounds as the recipe does, in plain torch, on a CPU."""
+
+
+class Precision(Section):
+    """Precision of the trainer's products; the rest is in train.dtype."""
+
+    fp8: Fp8 | None = None
+    """FP8 training; null: off."""
+
+
+def is_in_fp8(layer: int, layers: int, fp8: Fp8) -> bool:
+    """Returns True if the linear layers of `layer`, of `layers`, compute in FP8."""
+    return fp8.first_last_bf16 <= layer < layers - fp8.first_last_bf16
+
+
+def check_fp8_rollout(config: Config, shape: ModelShape, gpus: int) -> None:
+    """Raises ValueError where vLLM has no FP8 kernel, or would cut the blocks that
+    share a scale.
+    """
+    rollout = config.rollout
+    dtype = config.train.dtype
+    if rollout.quantization == "none":
+        return
+    if dtype != "bf16":
+        raise ValueError(
+            f"rollout.quantization=fp8 computes in bf16, not in train.dtype={dtype}; "
+            "set train.dtype=bf16"
+        )
+    rows, _ = fp8_format(shape, rollout.tensor, rollout.expert).block
+    refuse(
+        (
+            gpus and rows != ROWS[0],
+            f"rollout.quantization=fp8 needs blocks of {rows} rows for {shape.family} with "
+            f"rollout.tensor={rollout.tensor}, but a GPU's kernels take {ROWS[0]}; lower "
+            "rollout.tensor, or set quantization=none",
+        ),
+        (
+            not gpus and not has_bf16_products(),
+            "rollout.quantization=fp8 on a CPU needs one with AVX512-BF16 or AMX; set it to none",
+        ),
+    )
+
+
+def check_fp8_training(config: Config, shape: ModelShape, gpus: int) -> None:
+    """Raises ValueError for what FP8 training lacks here."""
+    fp8 = config.precision.fp8
+    if fp8 is None:
+        return
+    where = f"precision.fp8.recipe={fp8.recipe}"
+    ends = fp8.first_last_bf16
+    first_last = f"precision.fp8.first_last_bf16={ends}"
+    is_delayed = fp8.recipe == "delayed"
+    dtype = config.train.dtype
+    refuse(
+        (
+            not gpus and not fp8.emulate,
+            f"{where} needs a GPU with FP8 and Transformer Engine, and this machine has none; set "
+            "precision.fp8.emulate=true to round as it does",
+        ),
+        (
+            gpus and fp8.emulate,
+            "precision.fp8.emulate=true is for a CPU, and this machine has GPUs; remove it",
+        ),
+        (
+            fp8.params and not fp8.emulate,
+            "precision.fp8.params=true is for emulation: Transformer Engine's parameters have not "
+            "been tried; leave it at false",
+        ),
+        (
+            fp8.params and dtype != "bf16",
+            f"precision.fp8.params=true needs main weights in fp32, not train.dtype={dtype}; set "
+            "it to bf16",
+        ),
+        (
+            fp8.params and fp8.recipe != "blockwise",
+            f"{where} with params=true cannot be emulated: forward and backward round weights by "
+            "other blocks; use blockwise",
+        ),
+        (
+            gpus and dtype != "bf16",
+            f"{where} needs train.dtype=bf16 on a GPU, not {dtype}; set it",
+        ),
+        (
+            2 * ends >= shape.layers,
+            f"{first_last} leaves none of the {shape.layers} layers in FP8; lower it",
+        ),
+        (
+            fp8.emulate and is_delayed and shape.latent,
+            f"{where} cannot be emulated for {shape.family}: projections of latent attention do "
+            "not save their scales; use tensorwise",
+        ),
+        (
+            ends and is_delayed,
+            f"{first_last} with recipe=delayed is not supported by Megatron-Core; set it to 0",
+        ),
+    )

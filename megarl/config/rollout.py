@@ -1,0 +1,119 @@
+"""`rollout`: the engine, and how it samples."""
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from megarl.config.section import Config, Options, Section
+from megarl.models.shape import ModelShape
+
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vLLM 0.32
+CPU_LATENT = (512, 64)  # kv_lora_rank and qk_rope_head_dim: the only size its kernel supports
+
+
+class Rollout(Section):
+    """The engine replicas, and what they sample."""
+
+    tensor: PositiveInt = 1
+    """Tensor-parallel ranks of an engine replica."""
+    expert: PositiveInt = 1
+    """vLLM's expert parallelism, over the data x tensor ranks of a replica; `megarl plan` only."""
+    replicas: PositiveInt | None = None
+    """Engine replicas, in the split topology only; colocated: processes / ranks per replica."""
+    samples_per_prompt: PositiveInt = 8
+    """Responses to a prompt: a group."""
+    max_tokens: PositiveInt = 256
+    """Longest response, in tokens."""
+    stop: tuple[str, ...] = ()
+    """Texts of one token each that end a response, like EOS, and stay in it."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling; other than 1 in evaluation only."""
+    top_k: int = -1
+    """Likeliest tokens that are sampled from; other than -1 (all) in evaluation only."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Least probability relative to the likeliest token; other than 0 in evaluation only."""
+    max_staleness: NonNegativeInt = 0
+    """Versions that a trained token's weights may be behind, in the split topology."""
+    update_in_flight: bool = True
+    """Weights change within responses at a staleness above 0; false: between them."""
+    max_model_len: PositiveInt | None = None
+    """Longest sequence of the engine, in tokens; null: max_prompt_tokens + max_tokens."""
+    max_prompt_tokens: PositiveInt = 1024
+    """Longest prompt, in tokens; longer ones are left out."""
+    gpu_memory_utilization: float = Field(default=0.6, gt=0, lt=1)
+    """Share of the GPU's memory for the engine, with what train.offload leaves there."""
+    cpu_kv_cache_gb: PositiveFloat = 1.0
+    """KV cache of a rank on a CPU, in GB."""
+    enforce_eager: bool | None = None
+    """Runs the engine without CUDA graphs and compilation; null: on a CPU."""
+    sleep_level: Literal[0, 1, 2] = 0
+    """Engine while training: 0 keeps it on the GPU, 1 frees its cache and moves its weights to the
+    host, 2 frees both."""
+    quantization: Literal["none", "fp8"] = "none"
+    """Format of the engine's linear layers; fp8: a scale per 128 x 128 weights."""
+    router_replay: Literal["none", "engine", "trainer"] = "none"
+    """Choice of experts that the trainer replays: the engine's, or that of its own forward pass
+    before the updates."""
+    engine_options: Options = {}
+    """Fields of vLLM's EngineArgs (megarl.config.library_options)."""
+
+
+def check_cpu_engine(config: Config, shape: ModelShape) -> None:
+    """Raises ValueError for sizes that vLLM's CPU kernels reject only once they run."""
+    sizes = {}
+    if shape.is_moe:
+        sizes["hidden"] = shape.hidden
+    if shape.is_moe and shape.swiglu_limit:  # vLLM pads the others
+        engine = config.rollout.tensor
+        sizes[f"moe_intermediate / {engine}"] = shape.moe_intermediate // engine
+    for name, size in sizes.items():
+        if size % 32:
+            raise ValueError(
+                f"{name} = {size} is not a multiple of 32, as vLLM needs on a CPU; change it or "
+                "use a GPU"
+            )
+    latent = shape.latent
+    if latent is None:
+        if shape.head_dim not in CPU_HEAD_DIMS:
+            known = ", ".join(map(str, CPU_HEAD_DIMS))
+            raise ValueError(
+                f"head_dim={shape.head_dim}, but vLLM's attention on CPU supports {known}; "
+                "choose one of them for model.create.head_dim, or run on a GPU"
+            )
+    elif (latent.kv_lora_rank, latent.qk_rope_head_dim) != CPU_LATENT:
+        raise ValueError(
+            f"kv_lora_rank={latent.kv_lora_rank}, qk_rope_head_dim={latent.qk_rope_head_dim}, but "
+            f"vLLM's MLA on a CPU supports only {CPU_LATENT[0]} and {CPU_LATENT[1]}; "
+            "choose these, or run on a GPU"
+        )
+
+
+def check_sampling(config: Config) -> None:
+    """Raises ValueError for sampling settings that training does not account for."""
+    for key, off in (("top_p", (1.0,)), ("top_k", (-1, 0)), ("min_p", (0.0,))):
+        value = getattr(config.rollout, key)
+        if value not in off:
+            raise ValueError(
+                f"rollout.{key}={value} is not supported in training: its log-probs are over all "
+                f"tokens; set {off[0]}"
+            )
+
+
+def check_lengths(config: Config, shape: ModelShape) -> None:
+    """Raises ValueError if rows can be longer than the engine's or the model's limit."""
+    rollout = config.rollout
+    longest = rollout.max_prompt_tokens + rollout.max_tokens
+    sums = (
+        f"rollout.max_prompt_tokens + max_tokens = {rollout.max_prompt_tokens} + "
+        f"{rollout.max_tokens} = {longest}"
+    )
+    limit = rollout.max_model_len
+    if limit is not None and longest > limit:
+        raise ValueError(
+            f"{sums} exceeds rollout.max_model_len={limit}; lower one or raise the limit"
+        )
+    if (limit or longest) > shape.max_position:
+        size = f"rollout.max_model_len={limit}" if limit else sums
+        raise ValueError(f"{size} exceeds the model's max_position={shape.max_position}; lower it")

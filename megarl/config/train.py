@@ -1,0 +1,100 @@
+"""`train` and `trainer`: the optimizer, the size of a step, and memory."""
+
+from typing import Literal
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from megarl.config.section import Config, Options, Section, refuse
+from megarl.models.shape import ModelShape
+
+
+class Train(Section):
+    """Steps, updates, learning rate, precision and memory of the trainer."""
+
+    steps: NonNegativeInt = 100
+    """Rollout batches (or batches of examples) of the run."""
+    prompts_per_step: PositiveInt = 32
+    """Prompts of a step."""
+    updates_per_step: PositiveInt = 1
+    """Optimizer steps in one pass over a batch."""
+    epochs_per_batch: PositiveInt = 1
+    """Passes over a batch; from the second on, its prompts are shuffled among updates."""
+    lr: NonNegativeFloat = 1.0e-6
+    """Learning rate after the warm-up."""
+    min_lr: NonNegativeFloat = 0.0
+    """Learning rate at the end of the schedule."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps in which the learning rate rises from 0."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after the warm-up."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay of Adam."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of Adam's moments."""
+    eps: NonNegativeFloat = 1e-8
+    """Term in the denominator of Adam's update."""
+    clip_grad: NonNegativeFloat = 1.0
+    """Largest norm of the gradient; 0: no clipping."""
+    max_tokens_per_microbatch: PositiveInt = 16384
+    """Tokens of a micro-batch, at most; a longer row forms its own."""
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    """Format of weights and activations on both sides; main weights and moments are fp32."""
+    logprob_chunk: PositiveInt = 1024
+    """Tokens per chunk of the log-prob computation."""
+    entropy_every: NonNegativeInt = 1
+    """Steps between measurements of `entropy`, if no loss needs it; 0: never."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Recomputation of activations in the backward pass."""
+    recompute_modules: tuple[str, ...] = ("core_attn",)
+    """Modules that `selective` recomputes, by Megatron-Core's names (mlp, moe, layernorm ...)."""
+    offload: tuple[Literal["gradients", "optimizer", "weights"], ...] = ()
+    """State that is moved to the host while the engine samples."""
+    optimizer_cpu_offload: bool = False
+    """Runs Adam on the CPU (Megatron-Core's hybrid optimizer)."""
+
+
+class Trainer(Section):
+    """Options that are passed on to Megatron-Core."""
+
+    megatron_options: Options = {}
+    """Fields of Megatron-Core's config dataclasses (megarl.config.library_options)."""
+
+
+def check_train(config: Config, gpus: int) -> None:
+    """Raises ValueError for settings that contradict each other."""
+    train = config.train
+    betas = list(train.betas)
+    offloads = train.optimizer_cpu_offload
+    refuse(
+        (
+            train.updates_per_step > train.prompts_per_step,
+            f"train.updates_per_step={train.updates_per_step} exceeds "
+            f"prompts_per_step={train.prompts_per_step}, but the samples of a prompt must share an "
+            "update; lower it",
+        ),
+        (
+            offloads and not gpus,
+            "train.optimizer_cpu_offload=true needs a GPU; remove it",
+        ),
+        (
+            offloads and "optimizer" in train.offload,
+            "train.optimizer_cpu_offload=true keeps the optimizer on the host, so "
+            f"train.offload={list(train.offload)} must not move it; remove optimizer from "
+            "train.offload",
+        ),
+        (train.min_lr > train.lr, f"train.min_lr={train.min_lr} exceeds lr={train.lr}; lower it"),
+        (
+            not all(0 <= beta < 1 for beta in betas),
+            f"train.betas={betas} must each be at least 0 and below 1, e.g. [0.9, 0.95]",
+        ),
+    )
+
+
+def check_gpu_trainer(config: Config, shape: ModelShape) -> None:
+    """Raises ValueError where Transformer Engine has no kernel; on a CPU none is needed."""
+    context = config.parallel.context
+    if shape.sinks and context > 1:
+        raise ValueError(
+            f"parallel.context={context}, but {shape.family}'s attention sinks have no kernel for "
+            "it on a GPU; set it to 1"
+        )

@@ -1,0 +1,93 @@
+"""What a rank trains on: prompts, and the samples that the engine's replicas generate for them."""
+
+from contextlib import nullcontext
+from functools import partial
+
+from megarl.config.schema import Task
+from megarl.data.conversations import example_encoder
+from megarl.data.ledger import Ledger
+from megarl.data.prompts import PromptStream
+from megarl.data.tasks import Split, eval_task, load_sources
+from megarl.data.tokenizer import prompt_encoder
+from megarl.layout import Axis
+from megarl.rewards.scorer import make_scorer
+from megarl.roles import SpanContext
+from megarl.rollout.exchange import Exchange
+from megarl.rollout.reward_shaping import shaped
+from megarl.rollout.schedule import Generate, Rollouts, has_spread
+from megarl.rollout.vllm.engine import Engine
+from megarl.run.context import Rank
+from megarl.run.models import RewardModel
+
+ROLLOUT_PATIENCE = 12  # times launch.timeout_s: how long a replica may be behind the others
+
+
+def make_prompts(rank: Rank, split: Split = "train", task: Task | None = None) -> PromptStream:
+    """Returns the training prompts, or the held-out ones if `split` is "eval".
+
+    They are those of `task`, by default the run's; stages that learn answers get these too.
+    """
+    config = rank.config
+    task = task or config.task
+    # each node has resolved the revision itself
+    if len(set(rank.transport.gather(task.model_dump_json()))) > 1:
+        raise ValueError(
+            f"task.name={task.name}: the dataset changed while the nodes read it; start again"
+        )
+    held_out = []
+    if split == "train":
+        held_out = [eval_task(task, part) for part in config.eval.sets]
+    stream = PromptStream(
+        load_sources(task, split, held_out),
+        prompt_encoder(rank.tokenizer, task),
+        max_tokens=config.rollout.max_prompt_tokens,
+        seed=config.run.seed,
+    )
+    if config.stage_spec.learns == "answers":
+        stream.example = example_encoder(rank.tokenizer, task, config.sft.roles)
+    return stream
+
+
+def make_exchange(
+    rank: Rank,
+    engine: Engine,
+    span: SpanContext = nullcontext,
+    reward_model: RewardModel | None = None,
+) -> Exchange:
+    """Returns the exchange of samples between this rank's replica and the others."""
+    env = rank.env
+    config = rank.config
+    size = config.rollout.tensor
+    score = list
+    if reward_model is not None:
+        score = partial(reward_model.score, engine, span)
+    return Exchange(
+        engine,
+        make_scorer(config.rewards, decode=rank.tokenizer.decode, answer=config.task.answer),
+        replica=Axis(env.world_size // size, env.rank // size),
+        member=Axis(size, env.rank % size),
+        span=span,
+        score=score,
+        is_stopping=lambda: rank.phase.is_stopping,
+        meet=partial(rank.transport.barrier, "the exchange of samples", patience=ROLLOUT_PATIENCE),
+    )
+
+
+def make_rollouts(rank: Rank, generate: Generate, ledger: Ledger | None = None) -> Rollouts:
+    """Returns the rollouts of the config, whose samples come from `generate`."""
+    config = rank.config
+    algorithm = config.algorithm
+    keep = None
+    if algorithm.filter_zero_std:
+        keep = partial(has_spread, mask_truncated=algorithm.truncated == "mask")
+    return Rollouts(
+        generate,
+        samples_per_prompt=config.rollout.samples_per_prompt,
+        temperature=config.rollout.temperature,
+        run_seed=config.run.seed,
+        keep=keep,
+        max_refills=algorithm.max_refills,
+        shape=partial(shaped, algorithm, config.rollout.max_tokens),
+        greedy_baseline=algorithm.needs_greedy_baseline,
+        ledger=ledger,
+    )

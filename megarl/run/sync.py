@@ -1,0 +1,189 @@
+"""The publishers of a rank, for whole weights, quantised ones or adapters, and its parity gate."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.config.load import changed
+from megarl.models.fp8 import with_scales
+from megarl.models.shards import slices_by_rank, slices_of
+from megarl.parity.cause import CauseSearch
+from megarl.parity.gate import (
+    MOE_PROBE_PROMPTS,
+    PROBE_PROMPTS,
+    PROBE_TOKENS,
+    Measured,
+    ParityChecks,
+    measure_logprobs,
+    rounding_of,
+    through_fp8,
+)
+from megarl.rollout.vllm.engine import Engine
+from megarl.run.context import Rank
+from megarl.run.data import make_prompts
+from megarl.run.engine import engine_adapters, make_engine
+from megarl.run.models import check_weights, make_trainer
+from megarl.trainer.trainer import Trainer
+from megarl.types import PublishReport, TokenBatch
+from megarl.weights.encode.blocks import Fp8Quantizer
+from megarl.weights.plan.from_config import fleet_of, rollout_format
+from megarl.weights.sync.from_config import make_publisher
+from megarl.weights.sync.publish import Probe, Publisher, WeightFormat, WeightSender, plan_slices
+
+
+def rank_publisher(rank: Rank, trainer: Trainer, engine: Engine, probe: Probe) -> Publisher:
+    """Returns the publisher from this trainer to the engine."""
+    config = rank.config
+    world = changed(config, "launch", processes=rank.env.world_size)
+    fleet = fleet_of(world, ranks_per_node=rank.env.local_world_size)
+    make = partial(
+        make_publisher,
+        config,
+        rank.shape,
+        fleet,
+        rank.transport,
+        is_cuda=rank.device.type == "cuda",
+        weights=rank.weight_format(trainer.hf_shapes()),
+    )
+    receiver: Any = engine.receiver
+    if engine_adapters(rank) is not None:
+        base = make(WeightSender(trainer.local_slices(), trainer.parameters_by_name), receiver.base)
+        return _adapter_publisher(rank, trainer, base, receiver, fleet.ranks_per_node, probe)
+    quantizer = make_quantizer(rank, trainer)
+    if quantizer is None:
+        sender = WeightSender(trainer.local_slices(), trainer.merged_parameters)
+    else:
+        sender = quantizer.sender(trainer.parameters_by_name)
+    return make(sender, receiver, probe=probe)
+
+
+def _adapter_publisher(
+    rank: Rank,
+    trainer: Trainer,
+    weights: Publisher,
+    receiver: Any,
+    ranks_per_node: int,
+    probe: Probe,
+) -> Publisher:
+    """Returns the publisher of adapters to `receiver`, the engine's AdapterReceiver. A collective.
+
+    `weights` publishes the base model.
+    """
+    adapters = trainer.adapters
+    transport = rank.transport
+    assert adapters is not None
+    fmt = WeightFormat(adapters.shapes, weights.weights.dtype)
+    sizes: dict[str, Any] = {"ranks_per_replica": 1, "ranks_per_node": ranks_per_node}
+    plan = plan_slices(
+        fmt,
+        slices_by_rank(adapters.table, rank.shape, trainer.layout),
+        transport.gather(list(receiver.slices)),  # every rank needs them whole
+        round_bytes=rank.config.sync.round_bytes,
+        **sizes,
+    )
+    moved = Publisher(
+        plan,
+        WeightSender(adapters.slices, lambda: adapters.parameters),
+        receiver,
+        transport,
+        fmt,
+        probe=probe,
+        is_atomic=rank.config.sync.atomic,
+        **sizes,
+    )
+    moved.base = weights
+    return moved
+
+
+def make_quantizer(rank: Rank, trainer: Trainer) -> Fp8Quantizer | None:
+    """Returns the quantizer of an engine in FP8; None if the engine has the trainer's format."""
+    fmt = rollout_format(rank.config, rank.shape)
+    if fmt is None:
+        return None
+
+    def reduce_max(values: Tensor, is_expert: bool) -> None:
+        group = trainer.groups.tensor
+        if is_expert:
+            group = trainer.groups.expert_tensor
+        if group.size() > 1:
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
+
+    assert trainer.table is not None
+    table = with_scales(trainer.table, fmt, is_whole=True)
+    return Fp8Quantizer(slices_of(table, trainer.shape, trainer.layout), fmt, reduce_max)
+
+
+def make_checks(
+    rank: Rank,
+    measure: Callable[[TokenBatch], Measured],
+    engines: Sequence[Any],
+    *,
+    version: Callable[[], int | None] = lambda: None,
+    replays: bool = False,
+    find: Callable[..., str | None] | None = None,
+) -> ParityChecks:
+    """Returns the gate and the probe, which continues training prompts."""
+    config = rank.config
+    added = max(1, min(PROBE_TOKENS, config.rollout.max_tokens - 1))
+    # the engine scores one token less than it has room for
+    longest = engines[0].max_model_len - 1 - added
+    count = MOE_PROBE_PROMPTS if rank.shape.is_moe else PROBE_PROMPTS
+    return ParityChecks(
+        rank.transport,
+        measure,
+        engines,
+        [prompt.tokens[-longest:] for prompt in make_prompts(rank).take(count)],
+        added,
+        max_diff=config.checks.max_logprob_diff,
+        always=config.checks.probe == "always" or config.rollout.max_staleness > 0,
+        is_moe=rank.shape.is_moe,
+        replays=replays,
+        find=find,
+        version=version,
+    )
+
+
+def parity_checks(rank: Rank, trainer: Trainer, engine: Engine) -> ParityChecks:
+    """Returns the gate between this trainer and the engine, which names the cause of a refusal."""
+    quantizer = make_quantizer(rank, trainer)
+    search = CauseSearch(
+        trainer,
+        engine,
+        rank.transport,
+        rounding_of(trainer, is_fp8=quantizer is not None),
+    )
+
+    def find(*args: Any) -> str | None:
+        with through_fp8(trainer, quantizer):
+            return search.find(*args)
+
+    return make_checks(
+        rank,
+        partial(measure_logprobs, trainer, quantizer=quantizer),
+        [engine],
+        version=lambda: engine.receiver.version,
+        replays=rank.config.rollout.router_replay == "engine",
+        find=find,
+    )
+
+
+def synced(rank: Rank) -> tuple[Trainer, Engine, ParityChecks, PublishReport]:
+    """Builds trainer and engine and syncs once, for commands that do not train.
+
+    The trainer keeps only its weights on the device.
+    """
+    trainer = make_trainer(rank)
+    check_weights(rank, trainer)
+    trainer.memory.offload_all()
+    engine = make_engine(rank)
+    trainer.memory.onload_weights()
+    parity = parity_checks(rank, trainer, engine)
+    return (
+        trainer,
+        engine,
+        parity,
+        rank_publisher(rank, trainer, engine, parity).publish(version=0),
+    )

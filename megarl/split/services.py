@@ -1,0 +1,67 @@
+"""What a rank and an engine can be asked in the split topology.
+
+    ranks.service.score(batch)                         waits for the value, of this type
+    ranks.begin(lambda rank: rank.transfer(version))   only begins the call
+
+Both are attribute calls through a proxy (proxy.py), so a type checker sees the name, the arguments
+and the value.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from megarl.parity.gate import Measured
+from megarl.types import (
+    ObjectiveState,
+    PublishReport,
+    Request,
+    ScoredBatch,
+    StepReport,
+    TokenBatch,
+    TokenScores,
+    TrainBatch,
+)
+
+
+class SyncService(Protocol):
+    """The two sides of a weight sync; ranks and workers meet in each call."""
+
+    def join(self, group: Mapping[str, Any]) -> Any:
+        """Joins the process group of the sync; `group`: the values of a SyncGroup."""
+
+    def transfer(self, version: int) -> Any:
+        """Sends or receives `version`."""
+
+    def end(self, version: int, committed: bool) -> Any:
+        """Commits the version, or gives it up."""
+
+
+class RankService(SyncService, Protocol):
+    """The methods of split.trainer_rank.TrainerRank; the values are those of rank 0."""
+
+    def restore(self) -> tuple[int, ObjectiveState, dict[str, Any]]: ...
+    def score(self, batch: TrainBatch) -> TokenScores: ...
+    def update(self, batch: ScoredBatch) -> StepReport: ...
+    def measure(self, batch: TokenBatch) -> Measured: ...
+    def transfer(self, version: int) -> bool: ...
+    def end(self, version: int, committed: bool) -> PublishReport | None: ...
+    def maybe_save(
+        self, step: int, state: ObjectiveState, prompts: Mapping[str, Any], last: bool
+    ) -> None: ...
+    def save(self) -> None: ...
+    def finish(self) -> None: ...
+    def export(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class EngineService(SyncService, Protocol):
+    """The methods of rollout.vllm.async_engine.AsyncEngine."""
+
+    def submit(self, requests: Sequence[Request]) -> None: ...
+    def poll(self) -> Any: ...
+    def drop(self) -> None: ...
+    def open(self, version: int) -> None: ...
+    def complete(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Tensor]: ...
+    def score(self, rows: Sequence[Sequence[int]]) -> list[Tensor]: ...

@@ -1,0 +1,33 @@
+"""Stages that learn from the best and the worst of a prompt's samples: best_of_n, iterative_dpo.
+
+The loop is rl.py's; the learner trains on the samples that are picked.
+"""
+
+from megarl.algorithms.objective import Objective
+from megarl.algorithms.preference import DpoObjective, best_and_worst
+from megarl.run.checkpoints import export
+from megarl.run.context import Rank
+from megarl.run.engine import make_engine
+from megarl.stages.rl import train_policy
+from megarl.types import ScoredBatch
+
+
+def best(batch: ScoredBatch) -> list[int]:
+    """Returns the row of the best response to each prompt whose rewards differ."""
+    return best_and_worst(batch)[::2]
+
+
+def best_of_n(rank: Rank) -> None:
+    """Trains by SFT on the best sample of each prompt (RAFT, arXiv 2304.06767)."""
+    config = rank.config
+    settings = {"loss": "sft", "correction": "none", "correction_options": {}}
+    algorithm = config.algorithm.model_copy(update=settings)
+    objective = Objective(algorithm, config.rollout.max_tokens)
+    export(rank, train_policy(rank, make_engine, objective, best))
+
+
+def iterative_dpo(rank: Rank) -> None:
+    """Trains by DPO on the best and the worst sample of each prompt."""
+    config = rank.config
+    objective = DpoObjective(config.algorithm, config.rollout.max_tokens, options=config.dpo)
+    export(rank, train_policy(rank, make_engine, objective, best_and_worst))

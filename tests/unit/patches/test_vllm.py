@@ -1,0 +1,69 @@
+"""vLLM's source still does what each row replaces; a test that fails names a row to delete."""
+
+from __future__ import annotations
+
+import ast
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megarl.patches import vllm as patches
+from megarl.patches.patch import Patch
+
+SPEC = find_spec("vllm")
+if SPEC is None:
+    pytest.skip("needs vLLM", allow_module_level=True)
+ROOT = Path(next(iter(SPEC.submodule_search_locations or ())))
+
+
+def definition(file: Path, names: list[str]) -> str:
+    """The source of a function or method, found without importing its module."""
+    text = file.read_text(encoding="utf-8")
+    node: ast.AST = ast.parse(text)
+    for name in names:
+        (node,) = (x for x in ast.iter_child_nodes(node) if getattr(x, "name", "") == name)
+    return ast.get_source_segment(text, node) or ""
+
+
+def source(patch: Patch) -> str:
+    parts = patch.where.split(".")[1:]
+    depth = next(
+        n for n in range(1, len(parts)) if ROOT.joinpath(*parts[:n]).with_suffix(".py").is_file()
+    )
+    return definition(ROOT.joinpath(*parts[:depth]).with_suffix(".py"), parts[depth:])
+
+
+def test_segments_are_not_named_after_the_job() -> None:
+    name = source(patches.SEGMENT_NAME)
+    assert "VLLM_DIST_IDENT" in name and "unique_name" in name
+    worker = (ROOT / "v1/worker/cpu_worker.py").read_text(encoding="utf-8")
+    identity = worker.partition('os.environ["VLLM_DIST_IDENT"] =')[2][:200]
+    assert 'init_method.split(":")[-1]' in identity, "of env://, which every job has"
+
+
+def test_fp8_experts_need_amx() -> None:
+    assert "_is_amx_tile_supported" in source(patches.FP8_EXPERTS)
+
+
+def test_lora_selects_triton_for_all_experts() -> None:
+    oracle = ROOT / "model_executor/layers/fused_moe/oracle/unquantized.py"
+    select = definition(oracle, ["select_unquantized_moe_backend"])
+    lora = select.partition("if moe_config.is_lora_enabled:")[2].partition(
+        "_get_priority_backends"
+    )[0]
+    assert "UnquantizedMoeBackend.TRITON" in lora and "is_cpu" not in lora
+
+
+def test_a_finalizer_shuts_the_engine_down() -> None:
+    assert "weakref.finalize(self, self.engine_core.shutdown)" in source(patches.FINALIZER)
+
+
+def test_a_segment_has_the_prefix_and_no_slashes() -> None:
+    def original(communicator: SimpleNamespace) -> str:
+        return f"env://-{communicator.unique_name}-cpushm"
+
+    communicator = SimpleNamespace(unique_name="tp:0")
+    name = patches._segment_name(original, communicator, prefix="job-7-")
+    assert name == "job-7-env:-tp:0-cpushm"
