@@ -5,8 +5,6 @@ slowest. Dense parameters are distributed over the grid [pp, dp, cp, tp], expert
 [pp, edp, ep, etp] of the same ranks.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from math import lcm, prod
@@ -73,7 +71,7 @@ class Layout:
     edp: Axis
 
     @classmethod
-    def of(cls, parallel: Parallel, world: int, rank: int) -> Layout:
+    def of(cls, parallel: Parallel, world: int, rank: int) -> "Layout":
         """Returns the coordinates of `rank`.
 
         Raises ValueError if the sizes do not divide `world`.

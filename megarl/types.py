@@ -6,8 +6,6 @@ and response), M = tokens of the rows of one micro-batch. Tensors live on the CP
 its own micro-batches to its device.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -100,7 +98,7 @@ class Sample:
     prompt_tokens_computed: int = 0  # by the engine; its prefix cache had the others
     routes: Routes | None = None  # the engine's; None: not captured
 
-    def without_reward(self, cause: str) -> Sample:
+    def without_reward(self, cause: str) -> "Sample":
         """Returns the sample to drop; it is counted as `cause`."""
         return replace(self, reward=None, extra={**self.extra, "dropped": cause})
 
@@ -157,7 +155,7 @@ class TokenBatch:
     def num_tokens(self) -> int:
         return self.tokens.numel()
 
-    def fields_of(self, kind: type[TokenBatch]) -> dict[str, Any]:
+    def fields_of(self, kind: type["TokenBatch"]) -> dict[str, Any]:
         """Returns the fields that a batch of `kind` has too, for one of another type."""
         return {field.name: getattr(self, field.name) for field in fields(kind)}
 
@@ -303,7 +301,7 @@ class MicrobatchPlan:
     num_tokens: tuple[int, ...]  # trainable tokens of each update, over all ranks
     efficiency: float  # real tokens / (tokens of the fullest rank's micro-batches x dp ranks), 0..1
 
-    def updates(self) -> tuple[MicrobatchPlan, ...]:
+    def updates(self) -> tuple["MicrobatchPlan", ...]:
         """A plan for each update alone."""
         updates = zip(self.rows, self.num_tokens, strict=True)
         return tuple(

@@ -107,6 +107,10 @@ install_gpu() {
 
 say "$("$python" --version) -> .venv, for $extra"
 "install_$extra"
-.venv/bin/python -c 'import megarl.cli, torch' || fail "megarl does not start" "delete .venv and run this again"
+# what a rank imports is compiled once, also where PYTHONDONTWRITEBYTECODE would have every start compile it again
+imports="megarl.cli, torch"
+if [ "$extra" = cpu ]; then imports+=", megarl.stages.rl, vllm.entrypoints.llm, vllm.v1.worker.cpu_worker"; fi
+env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -c "import $imports" >>"$log" 2>&1 ||
+  explain "megarl does not start" "delete .venv and run this again"
 echo "$extra$dev $state" >"$stamp"
 say "done"

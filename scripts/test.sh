@@ -5,6 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+unset PYTHONDONTWRITEBYTECODE # half of the time of a test that starts ranks would be compiling imports again
 scripts/install.sh --dev --cpu
 marks="not gpu and not long" workers=()
 if [ $# -eq 0 ]; then workers=(-n 2 --dist loadfile --no-loadscope-reorder); fi

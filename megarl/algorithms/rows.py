@@ -4,8 +4,6 @@ T = positions, N = rows, R = runs, V = values that belong to groups, G = groups.
 masked values by 0 before any arithmetic, so a NaN at a masked position changes nothing.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,7 +40,7 @@ class Rows:
     first_run_N: Tensor  # [N + 1] int64: the first run of each row, and R
 
     @classmethod
-    def of(cls, mask_T: Tensor, cu_seqlens: Tensor) -> Rows:
+    def of(cls, mask_T: Tensor, cu_seqlens: Tensor) -> "Rows":
         mask_T = mask_T.bool()
         cu_seqlens = cu_seqlens.to(mask_T.device).long()
         changes = _nonzero(mask_T[1:] != mask_T[:-1]) + 1
@@ -116,7 +114,7 @@ class Groups:
     size_V: Tensor  # [V] fp64: valid values in the group; 0 for values that are not valid
 
     @classmethod
-    def of(cls, group_V: Tensor, valid_V: Tensor) -> Groups:
+    def of(cls, group_V: Tensor, valid_V: Tensor) -> "Groups":
         ids_G, group_V = torch.unique(group_V, return_inverse=True)
         group_V = torch.where(valid_V, group_V, ids_G.numel())
         return cls(group_V, torch.bincount(group_V)[group_V].double() * valid_V)

@@ -4,8 +4,6 @@ Statistics are fp64 and merge (Chan et al. 1983), so any sharding of the rows gi
 numbers. T = positions, K = True positions.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import isfinite
 
@@ -23,7 +21,7 @@ class Stats:
     mean: float
     m2: float
 
-    def merge(self, other: Stats) -> Stats:
+    def merge(self, other: "Stats") -> "Stats":
         """Statistics of both sets of values together."""
         if self.n == 0:
             return other

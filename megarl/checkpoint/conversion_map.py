@@ -6,8 +6,6 @@ A conversion moves parameters, one by one, from a TensorSource to a Target. Eith
 source or the target.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,7 +55,7 @@ class ConversionMap:
         hf_shapes: Mapping[str, Shape],
         slices: Iterable[ShardSlice],
         stored: StoredTensors,
-    ) -> ConversionMap:
+    ) -> "ConversionMap":
         """Combines a single rank's slices of the tables and of Megatron.
 
         Both must cover every element.
@@ -104,7 +102,7 @@ class TensorSource:
 
     conversion_map: ConversionMap
     slices: Mapping[str, Sequence[ShardSlice]]  # by parameter
-    folder: HfFolder | MegatronFolder
+    folder: "HfFolder | MegatronFolder"
 
     def dtype(self, param: str) -> torch.dtype:
         return self.folder.dtype(self.slices[param][0].name)

@@ -43,8 +43,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megarl.checkpoint.conversion_map import OutputFile, Shape, StoredTensors, TensorSource
 from megarl.checkpoint.hf_folder import lead_axis, row_blocks, split_by_size
-from megarl.checkpoint.pickles import UnsafePickleError
 from megarl.models.shards import ShardSlice, whole_tensor
+from megarl.patches.checkpoints import UnsafePickleError
 from megarl.weights.sync.execute import strided_view
 
 # begin names of tensors

@@ -25,6 +25,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from megarl.checkpoint import files
+from megarl.patches.checkpoints import queue_of_a_write
 from megarl.processes.files import causes, full_disk
 from megarl.types import CheckFailed
 from megarl.weights.sync.transports.values import gather_values
@@ -42,14 +43,11 @@ class Writing:
         self.folder = folder
         self._error = ""
         self._sums: files.Sums = {}
-        # by default every rank spawns a process for this queue, though its writer and reader are
-        # threads here
-        filesystem_async._results_queue = queue.Queue()  # type: ignore[assignment]
         options: dict[str, Any] = {}
         # 0.19 delegates the write to another package by default
         if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:
             options = {"async_strategy": "mcore"}
-        with _removing(folder):
+        with _removing(folder), queue_of_a_write():
             self._request: Any = dist_checkpointing.save(
                 {**common, **sharded}, str(folder), async_sharded_save=True, **options
             )

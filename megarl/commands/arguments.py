@@ -1,7 +1,5 @@
 """Arguments that several commands share: a config with its overrides, and sizes. Fast to import."""
 
-from __future__ import annotations
-
 import argparse
 from typing import TYPE_CHECKING
 
@@ -20,7 +18,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load(args: argparse.Namespace, env: Env) -> Config:
+def load(args: argparse.Namespace, env: Env) -> "Config":
     """Returns the config with its overrides, and the model's revision as a commit."""
     from megarl.commands.downloads import resolve_model
     from megarl.config.load import load_config

@@ -6,8 +6,6 @@
 The ranks run rank_checks.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Sequence
@@ -63,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     return compare_layouts(load(args, env), layouts, env)
 
 
-def _print_precision(config: Config) -> int:
+def _print_precision(config: "Config") -> int:
     from megarl.commands.precision import describe_precision
     from megarl.config.validate import check_config
 
@@ -71,7 +69,7 @@ def _print_precision(config: Config) -> int:
     return DONE
 
 
-def compare_layouts(config: Config, layouts: Sequence[str], env: Env) -> int:
+def compare_layouts(config: "Config", layouts: Sequence[str], env: Env) -> int:
     """Compares one update under `layouts`, or those of USUAL that fit; returns the exit code.
 
     Raises ValueError for a layout that does not fit.
@@ -106,7 +104,7 @@ def compare_layouts(config: Config, layouts: Sequence[str], env: Env) -> int:
     return code
 
 
-def _fitting(config: Config, layouts: Sequence[str], env: Env) -> tuple[list[str], int, Job]:
+def _fitting(config: "Config", layouts: Sequence[str], env: Env) -> tuple[list[str], int, "Job"]:
     """Returns the layouts that fit, the number of ranks, and the job of the last one."""
     from megarl.commands.preflight import preflight
     from megarl.parity.layouts import parse_layout  # imports torch
@@ -126,7 +124,7 @@ def _fitting(config: Config, layouts: Sequence[str], env: Env) -> tuple[list[str
     return fits, world, job
 
 
-def _under(config: Config, text: str, world: int) -> Config:
+def _under(config: "Config", text: str, world: int) -> "Config":
     """Returns the config with the layout `text` on `world` ranks."""
     from megarl.config.schema import Config
     from megarl.parity.layouts import parse_layout

@@ -3,8 +3,6 @@
 A preset (presets.py) is a set of these values; printed configs show them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 

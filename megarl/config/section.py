@@ -1,7 +1,5 @@
 """The base of all sections of a config, and what their checks share."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches

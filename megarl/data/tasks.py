@@ -10,8 +10,6 @@ problem, or one of a dataset without `eval_split`, to a split; the held-out prob
 file or split are removed from the first.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections import deque
@@ -73,7 +71,7 @@ class Source:
         """All problems of a finite source, or only their questions."""
         return self.scan(whole) if self.scan else map(self.problem, range(self.size or 0))
 
-    def select(self, keep: Sequence[bool]) -> Source:
+    def select(self, keep: Sequence[bool]) -> "Source":
         """The problems whose entry in `keep`, one per problem, is True."""
         indices = list(compress(range(len(keep)), keep))
         return replace(

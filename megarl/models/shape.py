@@ -1,7 +1,5 @@
 """The sizes of a decoder-only transformer of any family, and a family as a record of functions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,12 +89,14 @@ class Family:
     architecture: str  # the class in transformers; empty: there is none, hence no random models
     # reads config.json; raises ValueError for settings that transformers or vLLM implement and
     # megarl does not
-    read: Callable[[ConfigReader], ModelShape]
+    read: Callable[["ConfigReader"], ModelShape]
     # of Megatron's parameters, for a padded vocabulary
-    table: Callable[[ModelShape, LayerSpec, int], Table]
+    table: Callable[[ModelShape, "LayerSpec", int], "Table"]
     # TransformerConfig's settings that do not follow from the shape; `activation_func` by its name
     megatron: Callable[[ModelShape], Settings] = lambda shape: {}
-    engine: Callable[[ModelShape, Table], Table] = lambda shape, table: table  # edits vLLM's table
+    engine: Callable[[ModelShape, "Table"], "Table"] = lambda shape, table: (
+        table
+    )  # edits vLLM's table
     is_moe: bool = False
     # the family's keys of a random model's config.json, from the common keys, and the number and
     # width of experts

@@ -6,8 +6,6 @@ rounding. A larger difference is a fault; how it is distributed over the batch s
 first.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import ceil
 
@@ -57,7 +55,7 @@ class Quantiles:
     count: int
 
     @classmethod
-    def of(cls, diff: Tensor) -> Quantiles:
+    def of(cls, diff: Tensor) -> "Quantiles":
         """NaN counts as infinite."""
         diff_K = torch.nan_to_num(diff.double().abs().flatten(), nan=torch.inf)
         if not (count := diff_K.numel()):

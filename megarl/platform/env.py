@@ -6,8 +6,6 @@ torchrun sets RANK, WORLD_SIZE and so on. megarl adds MEGARL_JOB_ID, which prefi
 job's shared resources on a host, and MEGARL_LAUNCHED, the process id of megarl's own launcher.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -49,7 +47,7 @@ class Env:
         return self.rank == 0
 
     @classmethod
-    def read(cls) -> Env:
+    def read(cls) -> "Env":
         """Raises ValueError if a launcher's variable is not a number."""
         source = os.environ
         job_id = source.get("MEGARL_JOB_ID", "")

@@ -4,8 +4,6 @@ before a call that waits for its answer times out, and all are ended with their 
     /proc --pids, their segments in /dev/shm--> Children --pidfd, event loop--> on_lost(cause)
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re
@@ -26,7 +24,7 @@ class Children:
     lost: asyncio.Event = field(default_factory=asyncio.Event)
 
     @classmethod
-    def of_this_process(cls) -> Children:
+    def of_this_process(cls) -> "Children":
         pids = {pid: _name(pid) for pid in descendants(os.getpid())}
         segments = set()
         for pid in (os.getpid(), *pids):

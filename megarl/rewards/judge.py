@@ -13,8 +13,6 @@ can contain. `parse` reads there `json`, the field `field` of an object; `number
 (`out_of_range`) and a failed request (remote.py) drop the sample.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -74,7 +72,7 @@ class JudgeOptions(HttpOptions):
     total_s: PositiveFloat = 600.0
 
     @model_validator(mode="after")
-    def _consistent(self) -> JudgeOptions:
+    def _consistent(self) -> "JudgeOptions":
         refuse(
             (
                 "{response}" not in self.template,

@@ -13,8 +13,6 @@ without any, the weighted mean of the steps, for display only. A step without a 
 the sample. Rewards of steps that end inside the same token add up.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -60,7 +58,7 @@ class ProcessOptions(HttpOptions):
     batch_size: PositiveInt = 32
 
     @model_validator(mode="after")
-    def _consistent(self) -> ProcessOptions:
+    def _consistent(self) -> "ProcessOptions":
         if (self.splitter == "regex") != bool(self.pattern):
             raise ValueError(
                 f"splitter={self.splitter!r}, pattern={self.pattern!r}; "

@@ -32,8 +32,6 @@ that was not sent casts doubt on the others); for one sample: missing_id, duplic
 not_a_number, nan, error.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math
@@ -187,7 +185,7 @@ class HttpClient:
         return [out_of_time if task in late else task.result() for task in tasks]
 
     async def _with_retries(
-        self, client: httpx.AsyncClient, failed: list[_Retryable], body: bytes
+        self, client: "httpx.AsyncClient", failed: list[_Retryable], body: bytes
     ) -> Any:
         headers = {
             "Content-Type": "application/json",
@@ -214,7 +212,7 @@ class HttpClient:
         raise AssertionError
 
     async def _attempt(
-        self, client: httpx.AsyncClient, body: bytes, headers: Mapping[str, str]
+        self, client: "httpx.AsyncClient", body: bytes, headers: Mapping[str, str]
     ) -> Any:
         import httpx
 

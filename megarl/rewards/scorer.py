@@ -9,8 +9,6 @@ extra["counted"] has the causes of scores with a value. Only a server that no sa
 with all retries, stops the run, which can be resumed.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time
@@ -35,7 +33,7 @@ def make_scorer(
     timeout_s: float = 10.0,
     decode: Decode | None = None,
     answer: AnswerPlace = "auto",
-) -> Scorer:
+) -> "Scorer":
     """Makes the scorer of a config's rewards; `timeout_s` limits one call of a function.
 
     Raises ValueError.
@@ -52,7 +50,7 @@ class Scorer:
     answer: AnswerPlace = "auto"
     logged: set[str] = field(default_factory=set)
 
-    def start(self, prompts: Sequence[Prompt]) -> Scoring:
+    def start(self, prompts: Sequence[Prompt]) -> "Scoring":
         return Scoring(self, prompts)
 
     def scored(self, sample: Sample, scores: Mapping[str, Score]) -> Sample:

@@ -5,8 +5,6 @@
 Finished samples are fetched whenever a caller asks if a round is done. Their rewards start then.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -25,7 +23,7 @@ class OpenRound:
 
     missing: set[SampleKey]
     scoring: Scoring
-    overlap: AsyncRollouts
+    overlap: "AsyncRollouts"
     samples: list[Sample] = field(default_factory=list)
 
     def is_done(self) -> bool:

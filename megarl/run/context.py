@@ -4,8 +4,6 @@ Every rank must call the same functions of run/ in the same order: engines and p
 created by collectives.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -54,7 +52,7 @@ class Rank:
         device: torch.device,
         phase: CurrentPhase | None = None,
         layout: Layout | None = None,
-    ) -> Rank:
+    ) -> "Rank":
         """Builds the context; torch.distributed must be initialised if there are several ranks.
 
         `layout` is by default this rank's own in the world of `env`.

@@ -7,8 +7,6 @@ a replica is lost --> its requests go to the others, from their beginning; it st
                       other left, that sync is made now
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,7 +41,7 @@ T = TypeVar("T")
 class EngineLost(Exception):
     """A replica has failed, or one of its processes has ended."""
 
-    def __init__(self, replica: Replica, lost: RankLost) -> None:
+    def __init__(self, replica: "Replica", lost: RankLost) -> None:
         super().__init__(lost.failure.message)
         self.replica = replica
         self.failure = lost.failure

@@ -7,8 +7,6 @@ A call returns {"value": ...} or {"failure": ...}: what a failure means does not
 wraps it.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time
@@ -185,7 +183,7 @@ class TrainerRanks:
     meanwhile: Callable[[], object] = lambda: None  # called while ranks are waited for
 
     @classmethod
-    def start(cls, config: Config, place: Place, world: int, store: str) -> TrainerRanks:
+    def start(cls, config: Config, place: Place, world: int, store: str) -> "TrainerRanks":
         """Starts ranks, which meet in `store`; they are numbered node by node.
 
         Raises NodeGone if a node is.
@@ -213,14 +211,14 @@ class TrainerRanks:
         return ranks
 
     @property
-    def service(self) -> RankService:
+    def service(self) -> "RankService":
         """The methods of all ranks; a call returns what rank 0 does.
 
         Raises CheckFailed if all ranks refuse, RankLost if one fails otherwise.
         """
         return cast("RankService", Proxy(lambda *call: self.wait(self._send(*call))))
 
-    def begin(self, ask: Callable[[RankService], Any]) -> list[Any]:
+    def begin(self, ask: Callable[["RankService"], Any]) -> list[Any]:
         """Begins the call that `ask` makes; `wait` waits for it."""
         return ask(cast("RankService", Proxy(self._send)))
 

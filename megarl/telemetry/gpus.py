@@ -7,8 +7,6 @@ A quantity that a GPU does not report is left out; so is everything if there is 
 nvidia-ml-py.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -17,7 +15,7 @@ from threading import Event, Lock, Thread
 from typing import Any
 
 
-def open_gpus(uuids: Sequence[str], *, interval_s: float = 1.0) -> GpuMonitor | None:
+def open_gpus(uuids: Sequence[str], *, interval_s: float = 1.0) -> "GpuMonitor | None":
     """Monitors the GPUs with these UUIDs (without the prefix `GPU-`); None if NVML does not find
     them.
     """

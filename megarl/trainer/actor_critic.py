@@ -6,8 +6,6 @@
 The objective turns values into advantages and into the critic's targets; the loop knows no critic.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
@@ -49,7 +47,7 @@ class ActorCritic:
     def trainers(self) -> list[Trainer]:
         return [self.actor.trainer, self.critic]
 
-    def timed(self, span: SpanContext) -> ActorCritic:
+    def timed(self, span: SpanContext) -> "ActorCritic":
         return replace(self, actor=self.actor.timed(span))
 
     def score(self, batch: TrainBatch) -> TokenScores:

@@ -9,8 +9,6 @@ builds the layers from Transformer Engine. On a CPU, where Bridge still requires
 stand-in), plain families use the layers of layers.py; Bridge does not know all their names.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -80,7 +78,7 @@ class Bridged:
         dtype: torch.dtype,
         dispatcher: Dispatcher,
         use_te: bool,
-    ) -> Bridged:
+    ) -> "Bridged":
         """Applies megarl's settings: layout, numerics, no dropout, no multi-token prediction.
 
         Raises ValueError if Bridge does not know the family, or if its layers exist only in

@@ -1,7 +1,5 @@
 """The learner of the RL loop: a policy, and the reference and teacher that the objective reads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -53,7 +51,7 @@ class PolicyLearner:
     def trainers(self) -> list[Trainer]:
         return [self.trainer]
 
-    def timed(self, span: SpanContext) -> PolicyLearner:
+    def timed(self, span: SpanContext) -> "PolicyLearner":
         return replace(self, span=span)
 
     def score(self, batch: TrainBatch) -> TokenScores:

@@ -10,8 +10,6 @@ not part of the softmax. z = logits / temperature. Everything is fp32: low-preci
 multiplied as they are and accumulated in fp32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -36,7 +34,7 @@ class VocabShard:
     group: ProcessGroup
 
     @classmethod
-    def of(cls, vocab: int, rows: int, group: ProcessGroup) -> VocabShard:
+    def of(cls, vocab: int, rows: int, group: ProcessGroup) -> "VocabShard":
         """`vocab` is the number of token ids, `rows` that of weight rows here, with padding."""
         start = rows * dist.get_rank(group)
         return cls(start, max(0, min(rows, vocab - start)), group)

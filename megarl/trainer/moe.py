@@ -19,8 +19,6 @@ whose gradients are added up in the router's weight.
 Shapes: N local tokens, R rows of a micro-batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +49,7 @@ class RouterRows:
     @classmethod
     def of(
         cls, microbatch: Microbatch, weights_T: Tensor, tensor: Axis, device: torch.device
-    ) -> RouterRows:
+    ) -> "RouterRows":
         """`weights_T` covers the whole batch."""
         cu_seqlens = cu_seqlens_of(microbatch.lengths)
         source_N = microbatch.local_source(tensor)
@@ -65,7 +63,7 @@ class RouterRows:
             to_device(until.diff().float(), device),
         )
 
-    def as_one(self) -> RouterRows:
+    def as_one(self) -> "RouterRows":
         """Returns the whole micro-batch as a single row."""
         is_padding_N = self.row_N == self.length_R.numel()
         return RouterRows(is_padding_N.long(), self.length_R.sum()[None], self.weight_R.sum()[None])
@@ -112,7 +110,7 @@ class BalancedRouter(TopKRouter):
     activations are recomputed, in the backward pass.
     """
 
-    losses: RouterLosses | None = None
+    losses: "RouterLosses | None" = None
     calls = 0
 
     def routing(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

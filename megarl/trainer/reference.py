@@ -3,8 +3,6 @@
 Another model, which is the reference or a teacher, is a second trainer that is never updated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ from megarl.weights.sync.checksum import checksum
 EXCHANGED_BYTES = 64 << 20  # on the device at a time
 
 
-def reference_of(trainer: Trainer) -> Reference | FrozenBase:
+def reference_of(trainer: Trainer) -> "Reference | FrozenBase":
     """Returns the current policy as the reference; with LoRA, the base model without a copy."""
     if trainer.adapters:
         return FrozenBase(trainer.adapters, trainer.scheduler)

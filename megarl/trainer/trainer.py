@@ -7,8 +7,6 @@
 Every rank must call every method, in the same order, and gets the same result.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -102,8 +100,8 @@ class Trainer:
         # fields of TransformerConfig and of DistributedDataParallelConfig
         megatron_options: Mapping[str, Any] | None = None,
         # of the same layout, whose process groups are used; it must be closed last
-        beside: Trainer | None = None,
-    ) -> Trainer:
+        beside: "Trainer | None" = None,
+    ) -> "Trainer":
         """Builds the model of `folder`, a Hugging Face or Megatron checkpoint."""
         moe = moe or Moe()
         head = head or VocabularyHead(shape.vocab, train.logprob_chunk)

@@ -15,25 +15,25 @@ TRAP = f"{LOAD}::test_yaml_that_is_a_trap_is_one_line_at_once"
 
 UNTRUSTED = [
     (
-        "checkpoint/pickles.py",
+        "patches/checkpoints.py",
         "if is_dtype or path in ALLOWED:",
         'if is_dtype or module.startswith("torch") or path in ALLOWED:',
         f"{PICKLES}::test_a_name_that_no_checkpoint_contains_is_refused",
     ),
     (
-        "checkpoint/pickles.py",
+        "patches/checkpoints.py",
         'map_location="cpu", weights_only=True',
         'map_location="cpu", weights_only=False',
         f"{PICKLES}::test_an_object_that_runs_code_is_refused",
     ),
     (
-        "checkpoint/pickles.py",
-        "        load_object(value, planner.metadata.storage_data[read_item.storage_index].relative_path)\n",
+        "patches/checkpoints.py",
+        "    load_object(value, planner.metadata.storage_data[read_item.storage_index].relative_path)\n",
         "",
         f"{STATE}::test_a_crafted_checkpoint_runs_nothing",
     ),
     (
-        "checkpoint/pickles.py",
+        "patches/checkpoints.py",
         '"load": load_pickle}',
         "}",
         f"{PICKLES}::test_a_name_that_no_checkpoint_contains_is_refused",

@@ -8,8 +8,6 @@ first. A version is served only after `end` commits it; until then, and after a 
 requests are refused.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
@@ -142,7 +140,7 @@ class AsyncEngine:
     @classmethod
     async def start(
         cls, config: Config, folder: Path, stop_token_ids: Sequence[int], replica: int
-    ) -> AsyncEngine:
+    ) -> "AsyncEngine":
         """Starts vLLM with dummy weights."""
         rollout = config.rollout
         # at tensor 1 the core and its worker are one process; without it, two

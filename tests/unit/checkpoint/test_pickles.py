@@ -17,13 +17,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megarl.checkpoint.pickles import (
-    ALLOWED,
-    UnsafePickleError,
-    check_pickles,
-    load_object,
-    load_pickle,
-)
+from megarl.checkpoint.pickles import check_pickles
+from megarl.patches.checkpoints import ALLOWED, UnsafePickleError, load_object, load_pickle
 
 
 class Runs:
@@ -58,7 +53,7 @@ def call(module: str, name: str, argument: str) -> bytes:
         ("torch.serialization", "os.system"),
         ("torch.distributed.checkpoint.filesystem", "os.system"),
         ("torch.distributed.checkpoint.metadata", "Metadata.__init__.__globals__"),
-        ("megarl.checkpoint.pickles", "load_object"),
+        ("megarl.patches.checkpoints", "load_object"),
     ],
 )
 def test_a_name_that_no_checkpoint_contains_is_refused(
@@ -136,4 +131,4 @@ def test_torch_loads_objects_by_these_rules() -> None:
     from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
 
     assert MCoreLoadPlanner.load_bytes is DefaultLoadPlanner.load_bytes
-    assert DefaultLoadPlanner.load_bytes.__module__ == "megarl.checkpoint.pickles"
+    assert DefaultLoadPlanner.load_bytes.__module__.startswith("megarl.patches.")

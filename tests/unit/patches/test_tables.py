@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from megarl.patches import megatron, ray, vllm
+from megarl.patches import checkpoints, megatron, ray, vllm
 from megarl.patches.patch import Patch, replaced
 
 TESTS = Path(__file__).resolve().parents[2]
 TEXTS = ("where", "upstream", "why", "versions", "delete_when", "test")
-ROWS = [*megatron.PATCHES, *ray.PATCHES, *vllm.PATCHES]
+ROWS = [*checkpoints.PATCHES, *megatron.PATCHES, *ray.PATCHES, *vllm.PATCHES]
 
 
 @pytest.mark.parametrize("patch", ROWS, ids=lambda patch: patch.where)

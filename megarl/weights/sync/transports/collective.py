@@ -5,8 +5,6 @@ Errors name the rank that is gone or stuck: before a sync the barrier through th
 during a sync the peer of the transfer that did not complete. A collective alone would only report a
 timeout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -99,7 +97,7 @@ class RankGroup:
         name: str,
         is_cuda: bool,
         timeout: timedelta,
-    ) -> RankGroup:
+    ) -> "RankGroup":
         """A collective of the group's `world` members; after a death, the rest join again under
         another `name`. Raises CheckFailed if one does not come."""
         barriers = Barriers(dist.distributed_c10d.PrefixStore(BARRIER, store), rank, world)
