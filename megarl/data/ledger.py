@@ -82,11 +82,11 @@ class Ledger:
         if last:
             self.stream.put_back([self._carried.pop(number) for number in last])
 
-    def note(self, event: str, step: int, ids: Iterable[int], **values: Any) -> None:
+    def note(self, event: str, step: int, ids: Iterable[int], **values: int) -> None:
         """Records that prompts are `generating` or `complete`."""
         self._write(event, step=step, ids=_runs(ids), **values)
 
-    def settle(self, step: int, outcomes: Mapping[str, Sequence[int]], **values: Any) -> None:
+    def settle(self, step: int, outcomes: Mapping[str, Sequence[int]], **values: int | str | None) -> None:
         """Records the prompts of a step by outcome; they are on disk when it returns.
 
         Outcomes are "trained", "filtered/CAUSE" and "dropped/CAUSE".

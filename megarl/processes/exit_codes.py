@@ -115,7 +115,7 @@ def say(text: str) -> None:
     print(f"megarl: {text}", file=sys.stderr, flush=True)
 
 
-def write_exit(run_dir: Path, code: int, failure: Failure | None = None, **facts: Any) -> None:
+def write_exit(run_dir: Path, code: int, failure: Failure | None = None, **facts: float) -> None:
     """Writes exit.json: the exit code, which torchrun turns into 1, and what failed.
 
     Reports a disk that refuses it.
