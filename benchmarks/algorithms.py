@@ -223,9 +223,8 @@ def draw(by_name: Mapping[str, Sequence[Row]], end: float, file: Path) -> None:
             panel.fill_between(
                 grid / 1e3, of[key].min(0), of[key].max(0), color=colour, alpha=0.12, linewidth=0
             )
-        kl, reward = (
-            of[key].reshape(-1, 10, 20).mean(2) for key in ("kl", "reward")
-        )  # means of a tenth of the tokens
+        # means of a tenth of the tokens
+        kl, reward = (of[key].reshape(-1, 10, 20).mean(2) for key in ("kl", "reward"))
         panels[0, 1].plot(kl.mean(0), reward.mean(0), color=colour, linewidth=1.2, marker=".")
         panels[0, 1].plot(kl[:, -1], reward[:, -1], "o", color=colour, markersize=5)
     for panel, key in zip((panels[0, 0], panels[1, 0], panels[1, 1]), labels, strict=True):

@@ -28,9 +28,8 @@ TIMEOUT_S = 600.0
 class Contender:
     label: str
     function: str  # "module:function"; function(**arguments) -> call
-    arguments: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # JSON values, added to those of the case
+    # JSON values, added to those of the case
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +43,8 @@ class Case:
     rtol: float = 1e-5
     atol: float = 1e-6
     with_memory: bool = False
-    at_least: float | None = (
-        None  # target: how many times as fast the first should be as each of the others
-    )
+    # target: how many times as fast the first should be as each of the others
+    at_least: float | None = None
     call_s: float = 1.0  # how long a process repeats the call
 
 
@@ -77,13 +75,11 @@ class Result:
     peak_bytes: int | None = None  # resident memory that the first call adds to its inputs
     figures: dict[str, float] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
-    note: str = (
-        ""  # why it did not run, or the largest difference from the first contender's output
-    )
+    # why it did not run, or the largest difference from the first contender's output
+    note: str = ""
     is_equal: bool = True
-    speedup: float | None = (
-        None  # of the first contender over this one: seconds / the first's seconds
-    )
+    # of the first contender over this one: seconds / the first's seconds
+    speedup: float | None = None
     at_least: float | None = None
 
 

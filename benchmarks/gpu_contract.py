@@ -164,9 +164,8 @@ def _trainer_difference(shape: ModelShape, layout: Layout) -> tuple[str, Differe
 def check_engine(case: str, model: Path) -> Iterable[tuple[str, Difference]]:
     shape = read_model(model)
     for rank in (0, TENSOR - 1):
-        built = _engine_model(
-            model, rank, "cpu" if shape.tied else "meta"
-        )  # on meta, a tied head aliases nothing
+        # on meta, a tied head aliases nothing
+        built = _engine_model(model, rank, "cpu" if shape.tied else "meta")
         dtypes = dict(Counter(str(x.dtype).removeprefix("torch.") for x in built.parameters()))
         text = f"rank {rank} of {TENSOR}: {sum(dtypes.values())} parameters {dtypes}"
         yield text, _engine_difference(shape, built, rank)

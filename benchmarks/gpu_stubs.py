@@ -196,6 +196,5 @@ def fake_vllm_platform() -> None:
             return H100.multi_processor_count
 
     platforms._current_platform = Platform()
-    registry._run_in_subprocess = lambda function: (
-        function()
-    )  # it would only keep CUDA out of this process
+    # it would only keep CUDA out of this process
+    registry._run_in_subprocess = lambda function: function()

@@ -103,13 +103,11 @@ def load(folder: Path) -> dict[str, int]:
     with Live():  # its first use imports 40 MB
         HfFolder(folder / "model").copy(warm, torch.empty(sizes[warm.param], dtype=torch.bfloat16))
     libc = ctypes.CDLL("libc.so.6")
-    libc.mallopt(
-        -3, 1 << 20
-    )  # freed blocks of 1 MiB or more are returned at once, as in `megarl convert`
+    # freed blocks of 1 MiB or more are returned at once, as in `megarl convert`
+    libc.mallopt(-3, 1 << 20)
     libc.malloc_trim(0)
-    libc.prctl(
-        41, 1, 0, 0, 0
-    )  # PR_SET_THP_DISABLE: pages of 4 kB, or each parameter is rounded up to 2 MB
+    # PR_SET_THP_DISABLE: pages of 4 kB, or each parameter is rounded up to 2 MB
+    libc.prctl(41, 1, 0, 0, 0)
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
     with Live() as live:

@@ -84,9 +84,8 @@ def _inputs(tokens: int, hidden: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return hidden_TH, weight_VH, labels_T, torch.randn(tokens, generator=random)
 
 
-LogProbs = Callable[
-    [Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]
-]  # hidden, weight, labels -> with entropy
+# hidden, weight, labels -> with entropy
+LogProbs = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 
 def _call(tokens: int, hidden: int, entropy: str, read: LogProbs) -> Callable[[], Outcome]:

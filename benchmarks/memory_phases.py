@@ -77,9 +77,8 @@ class Device(TorchDispatchMode):
         )
         storages = [x.untyped_storage() for x in tree_leaves(found) if isinstance(x, Tensor)]
         if to_host:
-            self._host |= {
-                storage._cdata: weakref.ref(storage) for storage in storages
-            }  # views of it, too
+            # views of it, too
+            self._host |= {storage._cdata: weakref.ref(storage) for storage in storages}
         elif not self._is_host:
             for storage in storages:
                 self._add(storage)
@@ -181,9 +180,8 @@ class _Sampler:
     def sample(self, requests: Any, *, version: int, **_unused: Any) -> list[Any]:
         from megarl.types import Sample
 
-        of_tokens = str(Sample.__annotations__["versions"]).startswith(
-            "Tensor"
-        )  # before, the oldest and the newest
+        # before, the oldest and the newest
+        of_tokens = str(Sample.__annotations__["versions"]).startswith("Tensor")
         versions: Any = (
             torch.full((512,), version, dtype=torch.int32) if of_tokens else (version, version)
         )
@@ -278,9 +276,8 @@ def measure(model: str, offload: str, folder: Path) -> dict[str, int]:
         if "telemetry" in TimedPhases.__dataclass_fields__:
             timer = [SimpleNamespace(span=measured, add=lambda values: None)]
         phases = TimedPhases(*timer, DEVICE, memory, side)
-        on_device = (
-            "device" in Exchange.__dataclass_fields__
-        )  # before, the exchange went over the device
+        # before, the exchange went over the device
+        on_device = "device" in Exchange.__dataclass_fields__
         exchange = Exchange(
             _Sampler(), _Sampler(), Axis(2, rank), Axis(1), *([DEVICE] if on_device else [])
         )
@@ -384,9 +381,8 @@ def memory_by_phase(config: Any, shape: Any, world: int) -> dict[str, float]:
 
     train, sizes = config.train, config.parallel.sizes
     table = megatron_table(shape, spec="te", padded_vocab=padded_vocab(shape.vocab, sizes.tensor))
-    found: list[
-        tuple[int, float]
-    ] = []  # of each rank: parameters, and its share of them over data ranks
+    # of each rank: parameters, and its share of them over data ranks
+    found: list[tuple[int, float]] = []
     for rank in range(world):
         layout = Layout.of(sizes, world, rank)
         copies = {True: layout.edp.size, False: layout.dp.size * layout.cp.size}

@@ -190,9 +190,8 @@ def one_rank(replicas: int, samples: int, tokens: int) -> dict[str, Any]:
     pack_s = time.process_time() - start
     total = replicas * part.numel()
     before = peak_bytes()
-    parts = torch.empty(total, dtype=torch.uint8).split(
-        part.numel()
-    )  # what the exchange receives into
+    # what the exchange receives into
+    parts = torch.empty(total, dtype=torch.uint8).split(part.numel())
     for piece in parts:
         piece.copy_(part)
     start = time.process_time()

@@ -94,9 +94,8 @@ def draw(runs: Mapping[int, tuple[Sequence[Row], Sequence[Row]]], file: Path) ->
             color=colour,
         )
         for panel, key in zip(panels[1:], FIGURES, strict=True):
-            steps = [
-                row["step"] + 0.3 * (number - (len(runs) - 1) / 2) for row in held_out
-            ]  # bars beside each other
+            # bars beside each other
+            steps = [row["step"] + 0.3 * (number - (len(runs) - 1) / 2) for row in held_out]
             values = [row[key] for row in held_out]
             errors = [
                 [abs(row[f"{key}/{end}"] - row[key]) for row in held_out] for end in ("low", "high")

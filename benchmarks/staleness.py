@@ -66,9 +66,8 @@ class RealClock:
 
     def __init__(self, scale: float) -> None:
         self.scale, self._start = scale, time.monotonic()
-        self.late = (
-            0.0  # by how much the machine has overslept, beside other work: no time of the schedule
-        )
+        # by how much the machine has overslept, beside other work: no time of the schedule
+        self.late = 0.0
 
     @property
     def now(self) -> float:

@@ -168,9 +168,8 @@ def _rank(
     full = {name: torch.randn(size, generator=generator) for name, size in shapes.items()}
     for part in sources[rank]:
         view(parameters, part).copy_(slice_of(full, part))
-    slices = Parallel(
-        tensor=tensor, expert_tensor=tensor
-    )  # as vLLM: every rank keeps a slice of every expert
+    # as vLLM: every rank keeps a slice of every expert
+    slices = Parallel(tensor=tensor, expert_tensor=tensor)
     destinations = [slices_of_rank(shape, slices, tensor, r % tensor) for r in range(world)]
     engine = receiver = Memory(destinations[rank])
     if gather:

@@ -57,9 +57,8 @@ class Prompts(Stateful, Protocol):
         """`take` returns these, the last that were taken, again."""
 
 
-Finished = Callable[
-    [Sequence[Sample]], None
-]  # called with samples while others are still generated
+# called with samples while others are still generated
+Finished = Callable[[Sequence[Sample]], None]
 
 
 class Sampler(Protocol):

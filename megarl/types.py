@@ -64,9 +64,8 @@ class Routes:
 
     owners: tuple[int, ...]  # rank, by layer
     checksums: tuple[int, ...]  # weights.checksum.row_checksums, by layer
-    experts: Tensor | None = (
-        None  # [layers, L, K], of route_dtype; layers first, of which a rank reads its own
-    )
+    # [layers, L, K], of route_dtype; layers first, of which a rank reads its own
+    experts: Tensor | None = None
 
 
 def route_dtype(num_experts: int) -> torch.dtype:
@@ -88,12 +87,10 @@ class Sample:
     text: str = ""  # the response, decoded
     reward: float | None = None  # None: not scored (yet, or the reward failed)
     rewards: Mapping[str, float] = field(default_factory=dict)  # each reward, unweighted
-    step_rewards: tuple[
-        tuple[int, float], ...
-    ] = ()  # (token index, reward of the step that ends there)
-    has_outcome: bool = (
-        True  # False: `reward` is the sum of the steps, which are trained on instead
-    )
+    # (token index, reward of the step that ends there)
+    step_rewards: tuple[tuple[int, float], ...] = ()
+    # False: `reward` is the sum of the steps, which are trained on instead
+    has_outcome: bool = True
     extra: Mapping[str, Any] = field(default_factory=dict)
     prompt_tokens_computed: int = 0  # by the engine; its prefix cache had the others
     routes: Routes | None = None  # the engine's; None: not captured
@@ -142,9 +139,8 @@ class TokenBatch:
     mask: Tensor  # [T] bool: True where labels[t] is learned; False at the last position of a row
     cu_seqlens: Tensor  # [N + 1] int64
     temperature: float  # of the softmax
-    extra_labels: Tensor | None = (
-        None  # [T, K] int32: other tokens whose log-probs a loss reads; any ids if masked
-    )
+    # [T, K] int32: other tokens whose log-probs a loss reads; any ids if masked
+    extra_labels: Tensor | None = None
     routes: tuple[Routes | None, ...] = ()  # by row, to be replayed; empty: the routers choose
 
     @property
@@ -168,9 +164,8 @@ class PreferenceBatch(TokenBatch):
     """
 
     group: Tensor  # [N] int64, dense ids of prompts
-    pairs: (
-        Tensor  # [P, 2] int64: row of the better response, row of the worse one, both of one group
-    )
+    # [P, 2] int64: row of the better response, row of the worse one, both of one group
+    pairs: Tensor
     margins: Tensor  # [P] fp32: 0 where the data give none
 
 
@@ -190,9 +185,8 @@ class TrainBatch(TokenBatch):
 
     rollout_logprobs: Tensor  # [T] fp32, of labels[t]
     token_rewards: Tensor  # [T] fp32, outcome reward on the last True position of each row
-    step_ends: (
-        Tensor  # [T] bool: a process-reward step, or the whole row with its outcome, ends here
-    )
+    # [T] bool: a process-reward step, or the whole row with its outcome, ends here
+    step_ends: Tensor
     outcome_at: Tensor  # [N] int64: position of each row's outcome reward in [T]; -1: it has none
     rewards: Tensor  # [N] fp32, of the whole row
     baseline: Tensor  # [N] fp32
@@ -207,17 +201,14 @@ class ScoredBatch(TrainBatch):
     """A batch with its advantages."""
 
     advantages: Tensor  # [T] fp32
-    old_logprobs: (
-        Tensor | None
-    )  # [T] fp32, the trainer's before the update; None: those of the update's own forward
-    ref_logprobs: (
-        Tensor | None
-    )  # [T] fp32; None: no reference term, or the reference is the policy itself
+    # [T] fp32, the trainer's before the update; None: those of the update's own forward
+    old_logprobs: Tensor | None
+    # [T] fp32; None: no reference term, or the reference is the policy itself
+    ref_logprobs: Tensor | None
     kl_coef: float  # of this batch, in the reward and in the loss
     teacher_logprobs: Tensor | None = None  # [T] fp32; None: the objective has no teacher
-    teacher_top_logprobs: Tensor | None = (
-        None  # [T, K] fp32, of extra_labels, its likeliest tokens; -inf: padding
-    )
+    # [T, K] fp32, of extra_labels, its likeliest tokens; -inf: padding
+    teacher_top_logprobs: Tensor | None = None
     old_values: Tensor | None = None  # [T] fp32, the critic's before the update; None: no critic
     returns: Tensor | None = None  # [T] fp32, the critic's targets; None: no critic
 
@@ -229,20 +220,17 @@ class TokenScores:
     """
 
     old_logprobs: Tensor | None  # [T]; None: those of the update's own forward
-    ref_logprobs: (
-        Tensor | None
-    )  # [T]; None: no reference term, or the reference is the policy itself
+    # [T]; None: no reference term, or the reference is the policy itself
+    ref_logprobs: Tensor | None
     teacher_logprobs: Tensor | None = None  # [T]; None: the objective has no teacher
-    teacher_top_ids: Tensor | None = (
-        None  # [T, K] int32: its likeliest tokens; None: the objective reads none
-    )
+    # [T, K] int32: its likeliest tokens; None: the objective reads none
+    teacher_top_ids: Tensor | None = None
     teacher_top_logprobs: Tensor | None = None  # [T, K]; -inf: padding
     # [T]: V of the state before each label, with critic.bootstrap_truncated also after a row's
     # last; None: no critic
     values: Tensor | None = None
-    routes: tuple[
-        Routes | None, ...
-    ] = ()  # by row: those of the pass that computed old_logprobs; empty: not recorded
+    # by row: those of the pass that computed old_logprobs; empty: not recorded
+    routes: tuple[Routes | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -253,9 +241,8 @@ class TokenOutputs:
     entropy_T: Tensor | None = None  # nats
     values_T: Tensor | None = None  # one number per token: a critic's value, a reward model's score
     gates_T: Tensor | None = None  # logit of a token's weight in the score of its row
-    extra_labels_TK: Tensor | None = (
-        None  # int64: the K likeliest tokens, where the head was asked for them
-    )
+    # int64: the K likeliest tokens, where the head was asked for them
+    extra_labels_TK: Tensor | None = None
     extra_logprobs_TK: Tensor | None = None  # of these, or of the batch's `extra_labels`
 
 
@@ -280,9 +267,8 @@ class TokenLosses:
     """The losses of one micro-batch, and sums to report."""
 
     loss: Tensor  # [M] with gradient, unweighted, 0 where the mask is False
-    sums: Mapping[
-        str, Tensor
-    ]  # name -> 0-d, a sum over the micro-batch; the same names for every micro-batch
+    # name -> 0-d, a sum over the micro-batch; the same names for every micro-batch
+    sums: Mapping[str, Tensor]
     count: Tensor  # 0-d: the divisor of the sums, once both are summed over micro-batches and ranks
 
 
@@ -341,9 +327,8 @@ class StepReport:
     """The updates made on one batch."""
 
     updates: tuple[UpdateReport, ...]
-    metrics: Mapping[str, float] = field(
-        default_factory=dict
-    )  # of the whole step: logprob_diff/mean ...
+    # of the whole step: logprob_diff/mean ...
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

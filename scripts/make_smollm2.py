@@ -43,9 +43,8 @@ def write_model(gguf: Path, folder: Path) -> None:
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32
     )
     values = loaded.config.to_dict()
-    values.pop(
-        "quantization_config", None
-    )  # the weights are no longer quantised, and a model marked so is not saved
+    # the weights are no longer quantised, and a model marked so is not saved
+    values.pop("quantization_config", None)
     model = type(loaded)(type(loaded.config).from_dict(values)).float()
     model.load_state_dict(loaded.state_dict())
     model.tie_weights()

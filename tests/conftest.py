@@ -12,9 +12,8 @@ import pytest
 from megarl.platform.env import get_env, set_env
 
 set_env(OMP_NUM_THREADS=1, TOKENIZERS_PARALLELISM="false")
-ROOT = (
-    Path(__file__).resolve().parents[1]
-)  # rank programs import the benchmarks, which are not installed
+# rank programs import the benchmarks, which are not installed
+ROOT = Path(__file__).resolve().parents[1]
 set_env(PYTHONPATH=":".join(filter(None, (str(ROOT), get_env("PYTHONPATH", "")))))
 
 if (

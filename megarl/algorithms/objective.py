@@ -48,9 +48,8 @@ class Objective:
     algorithm: Algorithm
     max_tokens: int | None = None  # of a response: the divisor of Dr. GRPO's aggregation
     value_lam: float | None = None  # lambda of the critic's targets; None: that of the advantage
-    bootstrap_truncated: bool = (
-        False  # of responses cut by length: the value after the cut is part of their reward
-    )
+    # of responses cut by length: the value after the cut is part of their reward
+    bootstrap_truncated: bool = False
     couples_rows = False  # True: the rows of a prompt must share a micro-batch
 
     @property
@@ -373,9 +372,8 @@ def _with_outcomes(batch: TrainBatch, rewards_N: Tensor) -> Tensor:
     """
     has_outcome_N = batch.outcome_at >= 0
     position_N = batch.outcome_at[has_outcome_N]
-    step_N = (
-        batch.token_rewards[position_N] - batch.rewards[has_outcome_N]
-    )  # exactly 0 without such a step
+    # exactly 0 without such a step
+    step_N = batch.token_rewards[position_N] - batch.rewards[has_outcome_N]
     return batch.token_rewards.index_put((position_N,), step_N + rewards_N[has_outcome_N])
 
 

@@ -57,6 +57,5 @@ def mean_interval(scores: Sequence[float], samples: int | None) -> tuple[float, 
     )
     centre = (mean + Z_95**2 / (2 * size)) / (1 + Z_95**2 / size)
     half = Z_95 / (1 + Z_95**2 / size) * math.sqrt(of_one / size + Z_95**2 / (4 * size**2))
-    return max(0.0, min(centre - half, mean)), min(
-        1.0, max(centre + half, mean)
-    )  # within bounds after rounding
+    # within bounds after rounding
+    return max(0.0, min(centre - half, mean)), min(1.0, max(centre + half, mean))

@@ -86,7 +86,9 @@ class Ledger:
         """Records that prompts are `generating` or `complete`."""
         self._write(event, step=step, ids=_runs(ids), **values)
 
-    def settle(self, step: int, outcomes: Mapping[str, Sequence[int]], **values: int | str | None) -> None:
+    def settle(
+        self, step: int, outcomes: Mapping[str, Sequence[int]], **values: int | str | None
+    ) -> None:
         """Records the prompts of a step by outcome; they are on disk when it returns.
 
         Outcomes are "trained", "filtered/CAUSE" and "dropped/CAUSE".

@@ -94,9 +94,8 @@ class Family:
     table: Callable[[ModelShape, "LayerSpec", int], "Table"]
     # TransformerConfig's settings that do not follow from the shape; `activation_func` by its name
     megatron: Callable[[ModelShape], Settings] = lambda shape: {}
-    engine: Callable[[ModelShape, "Table"], "Table"] = lambda shape, table: (
-        table
-    )  # edits vLLM's table
+    # edits vLLM's table
+    engine: Callable[[ModelShape, "Table"], "Table"] = lambda shape, table: table
     is_moe: bool = False
     # the family's keys of a random model's config.json, from the common keys, and the number and
     # width of experts

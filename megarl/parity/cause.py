@@ -59,9 +59,8 @@ class CauseSearch:
         """
         batch_1 = replace(batch, temperature=1.0)
         logprobs_T = self.trainer.logprobs(batch_1)
-        scores = self.transport.gather(
-            _padded(self.engine.score(_rows(batch_1)))
-        )  # [T] of each rank's engine
+        # [T] of each rank's engine
+        scores = self.transport.gather(_padded(self.engine.score(_rows(batch_1))))
         scored = [Excess(_diff(batch_1, logprobs_T - scores_T), floor) for scores_T in scores]
         rank = max(range(len(scored)), key=lambda rank: scored[rank].statistic)
         if not scored[rank].is_explained:

@@ -91,9 +91,8 @@ def record_outputs(
                 )
             microbatch = next(remaining)
             is_real_Q = microbatch.source >= 0
-            index = microbatch.rows.index[
-                microbatch.source[is_real_Q]
-            ]  # where it lies in the batch
+            # where it lies in the batch
+            index = microbatch.rows.index[microbatch.source[is_real_Q]]
             if replacement_TH is not None:
                 full_QH[is_real_Q] = replacement_TH[index].to(full_QH)
                 x = (full_QH.chunk(tensor.size)[tensor.rank] if is_split else full_QH).view_as(

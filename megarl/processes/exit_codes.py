@@ -55,9 +55,8 @@ class Failure:
     message: str  # one line
     phase: str = ""  # in which the failure happened
     traceback: str = ""  # the last lines; recorded for bugs only
-    time_s: float = field(
-        default_factory=time.time
-    )  # since the epoch; the earliest failure is the cause
+    # since the epoch; the earliest failure is the cause
+    time_s: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
         for name in ("message", "traceback"):

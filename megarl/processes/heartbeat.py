@@ -120,12 +120,10 @@ class Heartbeats:
     every_s: float = BEAT_S  # between two checks
     say: Callable[[str], object] = say
     states: dict[int, RankState] = field(default_factory=dict)  # the newest of each rank
-    suspect: Failure | None = (
-        None  # the rank that is late now: what its peers report is a consequence
-    )
-    _silences: dict[int, tuple[int, float]] = field(
-        default_factory=dict
-    )  # rank -> (beats, seconds since then)
+    # the rank that is late now: what its peers report is a consequence
+    suspect: Failure | None = None
+    # rank -> (beats, seconds since then)
+    _silences: dict[int, tuple[int, float]] = field(default_factory=dict)
     _reported: set[tuple[int, str]] = field(default_factory=set)  # (rank, how it is late)
     _checked: float = field(default_factory=time.monotonic)
 

@@ -43,9 +43,8 @@ class RankState(NamedTuple):
     phase: str
     operation: str  # an engine step, or empty
     is_waiting: bool  # for other ranks
-    is_limited: (
-        bool  # elsewhere: a reward waits for other programs, start-up for disks and compilers
-    )
+    # elsewhere: a reward waits for other programs, start-up for disks and compilers
+    is_limited: bool
     seconds: float  # since anything of it changed
     cpu_s: float  # used meanwhile, by all threads
     stack: str  # innermost frames

@@ -83,9 +83,8 @@ def lock_run_dir(folder: Path) -> Iterator[None]:
                 f"{folder / '.lock'} cannot be locked ({error.strerror}); remove it, or set run.dir"
             ) from None
         stack.callback(os.close, file)
-        directory = os.open(
-            folder, os.O_RDONLY
-        )  # locked too, because the file could be removed during the run
+        # locked too, because the file could be removed during the run
+        directory = os.open(folder, os.O_RDONLY)
         stack.callback(os.close, directory)
         for handle in (file, directory):
             try:
@@ -124,9 +123,8 @@ class _Ranks:
     timeout_s: float
     slots: Slots = field(default_factory=lambda: Slots(shared_memory("slots")))
     processes: list[subprocess.Popen[Any]] = field(default_factory=list)
-    left_running: list[str] = field(
-        default_factory=list
-    )  # where the ranks were that had not failed
+    # where the ranks were that had not failed
+    left_running: list[str] = field(default_factory=list)
     is_saving: bool = False  # SIGTERM has been passed on
 
     def start(self, world: int, *, job_id: str, arguments: list[str]) -> None:

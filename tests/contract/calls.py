@@ -37,13 +37,11 @@ CONCRETE = {  # what a value is, where its annotation says less
         f"{_SCHEDULES}_pipelining_without_interleaving",
     ),
 }
-OPTIONAL = {
-    ("megatron.core.dist_checkpointing.save", "async_strategy")
-}  # given only if the installed version takes it
+# given only if the installed version takes it
+OPTIONAL = {("megatron.core.dist_checkpointing.save", "async_strategy")}
 _OPTIMIZER = "megatron.core.optimizer.MegatronOptimizer()"
-RENAMED = {
-    f"{_OPTIMIZER}.get_grads_for_grad_norm": f"{_OPTIMIZER}.get_main_grads_for_grad_norm"
-}  # either is called
+# either is called
+RENAMED = {f"{_OPTIMIZER}.get_grads_for_grad_norm": f"{_OPTIMIZER}.get_main_grads_for_grad_norm"}
 RENAMED |= {old: new for new, old in RENAMED.items()}
 CONTAINERS = ("Sequence", "list", "Iterable", "Iterator", "tuple")
 KINDS = inspect.Parameter
@@ -136,9 +134,8 @@ class _File:
         self.uses: list[Use] = []
         self.added: set[str] = set()  # paths that are assigned to
         self.imports: dict[str, str] = {}
-        self.results: dict[
-            str, dict[str, str]
-        ] = {}  # of the file's own functions, as _annotated gives them
+        # of the file's own functions, as _annotated gives them
+        self.results: dict[str, dict[str, str]] = {}
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom | ast.Import):
                 for alias in node.names:

@@ -136,9 +136,8 @@ class Wheel:
         self, module: str, name: str, seen: frozenset[tuple[str, str]] = frozenset()
     ) -> Found:
         inner = f"{module}.{name}" if module else name
-        statements = (
-            self._statements(module) if (module, name) not in seen else ()
-        )  # a package may import itself
+        # a package may import itself
+        statements = self._statements(module) if (module, name) not in seen else ()
         seen |= {(module, name)}
         for node in statements:
             if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):

@@ -134,9 +134,8 @@ def whole_gradients(trainer: Trainer) -> dict[str, Tensor]:
             for bucket in buffer.buckets:  # reduced, but only this rank's part of it
                 group = buffer.data_parallel_group
                 parts = list(bucket.grad_data.chunk(group.size()))
-                dist.all_gather(
-                    parts, parts[group.rank()].clone(), group=group
-                )  # into the bucket itself
+                # into the bucket itself
+                dist.all_gather(parts, parts[group.rank()].clone(), group=group)
     gradients = {}
     for number, chunk in enumerate(trainer.model):
         prefix = f"chunk{number}." if len(trainer.model) > 1 else ""
@@ -441,6 +440,5 @@ def work(rank: int, results: str, folder: str, world: int, checks: list[str]) ->
 if __name__ == "__main__":
     with TemporaryDirectory() as scratch:
         arguments = (sys.argv[1], scratch, int(sys.argv[2]), sys.argv[3:])
-        mp.start_processes(
-            work, arguments, int(sys.argv[2]), start_method="fork"
-        )  # imports are slow, and done
+        # imports are slow, and done
+        mp.start_processes(work, arguments, int(sys.argv[2]), start_method="fork")

@@ -102,9 +102,8 @@ def main(folder: Path) -> None:
             seen[name] = f"{type(error).__name__}: {error}"
     slow = Sampler(seconds=1.5 * TIMEOUT_S if rank < 2 else 0.0)
     seen["slow"] = len(exchange(slow, rewards)(requests, 8))
-    seen["after"] = len(
-        exchange(sampler, rewards)(requests[:1], 9)
-    )  # fewer requests than replicas; nobody is stuck
+    # fewer requests than replicas; nobody is stuck
+    seen["after"] = len(exchange(sampler, rewards)(requests[:1], 9))
     (folder / f"rank_{rank}.json").write_text(json.dumps(seen))
     dist.destroy_process_group()
 

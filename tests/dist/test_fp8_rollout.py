@@ -20,9 +20,8 @@ def check(folder: Path, world: int, models: dict[str, int]) -> None:
         for name, seen in json.loads((folder / f"rank_{rank}.json").read_text()).items():
             figures = {key: value for key, value in seen.items() if key != "logprobs"}
             print(rank, name, figures)
-            assert max(seen["fp8"].values()) < 1.5 * seen["bf16"], (
-                figures
-            )  # both are rounding of bf16
+            # both are rounding of bf16
+            assert max(seen["fp8"].values()) < 1.5 * seen["bf16"], figures
             assert seen["changed"] < 1.5 * seen["bf16"] and seen["stale"] > 50 * seen["bf16"], (
                 figures
             )

@@ -138,9 +138,8 @@ def test_stop_kill_and_start_again(tmp_path: Path) -> None:
         assert json.loads(line)["weights/verified"]
     assert json.loads((tmp_path / "stopped" / "timeline.json").read_text())
 
-    again = start(
-        tmp_path, "killed", "train.steps=1", "parallel.tensor=1", "rollout.tensor=1"
-    )  # the same samples
+    # the same samples
+    again = start(tmp_path, "killed", "train.steps=1", "parallel.tensor=1", "rollout.tensor=1")
     out, err = again.communicate(timeout=500)
     assert again.returncode == 0, err
     assert "report.html" in out

@@ -56,9 +56,8 @@ def test_every_layout_is_one_process(found: Found, case: str) -> None:
                 "rewards/accuracy",
             }  # rounding may change the sign of a margin
             for update, (ours, theirs) in enumerate(zip(other[step], one[step], strict=True)):
-                tolerance = max(
-                    tolerance, 1e-3 * (update > 0)
-                )  # an optimizer step amplifies rounding
+                # an optimizer step amplifies rounding
+                tolerance = max(tolerance, 1e-3 * (update > 0))
                 assert ours.keys() == theirs.keys() and theirs["grad_norm"] > 1e-3
                 for name in theirs.keys() - left_out:
                     assert ours[name] == pytest.approx(theirs[name], rel=tolerance, abs=1e-5), (

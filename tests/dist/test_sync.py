@@ -117,9 +117,8 @@ def test_local_bytes_do_not_travel(two):
     assert two[0]["llama"]["bytes"]["dp2"][1] == 0  # each rank trains and samples on all of it
     assert two[0]["llama"]["bytes"]["tp2"][1] > 0
     kept, received = two[0]["qwen3"]["bytes"]["tp2"]
-    assert (
-        received < kept / 10
-    )  # the engine shards as the trainer does, but for the vocabulary's padding
+    # the engine shards as the trainer does, but for the vocabulary's padding
+    assert received < kept / 10
 
 
 @pytest.mark.long

@@ -32,9 +32,8 @@ from transport_ranks import FLEETS, NODES, ROUND
 
 from megarl.platform.env import child_env
 
-pytestmark = (
-    pytest.mark.long
-)  # half a minute: starting ranks, and waiting for those that do not come
+# half a minute: starting ranks, and waiting for those that do not come
+pytestmark = pytest.mark.long
 
 RANKS = Path(__file__).with_name("transport_ranks.py")
 WORLD = 4

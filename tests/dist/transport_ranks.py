@@ -90,9 +90,8 @@ class Recorded(Collective):
         self.trace: list[list[list[int]]] = []  # [round][message] -> sender, receiver, bytes
         self.dies_in: int | None = None
         self.sleeps_before_barrier = 0.0
-        self.flips: tuple[int, int, int] | None = (
-            None  # (round, sender, receiver): a bit of that message
-        )
+        # (round, sender, receiver): a bit of that message
+        self.flips: tuple[int, int, int] | None = None
 
     def barrier(self, what: str, timeout: timedelta | None = None) -> None:
         time.sleep(self.sleeps_before_barrier)

@@ -76,9 +76,8 @@ def started(pid: int) -> str | None:
 class Belongings:
     """Processes below this one, and the shared memory that they map: looked for until the end."""
 
-    folder: Path = field(
-        default_factory=lambda: Path(tempfile.mkdtemp(prefix="t"))
-    )  # TMPDIR; short, as sockets are there
+    # TMPDIR; short, as sockets are there
+    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="t")))
     processes: dict[int, str | None] = field(default_factory=dict)
     segments: set[str] = field(default_factory=set)
     _ended: threading.Event = field(default_factory=threading.Event)

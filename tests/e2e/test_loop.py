@@ -196,9 +196,8 @@ def test_parity_is_measured_and_explained_by_rounding(tmp_path: Path) -> None:
     assert figures is not None, done.stdout
     measured, floor, statistic, limit = map(float, figures.groups())
     assert 1e-3 < measured < 0.03 and 1e-3 < floor < 0.03 and statistic < 1
-    assert limit == pytest.approx(
-        2 * (1 + 2 / 8**0.5) ** 2, rel=1e-2
-    )  # with experts, each of the 8 prompts is a draw
+    # with experts, each of the 8 prompts is a draw
+    assert limit == pytest.approx(2 * (1 + 2 / 8**0.5) ** 2, rel=1e-2)
 
 
 @pytest.mark.long

@@ -77,9 +77,8 @@ def losses(folder: Path, name: str = "loss") -> dict[int, float]:
 def test_resume(tmp_path: Path, make_disk: Callable[[str], Path]) -> None:
     tmp_path /= "runs"
     tmp_path.mkdir()
-    whole = sft(
-        tmp_path, "whole", 4, "checkpoint.export_hf=2"
-    )  # which must not change what is trained
+    # which must not change what is trained
+    whole = sft(tmp_path, "whole", 4, "checkpoint.export_hf=2")
     halfway, last = (
         load_file(tmp_path / "whole" / f"hf_step_{step}" / "model.safetensors") for step in (2, 4)
     )

@@ -160,9 +160,8 @@ def check_stall(folder: Path, stall: str, values: list[str], timeout_s: int = 60
     name = f"{where}-{how}"
     done = run(folder, name, [*values, f"launch.timeout_s={timeout_s}"], stall)
     lines = [line for line in done.stderr.splitlines() if line.startswith("megarl: rank")]
-    first = next(
-        line for line in lines if "late, but not stuck" not in line
-    )  # as any rank is on a busy machine
+    # as any rank is on a busy machine
+    first = next(line for line in lines if "late, but not stuck" not in line)
     print(f"\n{stall}: exit {done.returncode}\n{first}", flush=True)
     assert done.returncode == 3 and exit_file(folder / name)["rank"] == int(rank), done.stderr
     assert (

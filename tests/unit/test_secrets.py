@@ -73,9 +73,8 @@ def test_a_users_function_that_raises_with_a_secret(
     zeros = torch.zeros(2)
     prompt = Prompt(0, (0,), "p", "a")
     sample = Sample(0, 0, zeros.long(), zeros == 0, zeros, zeros.int(), "stop", "r")
-    monkeypatch.setattr(
-        scorer, "log", logging.getLogger(__name__)
-    )  # libraries disable loggers that exist
+    # libraries disable loggers that exist
+    monkeypatch.setattr(scorer, "log", logging.getLogger(__name__))
     [scored] = (
         scorer.make_scorer([Reward(name=f"{__name__}:leaks")]).start([prompt]).results([sample])
     )

@@ -22,9 +22,8 @@ CASES = (
 DTYPES = {"f32": torch.float32, "f64": torch.float64}
 
 Outputs = dict[str, Tensor]  # name of a peer's output -> what we get
-RULES: list[
-    tuple[re.Pattern[str], Callable[..., Outputs]]
-] = []  # an entry's name -> how it is written with ours
+# an entry's name -> how it is written with ours
+RULES: list[tuple[re.Pattern[str], Callable[..., Outputs]]] = []
 
 
 def rule(pattern: str) -> Callable[[Callable[..., Outputs]], Callable[..., Outputs]]:

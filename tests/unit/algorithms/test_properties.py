@@ -125,9 +125,8 @@ def losses(name: str, rows: Rows) -> tuple[Tensor, Tensor]:
     """(loss_T, gradient of its sum)."""
     logprobs = rows.new.clone().requires_grad_()
     clean = replace(rows, rewards=torch.where(rows.mask, rows.rewards, 0))
-    given_T = torch.where(
-        rows.mask, row_advantages(clean), rows.rewards
-    )  # poisoned where the batch is
+    # poisoned where the batch is
+    given_T = torch.where(rows.mask, row_advantages(clean), rows.rewards)
     loss_T = LOSSES[name](logprobs, rows.old, given_T, rows.mask, rows.cu)
     loss_T.sum().backward()
     return loss_T.detach(), logprobs.grad

@@ -383,9 +383,8 @@ def test_what_was_written_wrong_never_gets_its_name(moe, tmp_path, monkeypatch):
         def changed():
             for param, flat in params:
                 if param == "decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight":
-                    flat = flat.view(-1, 16)[
-                        [1, 0, *range(2, 32)]
-                    ].flatten()  # two rows swapped: plain sums agree
+                    # two rows swapped: plain sums agree
+                    flat = flat.view(-1, 16)[[1, 0, *range(2, 32)]].flatten()
                 yield param, flat
 
         return write(self, folder, file, changed())

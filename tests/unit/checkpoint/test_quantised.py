@@ -90,9 +90,8 @@ def test_slices(
                 index = (2,) if label == "stack" else ()
                 start, full = (*index, top, left), ((1, *size) if index else size)
                 parameter = torch.full((2 * size[0] * size[1],), 7.0, dtype=dtype)
-                strides = (
-                    (0, 2, 2 * size[0]) if index else (2, 2 * size[0])
-                )  # transposed, every second element
+                # transposed, every second element
+                strides = (0, 2, 2 * size[0]) if index else (2, 2 * size[0])
                 box = ShardSlice(label, start, full, "p", 1, strides)
                 folder.copy(box, parameter)
                 expected = exact[(*index, slice(top, bottom), slice(left, right))]

@@ -38,9 +38,8 @@ def by_products(parts: Mapping[str, dict[str, Tensor]], fmt: BlockFormat) -> dic
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_rank_has_its_slices(tmp_path: Path, kind: str) -> None:
     folder, fmt, parts = make_quantised(kind, tmp_path)
-    exact = (
-        kind == "deepseek_v3-fp8"
-    )  # transformers refuses 576 rows, and takes 192 rows for two blocks of 96
+    # transformers refuses 576 rows, and takes 192 rows for two blocks of 96
+    exact = kind == "deepseek_v3-fp8"
     dtype = torch.float32 if exact else torch.bfloat16
     expected = (
         load_file(folder / "model.safetensors") | by_products(parts, fmt)

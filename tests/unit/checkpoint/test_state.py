@@ -384,9 +384,8 @@ def test_a_crafted_checkpoint_runs_nothing(
         assert re.search(refused, saved.said[0])
         with pytest.raises(ValueError, match=refused):
             saved.checkpoints.restore(str(newest))
-        monkeypatch.setattr(
-            state, "check_pickles", lambda folder: None
-        )  # the loading itself is safe, too
+        # the loading itself is safe, too
+        monkeypatch.setattr(state, "check_pickles", lambda folder: None)
         with pytest.raises(BaseException, match=r"posix\.system"):
             saved.checkpoints.restore(str(newest))
         assert not (tmp_path / "ran").exists()

@@ -77,9 +77,8 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
 
 
 def test_every_config_passes_a_dry_run(hub: Hub, tmp_path: Path) -> None:
-    model = create_model(
-        Create(), tmp_path / "model"
-    )  # in place of what a script or an earlier run makes
+    # in place of what a script or an earlier run makes
+    model = create_model(Create(), tmp_path / "model")
     settings = json.loads((model / "tokenizer_config.json").read_text()) | {
         "chat_template": TEMPLATE
     }

@@ -95,9 +95,8 @@ def test_a_long_row_weighs_more_than_its_tokens():
     lengths = [20_000, *[100] * 600]
     ranks = plan_rows(lengths, dp=2, updates=1, max_tokens=20_000)[0]
     tokens = [sum(lengths[row] for bin in rank for row in bin) for rank in ranks]
-    assert (
-        tokens[0] < tokens[1]
-    )  # the rank with the long row; equal tokens would leave it the last to finish
+    # the rank with the long row; equal tokens would leave it the last to finish
+    assert tokens[0] < tokens[1]
     cost = [
         sum(lengths[row] + lengths[row] ** 2 / ATTENTION_LENGTH for bin in rank for row in bin)
         for rank in ranks

@@ -55,9 +55,8 @@ def test_chat_is_the_default_where_there_is_a_template(made):
     messages = ({"role": "system", "content": "Add."}, {"role": "user", "content": "1 + 1"})
     ids = tokenizer.encode_prompt(messages, "chat")
     whole = tokenizer.inner.decode(ids)
-    assert (
-        whole == "<|system|>Add.<|user|>1 + 1<|assistant|>"
-    )  # up to where the answer begins, each token once
+    # up to where the answer begins, each token once
+    assert whole == "<|system|>Add.<|user|>1 + 1<|assistant|>"
     assert tokenizer.encode_prompt(messages, "plain") == tokenizer.encode_prompt(
         "Add.\n1 + 1", "plain"
     )

@@ -95,9 +95,8 @@ def test_quantiles_and_floor_by_hand() -> None:
     ) and quantiles.count == 5
     assert Quantiles.of(torch.tensor([0.1, math.nan])) == Quantiles(math.inf, math.inf, math.inf, 2)
     assert Quantiles.of(diff_K[:0]) == Quantiles(0.0, 0.0, 0.0, 0)
-    many_K = torch.rand(
-        20_000_000, generator=torch.Generator().manual_seed(0)
-    )  # torch.quantile takes 16 million
+    # torch.quantile takes 16 million
+    many_K = torch.rand(20_000_000, generator=torch.Generator().manual_seed(0))
     assert (Quantiles.of(many_K).median, Quantiles.of(many_K).p90) == pytest.approx(
         (0.5, 0.9), abs=1e-3
     )

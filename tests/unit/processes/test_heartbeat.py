@@ -43,9 +43,8 @@ def watch(heartbeats: Heartbeats, pids: dict[int, int], within_s: float) -> Fail
 def test_a_silent_rank_is_reported_and_ends_the_run_at_the_timeout(slots: Slots, capfd) -> None:
     phase = CurrentPhase("sync")
     slots.start_beating(0, phase)
-    os.pwrite(
-        slots.fd, HEAD.pack(7, 0) + json.dumps(ROLLOUT).encode(), heartbeat.SLOT_BYTES
-    )  # rank 1 beats no more
+    # rank 1 beats no more
+    os.pwrite(slots.fd, HEAD.pack(7, 0) + json.dumps(ROLLOUT).encode(), heartbeat.SLOT_BYTES)
     began = time.monotonic()
     late = watch(Heartbeats(slots.read, 0.4, 0.01), {0: os.getpid(), 1: os.getpid()}, within_s=5)
     assert time.monotonic() - began >= 0.9 * 0.4

@@ -222,9 +222,8 @@ def test_time_is_bounded_for_all_samples_together(code):
     )
     case = ScoreRequest("0/0", "p", code, extra={"tests": STDIO})
     scores = [(score.value, score.cause) for score in reward([case] * 6)]
-    assert (
-        scores == [(0.0, "timeout")] * 2 + [(None, "not_run")] * 4
-    )  # those that used the time, those that had none
+    # those that used the time, those that had none
+    assert scores == [(0.0, "timeout")] * 2 + [(None, "not_run")] * 4
 
 
 def test_one_call_cannot_take_the_time_of_all():

@@ -411,9 +411,8 @@ def test_threads_read_tests_at_once():
     class Cycle:
         def __init__(self):
             self.itself = self
-            weakref.finalize(
-                self, time.sleep, 1e-4
-            )  # lets other threads run in the middle of the collection
+            # lets other threads run in the middle of the collection
+            weakref.finalize(self, time.sleep, 1e-4)
 
     def read(row):
         Cycle()

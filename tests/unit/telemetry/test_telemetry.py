@@ -182,9 +182,8 @@ def test_a_line_has_every_documented_key(
 ) -> None:
     telemetry = opened(tmp_path)
     run_step(telemetry, 0)
-    line = json.loads(
-        (tmp_path / "metrics.jsonl").read_text()
-    )  # flushed: readable while the run goes on
+    # flushed: readable while the run goes on
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert set(DOCUMENTED) <= set(line), set(DOCUMENTED) - set(line)
     assert line["kl/rollout"] is None, "JSON has no NaN"
     assert (line["time/publish"], line["weights/verified"], line["weights/bytes_received"]) == (

@@ -275,9 +275,8 @@ def test_a_checkpoint_without_a_critic_is_refused_and_one_with_it_serves_a_polic
     close(learner)
     learner = make(tmp_path)
     model: Any = learner.actor.trainer.model[0].module
-    MegatronFolder(tmp_path / "ppo" / "checkpoints" / "step_1").check(
-        stored_tensors(model)
-    )  # as a conversion does
+    # as a conversion does
+    MegatronFolder(tmp_path / "ppo" / "checkpoints" / "step_1").check(stored_tensors(model))
     assert checkpoints(tmp_path / "ppo", learner, critic=False).restore("auto")[0] == 1
     assert same(expected, state_of(learner.actor.trainer))
     close(learner)
@@ -291,9 +290,8 @@ ONWARD = {
     1: (0, 1, 1, 2),
     2: (0, 1, 2, 2),
 }  # state -> next states, each of the same chance
-REWARD = torch.tensor(
-    [[1.0, 0.0, -1.0], [0.5, -0.5, 2.0], [-2.0, 1.0, -1.0]]
-)  # [state, next state]
+# [state, next state]
+REWARD = torch.tensor([[1.0, 0.0, -1.0], [0.5, -0.5, 2.0], [-2.0, 1.0, -1.0]])
 
 
 def every_episode() -> TrainBatch:

@@ -125,9 +125,8 @@ class Epsilon:
         mixed = (x.view(torch.int32).long() ^ (self.draw * 0x9E3779B9)) & 0xFFFFFFFF
         for factor in (0x85EBCA6B, 0xC2B2AE35):
             mixed = ((mixed ^ (mixed >> 16)) * factor) & 0xFFFFFFFF
-        mantissa, exponent = torch.frexp(
-            x
-        )  # in [1/2, 1): numbers are 2^-bits / 2 apart, half of it is the epsilon
+        # in [1/2, 1): numbers are 2^-bits / 2 apart, half of it is the epsilon
+        mantissa, exponent = torch.frexp(x)
         error = (mixed / 2**31 - 1) * 2.0 ** -(bits + 2)
         return torch.ldexp(mantissa + error.where(mantissa != 0, 0), exponent)
 
@@ -162,9 +161,8 @@ def test_experts_are_rounded_and_those_without_tokens_have_no_gradient(tmp_path)
     (errors,) = relative_errors(tmp_path, create, Fp8(emulate=True))
     experts = {name: found for name, found in errors.items() if ".experts." in name}
     assert experts
-    assert all(found > E4M3 or found != found for found in experts.values()), (
-        experts
-    )  # NaN: no token, no gradient
+    # NaN: no token, no gradient
+    assert all(found > E4M3 or found != found for found in experts.values()), experts
 
 
 @pytest.mark.usefixtures("one_rank")

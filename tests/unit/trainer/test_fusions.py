@@ -79,9 +79,8 @@ def test_options_reach_megatron_and_entropy_is_measured_every_n_steps(one_rank, 
         "bucket_size": 1000,
         "unsafe": False,
     }
-    untied = {
-        "tied": False
-    }  # so that no other use of the output layer's weight gives it a gradient
+    # so that no other use of the output layer's weight gives it a gradient
+    untied = {"tied": False}
     trainer, batch = (
         build(tmp_path, untied, entropy_every=3, megatron_options=options),
         make_batch(num_rows=4),

@@ -108,9 +108,8 @@ def test_gradients_at_likely_tokens_are_not_rounded_to_the_size_of_the_logits(
     logits[:, 1] = logits[:, 0] - torch.linspace(0.5, 6, 64)
     labels, found = torch.zeros(64, dtype=torch.long), []
     for dtype in (torch.float32, torch.float64):
-        hidden = logits.to(
-            dtype, copy=True
-        ).requires_grad_()  # times the identity: logits without an error
+        # times the identity: logits without an error
+        hidden = logits.to(dtype, copy=True).requires_grad_()
         shard = VocabShard.of(VOCAB, VOCAB, dist.group.WORLD)
         ours = token_outputs(
             hidden,

@@ -46,9 +46,8 @@ def test_the_gradient_of_the_routers_is_that_of_the_weighed_sum(
             weight.data.add_(gradient / norm, alpha=sign * STEP)
         moved = take(trainer)
         terms = aux * moved.metrics["moe/aux_loss"] + z * moved.metrics["moe/z_loss"]
-        values.append(
-            moved.loss + len(weights) * terms
-        )  # the terms reported are means over the layers
+        # the terms reported are means over the layers
+        values.append(moved.loss + len(weights) * terms)
         for weight, gradient in zip(weights, gradients, strict=True):
             weight.data.sub_(gradient / norm, alpha=sign * STEP)
     assert (values[0] - values[1]) / (2 * STEP) == pytest.approx(

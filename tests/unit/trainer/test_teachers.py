@@ -72,9 +72,8 @@ def completions(model: torch.nn.Module) -> Callable[[Any, dict[str, Any]], None]
         assert body["max_tokens"] == 1
         tokens, top_k = torch.tensor(body["prompt"]), min(body["prompt_logprobs"], 20)
         logprobs = model(input_ids=tokens[None]).logits[0].log_softmax(-1)[:-1]
-        ids = torch.cat(
-            [tokens[1:, None], logprobs.topk(top_k, 1).indices], 1
-        )  # the first may be among the others
+        # the first may be among the others
+        ids = torch.cat([tokens[1:, None], logprobs.topk(top_k, 1).indices], 1)
         given = [
             {str(t): {"logprob": lp, "rank": 1} for t, lp in zip(*row, strict=True)}
             for row in zip(ids.tolist(), logprobs.gather(1, ids).tolist(), strict=True)

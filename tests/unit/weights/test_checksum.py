@@ -112,9 +112,8 @@ def test_the_right_slice_in_the_wrong_place_shows_although_plain_sums_agree():
         assert int(positional_checksum(swapped.contiguous(), (0, 0))) != int(
             positional_checksum(whole, (0, 0))
         ), name
-    halves = whole.split(
-        32
-    )  # what two ranks hold, each sure of its own place: the sum over ranks sees the swap
+    # what two ranks hold, each sure of its own place: the sum over ranks sees the swap
+    halves = whole.split(32)
     right = int(positional_checksum(halves[0], (0, 0)) + positional_checksum(halves[1], (32, 0)))
     assert right == int(positional_checksum(whole, (0, 0)))
     assert right != int(
@@ -144,9 +143,8 @@ def test_what_is_written_is_read_back(shape, dtype):
 
 
 def test_memory_that_is_written_twice_is_seen():
-    into = torch.zeros(5).as_strided(
-        (4, 2), (1, 1)
-    )  # elements that share a place: the last to come stays
+    # elements that share a place: the last to come stays
+    into = torch.zeros(5).as_strided((4, 2), (1, 1))
     assert int(copy_and_verify(torch.arange(8.0).view(4, 2), into)) == 1
     wide, narrow = torch.empty(4, 2), torch.randn(4, 2).bfloat16()
     assert int(copy_and_verify(narrow, wide)) == 0 and wide.equal(narrow.float())

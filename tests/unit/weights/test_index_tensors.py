@@ -127,9 +127,8 @@ def test_a_swapped_row_and_a_missing_one_are_seen() -> None:
         ((1, 0), (2, 6), 0),
         ((3, 0), (7, 6), 18),
     }
-    assert (
-        sum(part.numel for part in landed(lambda tensors: tensors["gate"][1:])) == 54
-    )  # the plan finds the gap
+    # the plan finds the gap
+    assert sum(part.numel for part in landed(lambda tensors: tensors["gate"][1:])) == 54
 
 
 def test_names_and_shapes_are_read_from_headers(tmp_path: Path) -> None:

@@ -141,9 +141,8 @@ def test_partial_fp8_blocks(shape: tuple[int, ...]) -> None:
                 assert scale == matrix[block].abs().max() / 448
                 exact = values[block].double() * scale.double()
                 assert torch.equal(opened[block], exact.float())
-                assert (
-                    exact - matrix[block]
-                ).abs().max() <= 448 * scale / 28  # half of the largest spacing, 32
+                # half of the largest spacing, 32
+                assert (exact - matrix[block]).abs().max() <= 448 * scale / 28
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -203,9 +202,8 @@ def test_edges(name: str) -> None:
     parts = quantize(w, fmt)
     back = dequantize(parts, fmt, w.shape, FP32)
     assert back.isfinite().all() and (back >= 0).all()
-    minus = dequantize(
-        quantize(-w, fmt), fmt, w.shape, FP32
-    )  # the sign of a zero, too, except in integers
+    # the sign of a zero, too, except in integers
+    minus = dequantize(quantize(-w, fmt), fmt, w.shape, FP32)
     assert fmt.element == "int4" or torch.equal(minus.view(torch.int32), (-back).view(torch.int32))
     assert back[:128, :128].count_nonzero() == 0 or fmt.is_transposed
     w[200, 200] = torch.inf

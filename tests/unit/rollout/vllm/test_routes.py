@@ -97,9 +97,8 @@ def test_routes_are_read_through_the_blocks_of_a_request(runner: SimpleNamespace
     prompt, rest, other = ids_of(6, 0), ids_of(2, 1), ids_of(3, 2)
     compute(runner, routers, [12, 13, 14, 15, 4, 5], prompt)  # blocks 3 and 1
     compute(runner, routers, [6, 7, -1], torch.cat([rest, ids_of(1, 3)], 1))
-    compute(
-        runner, routers, [28, 29, 30], other
-    )  # after block 3, found in the prefix cache: block 7
+    # after block 3, found in the prefix cache: block 7
+    compute(runner, routers, [28, 29, 30], other)
     runner.requests = {
         "0-a": SimpleNamespace(block_ids=([9], [3, 1])),
         "1-b": SimpleNamespace(block_ids=([9], [3, 7])),
