@@ -253,6 +253,7 @@ def test_a_stop_text_ends_responses(tmp_path: Path) -> None:
     overrides += [
         "rollout.stop=['7']",
         "rollout.max_prompt_tokens=200",
+        "rollout.engine_options={max_num_batched_tokens: 256}",  # fewer than the prompts of a step
         "rewards=[{name: accuracy}]",
         "train.steps=1",
     ]

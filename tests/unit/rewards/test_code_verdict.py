@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from megarl.config.schema import Reward
 from megarl.data.tasks import Problem, Source
+from megarl.jail import python_tests
 from megarl.jail.python_tests import read_script
 from megarl.rewards.catalog import check_problems
 from megarl.rewards.code import make_code
@@ -405,22 +405,26 @@ def f(x):
     assert score_all([(code, ["n = 918273645\nassert f(1) == n"])]) == [(0.0, "wrong_answer")]
 
 
-def test_threads_read_tests_at_once():
-    """CPython's ast.parse raises SystemError if another thread parses while it collects garbage (issue 106905)."""
+def test_threads_read_tests_at_once(monkeypatch):
+    """One parses at a time: on Python 3.11, ast.parse raises SystemError if another thread parses while it collects
+    garbage (CPython issue 106905), about once in a thousand reads."""
+    parse, inside, counts = python_tests._parse, [], []
 
-    class Cycle:
-        def __init__(self):
-            self.itself = self
-            # lets other threads run in the middle of the collection
-            weakref.finalize(self, time.sleep, 1e-4)
+    def parse_slowly(text):
+        inside.append(text)
+        time.sleep(1e-3)
+        counts.append(len(inside))
+        inside.remove(text)
+        return parse(text)
 
     def read(row):
-        Cycle()
         return read_script((f"{PLUS}\nassert f({row}) == {row + 1}",)).tests[-1].splitlines()[-1]
 
+    monkeypatch.setattr(python_tests, "_parse", parse_slowly)
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(read, range(400)))
-    assert found == [f"assert f({row}) == {row + 1}" for row in range(400)]
+        found = list(pool.map(read, range(40)))
+    assert found == [f"assert f({row}) == {row + 1}" for row in range(40)]
+    assert set(counts) == {1}
 
 
 def test_problems_that_cannot_be_judged_are_named_at_the_start():

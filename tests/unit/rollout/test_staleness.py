@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from benchmarks.staleness import Clock, Engines, Job, Result, Scoring, Stream, play
@@ -58,7 +58,8 @@ def unbalanced(result: Result) -> str:
     )
 
 
-@given(jobs, st.integers(0, 3), st.booleans())
+@example(job=JOB, bound=2, in_flight=False)
+@given(job=jobs, bound=st.integers(0, 3), in_flight=st.booleans())
 def test_every_token_is_within_the_bound_and_every_prompt_is_accounted_for(
     tmp_path_factory: pytest.TempPathFactory, job: Job, bound: int, in_flight: bool
 ) -> None:
