@@ -1,9 +1,10 @@
-"""Two checkouts side by side: seconds of a step, of its update and of a weight sync, in fresh processes, in turn.
+"""Two checkouts side by side: seconds of a step, of its update and of a weight sync.
 
     python -m benchmarks.checkouts FOLDER [ROUNDS]     FOLDER: the other checkout, with a .venv of its own
 
-The samples, the loss and the norm of the gradient of every step must be equal first, to the last digit. The first steps
-of a run are not counted. A ratio is of one round: this checkout's median by the other's.
+Both run at the same time, one rank each, on a core each, which they exchange after every round: what else the machine
+does slows both. The samples, the loss and the norm of the gradient of every step must be equal first, to the last
+digit. The first steps of a run are not counted. A ratio is of one round: this checkout's median by the other's.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 from statistics import median
+from subprocess import DEVNULL, Popen
 from typing import Any
 
 from benchmarks.exhaustive import RESULTS, versions
@@ -24,70 +26,68 @@ ROOT = Path(__file__).resolve().parents[1]
 LARGER = "{family: %s, layers: 4, hidden: 256, heads: 4, kv_heads: 2, vocab: 4096, tied: true, tokenizer: none%s}"
 EXPERTS = ", experts: 8, moe_intermediate: 128, experts_per_token: 2"
 COMMON = (
-    "train.steps=30", "train.prompts_per_step=16", "launch.processes=2", "checkpoint.every=0", "eval.every=0",
-    "checkpoint.export_hf=never", "run.name=run",
+    "train.steps=40", "launch.processes=1", "checkpoint.every=0", "eval.every=0", "checkpoint.export_hf=never",
+    "run.name=run",
 )  # fmt: skip
 CASES = {  # case -> (config, overrides)
-    "dense, tensor 2 -> 2 engines": ("tiny_dense", ["parallel.tensor=2"]),
-    "larger, tensor 2 -> engine of 2": (
-        "tiny_dense",
-        ["parallel.tensor=2", "rollout.tensor=2", f"model.create={LARGER % ('qwen3', '')}"],
-    ),
-    "larger experts, 2 x expert -> 2": (
-        "tiny_moe",
-        ["parallel.expert=2", f"model.create={LARGER % ('qwen3_moe', EXPERTS)}"],
-    ),
+    "tiny": ("tiny_dense", []),
+    "dense": ("tiny_dense", [f"model.create={LARGER % ('qwen3', '')}"]),
+    "experts": ("tiny_moe", [f"model.create={LARGER % ('qwen3_moe', EXPERTS)}"]),
 }
 SKIPPED = 5
 EQUAL = ("rollout/digest", "loss", "grad_norm")
 SHOWN = ("time/step", "time/update", "time/publish")
 
 
-def steps(checkout: Path, config: str, values: list[str]) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as folder:
-        command = [
-            checkout / ".venv/bin/python",
-            "-m",
-            "megarl.cli",
-            "train",
-            f"configs/{config}.yaml",
+def start(checkout: Path, folder: Path, core: int, config: str, values: list[str]) -> Popen[str]:
+    command = [checkout / ".venv/bin/python", "-m", "megarl.cli", "train", f"configs/{config}.yaml"]
+    command += [*COMMON, f"run.dir={folder}", *values]
+    env = child_env(OMP_NUM_THREADS=1, PYTHONPATH="")
+    return Popen(
+        ["taskset", "-c", str(core), *command], cwd=checkout, env=env, stdout=DEVNULL, text=True
+    )
+
+
+def side_by_side(
+    checkouts: list[Path], config: str, values: list[str], first: int
+) -> list[list[dict[str, Any]]]:
+    """The metrics of each checkout's run; the first one has core `first`."""
+    with tempfile.TemporaryDirectory() as name:
+        folders = [Path(name) / str(number) for number in range(2)]
+        cores = (first, 1 - first)
+        runs = [
+            start(*each, config, values) for each in zip(checkouts, folders, cores, strict=True)
         ]
-        command += [*COMMON, f"run.dir={folder}", *values]
-        env = child_env(OMP_NUM_THREADS=1, PYTHONPATH="")
-        done = subprocess.run(command, cwd=checkout, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, f"{checkout}: {done.stderr[-2000:]}"
-        lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+        assert [run.wait() for run in runs] == [0, 0]
+        texts = [(folder / "run" / "metrics.jsonl").read_text() for folder in folders]
+    return [[json.loads(line) for line in text.splitlines()] for text in texts]
 
 
-def main(other: str, rounds: int = 5) -> None:
+def main(other: str, rounds: int = 4) -> None:
     commit = ["git", "-C", other, "log", "-1", "--format=%h"]
     lines = [
         f"$ python -m benchmarks.checkouts FOLDER {rounds}",
         f"versions  {versions()}",
-        f"load      {os.getloadavg()[0]:.1f} before; {os.cpu_count()} cores, 2 ranks of one thread",
+        f"load      {os.getloadavg()[0]:.1f} before; {os.cpu_count()} cores, one for each",
         f"other     {subprocess.run(commit, capture_output=True, text=True, check=True).stdout.strip()}",
         "",
         "medians of all rounds, s, and the ratio this by other of each round: lowest, median, highest",
     ]
+    checkouts = [ROOT, Path(other).resolve()]
     for case, (config, values) in CASES.items():
-        here, there = list[list[dict[str, Any]]](), list[list[dict[str, Any]]]()
-        for number in range(rounds):
-            pair = [(here, ROOT), (there, Path(other).resolve())]
-            for runs, checkout in pair[:: -1 if number % 2 else 1]:
-                runs.append(steps(checkout, config, values))
+        of_rounds = [side_by_side(checkouts, config, values, n % 2) for n in range(rounds)]
         for name in EQUAL:
-            series = [[row[name] for row in rows] for rows in (*here, *there)]
+            series = [[row[name] for row in rows] for pair in of_rounds for rows in pair]
             assert all(one == series[0] for one in series), f"{case}: {name} differs"
         for name in SHOWN:
-            of_round = [
-                [median(row[name] for row in rows[SKIPPED:] if row.get(name)) for rows in runs]
-                for runs in (here, there)
+            medians = [
+                [median(row[name] for row in rows[SKIPPED:] if row.get(name)) for rows in pair]
+                for pair in of_rounds
             ]
-            ratios = sorted(one / two for one, two in zip(*of_round, strict=True))
-            seconds = "  ".join(f"{median(values):.4f}" for values in of_round)
+            ratios = sorted(here / there for here, there in medians)
+            seconds = "  ".join(f"{median(side):.4f}" for side in zip(*medians, strict=True))
             shown = "  ".join(f"{x:.3f}" for x in (ratios[0], median(ratios), ratios[-1]))
-            lines.append(f"{case:34}{name:14}{seconds}   {shown}")
+            lines.append(f"{case:10}{name:14}{seconds}   {shown}")
     text = "\n".join(lines) + "\n"
     (RESULTS / "checkouts.txt").write_text(text)
     print(text)
