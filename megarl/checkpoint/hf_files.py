@@ -25,7 +25,7 @@ from megarl.checkpoint.hf_folder import (
     split_by_size,
 )
 from megarl.models.headers import INDEX, ITEM_BYTES, read_headers
-from megarl.models.hub import CODE, SMALL
+from megarl.models.hub import copied_files
 from megarl.models.shards import ShardSlice, whole_tensor, without_pairs
 from megarl.platform.json_text import read_json
 from megarl.processes.files import write_json
@@ -186,10 +186,8 @@ def write_index(folder: Path) -> None:
 
 def copy_model_files(source: Path, folder: Path) -> None:
     """Copies config, tokenizer and its code, but no index and no Megatron metadata.json."""
-    for pattern in (*SMALL, *CODE):
-        for file in source.glob(pattern):
-            if not file.name.endswith(".index.json") and file.name != "metadata.json":
-                shutil.copyfile(file, folder / file.name)
+    for file in copied_files(source):
+        shutil.copyfile(file, folder / file.name)
 
 
 def drop_quantization(folder: Path) -> None:

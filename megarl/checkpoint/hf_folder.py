@@ -18,16 +18,15 @@ from torch import Tensor
 from megarl.checkpoint.conversion_map import ConversionMap, Shape, TensorSource
 from megarl.models.config_json import read_config
 from megarl.models.formats import as_stored, coarse, matrix_ranges
-from megarl.models.headers import INDEX, read_headers
+from megarl.models.headers import read_headers
 from megarl.models.shards import ShardSlice, whole_tensor, without_pairs
+from megarl.models.weights import ACTIVATION_SCALES, check_tensors
 from megarl.weights.encode.quantize import DTYPES, PLAIN, Storage, dequantize
 from megarl.weights.sync.execute import strided_view
 
 BLOCK_BYTES = 8 << 20
 _PADDED = ("word_embeddings.weight", "output_layer.weight")  # the only parameters with padding rows
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-# computed, or of the engine's activations
-NOT_WEIGHTS = ("rotary_emb.inv_freq", "input_scale", "input_global_scale")
 Entry = TypeVar("Entry")
 
 
@@ -38,9 +37,10 @@ class HfFolder:
     is incomplete.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, only: str = "") -> None:
+        """Opens the files that are the model, or the file `only`."""
         self.folder = folder
-        self.tensors = read_headers(folder)
+        self.tensors = read_headers(folder, only)
         fmt = read_config(folder / "config.json").quantization()
         self.format = fmt or PLAIN.format  # of the tensors in `quantized`
         self.quantized = PLAIN.names
@@ -54,34 +54,9 @@ class HfFolder:
             os.close(handle)
 
     def check(self, shapes: Mapping[str, Shape], *, ignored: Collection[str] = ()) -> None:
-        """Raises ValueError, naming tensor and file, if it lacks tensors or has others.
-
-        `ignored` may be there, too.
-        """
-        expected = dict(shapes)
-        for name in self.quantized.intersection(shapes):
-            for suffix, (_, size) in self.format.parts(expected.pop(name)).items():
-                expected[name + suffix] = size
-        for name, shape in expected.items():
-            tensor = self.tensors.get(name)
-            if tensor is None:
-                file = self.folder / INDEX
-                if not file.is_file():
-                    file = self.folder / "model.safetensors"
-                raise ValueError(
-                    f"{file} has no tensor {name}, which config.json requires; "
-                    "copy the folder again"
-                )
-            if tensor.shape != shape and {*tensor.shape, *shape} != {1}:
-                raise ValueError(
-                    f"{tensor.file}: {name} has shape {tensor.shape}, "
-                    f"but config.json requires {shape}"
-                )
-        for name, tensor in self.tensors.items():
-            if name not in expected and name not in ignored and not name.endswith(NOT_WEIGHTS):
-                raise ValueError(
-                    f"{tensor.file}: {name} is not a tensor of the model that config.json describes"
-                )
+        """Raises the ValueErrors of `check_tensors`."""
+        fmt = self.format if self.quantized else None
+        check_tensors(self.folder, self.tensors, shapes, fmt, ignored=ignored)
 
     def dtype(self, name: str) -> torch.dtype:
         if name in self.quantized:
@@ -98,7 +73,7 @@ class HfFolder:
         reasons = [
             f"{name} was measured with other weights"
             for name in self.tensors
-            if name.endswith(NOT_WEIGHTS[1:])
+            if name.endswith(ACTIVATION_SCALES)
         ]
         if self.format.global_scale:
             reasons.append("fused layers share a global scale")

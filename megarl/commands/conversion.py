@@ -39,6 +39,7 @@ from megarl.checkpoint.torch_dist import (
     stored_tensors,
 )
 from megarl.layout import Layout, Parallel, stage_layers
+from megarl.models.headers import HEAD, check_tied
 from megarl.models.hub import model_folder
 from megarl.models.registry import hf_shapes, megatron_table, padded_vocab, read_model
 from megarl.models.shape import ModelShape
@@ -176,12 +177,14 @@ def _open(source: Path, shape: ModelShape) -> TensorSource:
         checkpoint.check(conversion_map.stored)
         return TensorSource(conversion_map, conversion_map.stored.slices, checkpoint)
     folder = HfFolder(source)
+    if shape.tied:
+        check_tied(folder.tensors)
     predicted = hf_shapes(shape, mtp=True).keys() - hf_shapes(shape).keys()
     has_mtp = not predicted.isdisjoint(folder.tensors)
     conversion_map = _conversion_map(shape, folder.tensors, mtp=has_mtp)
     ignored = ()
     if shape.tied:
-        ignored = ("lm_head.weight",)  # the embedding
+        ignored = (HEAD,)  # equal to the embedding
     folder.check(conversion_map.hf_shapes, ignored=ignored)
     return hf_source(conversion_map, folder)
 

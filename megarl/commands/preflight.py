@@ -6,6 +6,7 @@ Neither imports torch, except for the model's tokenizer, which is loaded if a se
 
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from megarl.config.load import resolved_yaml, run_dir
@@ -15,8 +16,15 @@ from megarl.config.validate import Job, check_config
 from megarl.data.conversations import example_encoder
 from megarl.data.feedback import check_feedback
 from megarl.data.tasks import check_tasks, load_sources
-from megarl.data.tokenizer import check_tokenizer, load_tokenizer, prompt_encoder, stop_token_ids
-from megarl.models.hub import model_folder
+from megarl.data.tokenizer import (
+    check_tokenizer,
+    exceeds_vocabulary,
+    load_tokenizer,
+    prompt_encoder,
+    stop_token_ids,
+)
+from megarl.models.hub import copied_files, is_hub_id, model_folder
+from megarl.models.weights import check_weights, has_weights
 from megarl.platform.env import Env
 from megarl.rewards.catalog import check_problems, make_rewards
 from megarl.telemetry.trackers import check_trackers
@@ -30,6 +38,9 @@ def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
     if model.path is not None:
         folder = model_folder(model.path, model.revision)
         check_tokenizer(folder, trust_remote_code=model.trust_remote_code)
+        if not is_hub_id(model.path) and has_weights(folder):  # not yet downloaded
+            check_weights(folder, job.model)
+        copied_files(folder)
     is_evaluated = command == "eval" or config.eval.every > 0
     check = None
     if command == "train" and config.stage_spec.learns == "feedback":
@@ -57,7 +68,8 @@ def _check_text(config: Config, folder: Path | None) -> None:
         firsts = [source.problem(0) for source in load_sources(task)]
     has_examples = any(not isinstance(p.question, str) or "completion" in p.extra for p in firsts)
     uses_template = task.template == "chat" or task.system_prompt or task.template_args
-    if not (has_examples or uses_template or stop):
+    is_scanned = folder is not None and exceeds_vocabulary(folder)
+    if not (has_examples or uses_template or stop or is_scanned):
         return
     if folder:
         tokenizer = load_tokenizer(folder, trust_remote_code=config.model.trust_remote_code)
@@ -67,7 +79,10 @@ def _check_text(config: Config, folder: Path | None) -> None:
         tokenizer = random_tokenizer(config.model.create or Create())
     encode = prompt_encoder(tokenizer, task)
     example = example_encoder(tokenizer, task, config.sft.roles)
-    for problem in firsts or [source.problem(0) for source in load_sources(task)]:
+    problems = iter(firsts or [source.problem(0) for source in load_sources(task)])
+    if is_scanned:
+        problems = chain(problems, *(source.problems() for source in load_sources(task)))
+    for problem in problems:
         if not learns_answers or example(problem) is None:
             encode(problem.question)
     stop_token_ids(tokenizer, stop)

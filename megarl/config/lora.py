@@ -1,33 +1,44 @@
 """`lora`: low-rank adapters of the policy."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from megarl.config.section import Config, Section, refuse
-from megarl.models.lora import CONFIG, adapter_table, targets_of
+from megarl.models.config_json import read_config
+from megarl.models.headers import read_headers
+from megarl.models.lora import CONFIG, WEIGHTS, adapter_table, targets_of
 from megarl.models.registry import megatron_table
 from megarl.models.shape import ModelShape
-from megarl.models.shards import Table
-from megarl.platform.json_text import read_json
+from megarl.models.shards import Table, shapes_of
+from megarl.models.weights import check_tensors
 
 MAX_ENGINE_RANK = 512  # vLLM 0.32
-# of PEFT: settings that change what an adapter computes, and lists of modules that are stored whole
-UNSUPPORTED = (
-    "use_dora",
-    "use_rslora",
-    "use_qalora",
-    "rank_pattern",
-    "alpha_pattern",
-    "modules_to_save",
-    "lora_bias",
-    "layers_to_transform",
-    "layer_replication",
-    "target_parameters",
-    "trainable_token_indices",
-    "fan_in_fan_out",
-)
+# PEFT's keys that are read here, or do not change what an adapter computes
+ACCEPTED = {
+    "r",
+    "lora_alpha",
+    "target_modules",
+    "lora_dropout",
+    "task_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "exclude_modules",
+    "layers_pattern",
+    "megatron_core",
+    "qalora_group_size",
+    "runtime_config",
+}
+# key: supported values; of others, some change the base model (pissa, olora, corda, loftq)
+SUPPORTED = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, None, "gaussian"),
+}
 
 
 class Lora(Section):
@@ -89,7 +100,7 @@ def check_lora(config: Config, shape: ModelShape, *, has_engine: bool) -> None:
     if lora.sync == "adapter" and has_engine:
         _check_engine(config, lora, shape, table)
     if lora.path is not None:
-        _check_folder(lora, lora.path, table)
+        _check_folder(lora, Path(lora.path), table, shape)
 
 
 def _check_engine(config: Config, lora: Lora, shape: ModelShape, table: Table) -> None:
@@ -115,28 +126,42 @@ def _check_engine(config: Config, lora: Lora, shape: ModelShape, table: Table) -
     )
 
 
-def _check_folder(lora: Lora, path: str, table: Table) -> None:
-    file = Path(path) / CONFIG
+def _check_folder(lora: Lora, folder: Path, table: Table, shape: ModelShape) -> None:
+    file = folder / CONFIG
     if not file.is_file():
         raise FileNotFoundError(
-            f"lora.path={path} has no {CONFIG}; set it to the folder of a PEFT adapter"
+            f"lora.path={folder} has no {CONFIG}; set it to the folder of a PEFT adapter"
         )
+    values = read_config(file)
     try:
-        values: Any = read_json(file)
-        alpha = float(values["lora_alpha"])
-        rank = int(values["r"])
-    except (ValueError, KeyError, TypeError) as error:
+        rank = values.size("r")
+        alpha = values.number("lora_alpha")
+    except ValueError as error:
         raise ValueError(
-            f"{file} is not the config of a LoRA adapter ({error!r}); set lora.path to one"
+            f"{file} is not the config of a LoRA adapter ({error}); set lora.path to one"
         ) from None
-    plain = dict.fromkeys(UNSUPPORTED) | {"bias": "none"}
-    for key, off in plain.items():
-        value = values.get(key) or off
-        if value != off:
-            raise ValueError(f"{file}: {key}={value} is not supported; use a plain LoRA adapter")
+    for key, supported in SUPPORTED.items():
+        value = values.raw.get(key, supported[0])
+        if value not in supported:
+            reason = "megarl has only plain LoRA"
+            if key == "init_lora_weights":
+                reason = "such adapters are relative to a base model that their start has changed"
+            raise values.error(
+                f"{key}={value} is not supported ({reason}); supported: "
+                f"{', '.join(map(str, supported))}"
+            )
+    for key, value in values.raw.items():
+        if (
+            value and key not in ACCEPTED | SUPPORTED.keys()
+        ):  # PEFT's default is null, false or empty
+            raise values.error(
+                f"{key}={str(value)[:80]} is not supported; use a plain LoRA adapter"
+            )
     for key, ours, theirs in (("rank", lora.rank, rank), ("alpha", lora.alpha, alpha)):
         if ours != theirs:
             raise ValueError(
-                f"lora.{key}={ours:g}, but the adapter in lora.path={path} has {theirs:g}; set it "
-                "to that"
+                f"lora.{key}={ours:g}, but the adapter in lora.path={folder} has {theirs:g}; set "
+                "it to that"
             )
+    if (folder / WEIGHTS).is_file():
+        check_tensors(folder, read_headers(folder, WEIGHTS), shapes_of(table, shape), None)

@@ -70,10 +70,12 @@ def example_encoder(
             and not completion
             and tuple(roles) == ("assistant",)
         ):
-            return tokenizer.encode_tagged(messages, **task.template_args)
-        return _by_turns(
-            tokenizer, partial(tokenizer.render, **task.template_args), messages, learned, shown
-        )
+            encoded = tokenizer.encode_tagged(messages, **task.template_args)
+        else:
+            render = partial(tokenizer.render, **task.template_args)
+            encoded = _by_turns(tokenizer, render, messages, learned, shown)
+        tokenizer.check(encoded[0])
+        return encoded
 
     return example
 

@@ -5,7 +5,7 @@ If a model folder has no tokenizer, as with tiny test models, texts are lists of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -34,10 +34,19 @@ MAX_PROMPT_CHARACTERS = 1 << 24
 
 
 def check_tokenizer(folder: Path, *, trust_remote_code: bool) -> None:
-    """Raises ValueError for a tokenizer that needs code of the model or a missing package.
+    """Raises ValueError for a tokenizer that needs code of the model or a missing package, and for
+    end tokens that the model does not have.
 
     Imports nothing heavy.
     """
+    vocab = read_config(folder / "config.json").count("vocab_size")
+    for name in ("config.json", "generation_config.json"):
+        for token in read_config(folder / name).token_ids("eos_token_id"):
+            if token >= vocab > 0:
+                raise ValueError(
+                    f"{folder / name}: eos_token_id has {token}, but config.json has "
+                    f"vocab_size={vocab}; correct one of them"
+                )
     if (folder / "tokenizer.json").is_file():
         return
     auto_map = read_config(folder / "tokenizer_config.json").raw.get("auto_map")
@@ -90,7 +99,28 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Toke
             remedy = "set model.trust_remote_code=true"
         raise ValueError(f"{folder}: the tokenizer cannot be loaded ({error}); {remedy}") from error
     own: Any = inner.eos_token_id
-    return HfTokenizer(inner, tuple(sorted(eos | {own} - {None})))
+    tokenizer = HfTokenizer(inner, tuple(sorted(eos | {own} - {None})))
+    tokenizer.vocab = config.count("vocab_size")
+    if inner.vocab_size > tokenizer.vocab > 0:
+        raise ValueError(
+            f"{folder}: the tokenizer has a vocabulary of {inner.vocab_size}, but config.json has "
+            f"vocab_size={tokenizer.vocab}; use the tokenizer of this model"
+        )
+    return tokenizer
+
+
+def exceeds_vocabulary(folder: Path) -> bool:
+    """Returns True if tokenizer.json has ids beyond the model's vocabulary, which texts may need.
+
+    Imports nothing heavy.
+    """
+    vocab = read_config(folder / "config.json").count("vocab_size")
+    values = read_config(folder / "tokenizer.json").raw
+    ids = [token["id"] for token in values.get("added_tokens") or ()]
+    pieces = (values.get("model") or {}).get("vocab") or ()
+    if isinstance(pieces, dict):
+        ids += pieces.values()
+    return max(len(pieces) - 1, *ids, 0) >= vocab > 0
 
 
 def prompt_encoder(tokenizer: Tokenizer, task: Task) -> Encode:
@@ -118,7 +148,8 @@ def prompt_encoder(tokenizer: Tokenizer, task: Task) -> Encode:
                     f"task.template_args has {name}, which the model's chat template never reads "
                     f"(it reads {', '.join(known) or 'no such variables'}); remove {name}"
                 )
-    return partial(tokenizer.encode_prompt, template=task.template, **chat)
+    encode = partial(tokenizer.encode_prompt, template=task.template, **chat)
+    return lambda question: tokenizer.check(encode(question))
 
 
 def stop_token_ids(tokenizer: Tokenizer, stop: Sequence[str]) -> tuple[int, ...]:
@@ -138,7 +169,7 @@ def stop_token_ids(tokenizer: Tokenizer, stop: Sequence[str]) -> tuple[int, ...]
                 "token; choose a text that is a single token, or remove it"
             )
         ids.add(tokens[0][0])
-    return tuple(sorted(ids))
+    return tokenizer.check(sorted(ids))
 
 
 def pad_token(tokenizer: Tokenizer) -> tuple[int, str | None]:
@@ -183,6 +214,8 @@ def _limited(problem: str) -> Iterator[None]:
 
 class HfTokenizer:
     """A Hugging Face tokenizer; `eos` has every token id that ends a response."""
+
+    vocab = 0  # the model's vocab_size; 0: unknown
 
     def __init__(self, inner: Any, eos: tuple[int, ...]) -> None:
         self.inner = inner
@@ -267,14 +300,27 @@ class HfTokenizer:
     def encode_answer(self, text: str) -> tuple[int, ...]:
         """Encodes the text and adds the end token, as in a finished response."""
         ends = [end for end in (self.inner.eos_token_id, *self.eos) if end is not None]
-        return (*self.inner(text, add_special_tokens=False)["input_ids"], *ends[:1])
+        return self.check((*self.inner(text, add_special_tokens=False)["input_ids"], *ends[:1]))
 
     def split(self, text: str) -> list[tuple[int, str]]:
         """The tokens of `text`: the id and the text of each."""
         return [
             (token, self.inner.decode([token], clean_up_tokenization_spaces=False))
-            for token in self.inner(text, add_special_tokens=False)["input_ids"]
+            for token in self.check(self.inner(text, add_special_tokens=False)["input_ids"])
         ]
+
+    def check(self, tokens: Iterable[int]) -> tuple[int, ...]:
+        """Returns the tokens. Raises ValueError for one that the model does not have."""
+        checked = tuple(tokens)
+        last = max(checked, default=0)
+        if last >= self.vocab > 0:
+            raise ValueError(
+                f"the tokenizer, of {len(self.inner)} tokens, writes "
+                f"{self.inner.convert_ids_to_tokens(last)!r} as {last}, but config.json has "
+                f"vocab_size={self.vocab}; use the tokenizer of this model, or resize the model's "
+                "embeddings"
+            )
+        return checked
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self.inner.decode(
@@ -309,6 +355,9 @@ class TokenIds:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return " ".join(map(str, tokens))
+
+    def check(self, tokens: Iterable[int]) -> tuple[int, ...]:
+        return tuple(tokens)
 
     def _parse(self, text: str) -> tuple[int, ...]:
         for word in text.split():

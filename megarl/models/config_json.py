@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,39 @@ ROPE_KEYS = {
     "llama3": (*SCALED, "low_freq_factor", "high_freq_factor"),
     "yarn": SCALED,
 }
+# Keys that transformers or vLLM apply to a decoder of any family, or whose names say that they
+# change what it computes, and the value at which they change nothing.
+NEUTRAL = {
+    "mlp_bias": False,
+    "bias": False,
+    "is_causal": True,
+    "logit_scale": 1,
+    "logits_scaling": 1,
+    "residual_multiplier": 1,
+    "embedding_multiplier": 1,
+    "output_multiplier_scale": 1,
+    "lm_head_multiplier": 1,
+    "shared_expert_intermediate_size": 0,
+    **dict.fromkeys(
+        (
+            "final_logit_softcapping",
+            "attn_logit_softcapping",
+            "attention_multiplier",
+            "dual_chunk_attention_config",
+            "index_topk",
+            "llama_4_scaling",
+            "per_layer_config",
+            "text_config",
+            "vision_config",
+            "audio_config",
+            "transformers_weights",
+        )
+    ),
+}
+# names of one setting
+EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
+ROPES = ("rope_scaling", "rope_parameters")
+PREDICTORS = ("num_nextn_predict_layers", "num_mtp_layers")
 # optional keys and their defaults
 YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0}
 
@@ -35,17 +69,8 @@ class ConfigReader:
     def family(self) -> str:
         return str(self.raw.get("model_type"))
 
-    def size(
-        self,
-        key: str,
-        default: int | None = None,
-        *,
-        alias: str = "",
-    ) -> int:
-        """Returns an integer of at least 1. `alias` is another name of the key, used if only that
-        is present."""
-        if self.raw.get(key) is None and self.raw.get(alias) is not None:
-            key = alias
+    def size(self, key: str, default: int | None = None) -> int:
+        """Returns an integer of at least 1."""
         value = self._get(key, default)
         is_valid = type(value) is int and 1 <= value < 2**31
         return self._checked(key, value, is_valid, "an integer of at least 1, below 2**31")
@@ -63,7 +88,17 @@ class ConfigReader:
         return float(self._checked(key, value, is_valid, "a number above 0"))
 
     def flag(self, key: str, default: bool = False) -> bool:
-        return bool(self.raw.get(key, default))
+        value = self._get(key, default)
+        return self._checked(key, value, type(value) is bool, "true or false")
+
+    def one_of(self, *keys: str) -> str:
+        """Returns which of the names of one setting the file has; the first, if none. Raises
+        ValueError if it has two with different values."""
+        present = [key for key in keys if self.raw.get(key) is not None]
+        for key in present[1:]:
+            if self.raw[key] != self.raw[present[0]]:
+                self._refuse_both(present[0], key)
+        return next(iter(present), keys[0])
 
     def token_ids(self, key: str) -> tuple[int, ...]:
         value = self._get(key, [])
@@ -81,6 +116,12 @@ class ConfigReader:
             value = self.raw.get(key)
             if value is not None and value != only:
                 raise self.unsupported(key, value, only)
+
+    def no_window(self) -> None:
+        """Refuses a sliding window, which vLLM applies also where transformers does not."""
+        window = self.count("sliding_window")
+        if 0 < window < self.size("max_position_embeddings", 4096):
+            raise self.unsupported("sliding_window", window, None)
 
     def quantization(self) -> BlockFormat | None:
         """Returns the block format of the weights, None if they are not quantised. Raises
@@ -126,11 +167,25 @@ class ConfigReader:
         mscale: whether the family implements yarn's `mscale` and `mscale_all_dim`
         kinds: the family's `rope_type`s
         """
-        key = "rope_parameters" if self.raw.get("rope_parameters") else "rope_scaling"
+        read = partial(self._rope, theta=theta, fraction=fraction, mscale=mscale, kinds=kinds)
+        old, new = ROPES
+        if self.raw.get(old) and self.raw.get(new) and read(old) != read(new):
+            self._refuse_both(old, new)
+        return read(new if self.raw.get(new) else old)
+
+    def _rope(
+        self,
+        key: str,
+        *,
+        theta: float,
+        fraction: float,
+        mscale: bool,
+        kinds: Collection[str],
+    ) -> Settings:
         values = self._get(key, {})
         self._checked(key, values, isinstance(values, Mapping), "an object, or null")
         inner = ConfigReader(values, f"{self.where}: {key}")
-        kind = values.get("rope_type", values.get("type", "default"))
+        kind = values.get(inner.one_of("rope_type", "type")) or "default"
         if kind not in kinds:
             raise self.error(
                 f"rope_type={kind!r} is not supported for {self.family}; "
@@ -176,6 +231,12 @@ class ConfigReader:
             return default
         return value
 
+    def _refuse_both(self, key: str, other: str) -> None:
+        raise self.error(
+            f"{key}={json.dumps(self.raw[key])} and {other}={json.dumps(self.raw[other])} set the "
+            "same thing differently; remove one"
+        )
+
     def _checked(
         self,
         key: str,
@@ -220,7 +281,7 @@ def read_decoder(
     rope: the result of `config.rope`, if the family calls it with options
     layer_types: the supported pattern, which repeats
     """
-    config.only(hidden_act="silu", mlp_bias=False)
+    config.only(hidden_act="silu", **NEUTRAL)
     config.quantization()
     for layer, kind in enumerate(config.raw.get("layer_types") or []):
         supported = layer_types[layer % len(layer_types)]

@@ -5,7 +5,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megarl.models import blocks
-from megarl.models.config_json import YARN, ConfigReader, read_decoder, read_latent
+from megarl.models.config_json import (
+    EXPERTS,
+    PREDICTORS,
+    YARN,
+    ConfigReader,
+    read_decoder,
+    read_latent,
+)
 from megarl.models.shape import Family, ModelShape, Router, Settings
 from megarl.models.shards import (
     HF,
@@ -31,10 +38,11 @@ def read(config: ConfigReader) -> ModelShape:
 
 def read_experts(config: ConfigReader) -> Settings:
     """Raises ValueError for missing keys whose defaults differ between transformers and vLLM."""
+    config.no_window()
     config.only(moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc")
     width = config.size("moe_intermediate_size")
     return {
-        "experts": config.size("n_routed_experts"),
+        "experts": config.size(config.one_of(*EXPERTS)),
         "experts_per_token": config.size("num_experts_per_tok"),
         "moe_intermediate": width,
         "shared_intermediate": width * config.count("n_shared_experts", None),
@@ -47,7 +55,7 @@ def read_experts(config: ConfigReader) -> Settings:
             groups_per_token=config.size("topk_group"),
             scale=config.number("routed_scaling_factor"),
         ),
-        "mtp_layers": config.count("num_nextn_predict_layers", config.count("num_mtp_layers")),
+        "mtp_layers": config.count(config.one_of(*PREDICTORS)),
     }
 
 

@@ -16,6 +16,10 @@ from megarl.models.shape import Shape
 from megarl.platform.json_text import parse_json, read_json
 
 INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+COMPARED_BYTES = 1 << 24
 MAX_HEADER_BYTES = 100_000_000  # as in the safetensors library
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
@@ -42,26 +46,53 @@ def header_shapes(folder: Path) -> dict[str, Shape]:
     return {name: tensor.shape for name, tensor in read_headers(folder).items()}
 
 
-def read_headers(folder: Path) -> dict[str, HfTensor]:
-    """Returns the tensors of the index's files, or of all *.safetensors. Raises ValueError, naming
-    file and tensor."""
-    names = {}
+def read_headers(folder: Path, only: str = "") -> dict[str, HfTensor]:
+    """Returns the tensors of the files that are the model: those of the index, or else
+    model.safetensors, or else all *.safetensors; or those of the file `only`.
+
+    Raises ValueError, naming file and tensor, for a file that is missing or damaged, and where
+    transformers and vLLM would read different files.
+    """
     index = folder / INDEX
-    if index.is_file():
+    whole = folder / WHOLE
+    names = {}
+    if index.is_file() and not only:
         names = _read_index(index)
-    files = sorted(set(names.values()) or (file.name for file in folder.glob("*.safetensors")))
+    files = sorted(set(names.values()))
+    if not files:
+        files = sorted(file.name for file in folder.glob(only or "*.safetensors"))
     if not files:
         raise ValueError(
-            f"{folder} has no *.safetensors; choose a Hugging Face folder with weights"
+            f"{folder} has no {only or '*.safetensors'}; choose a Hugging Face folder with weights"
+        )
+    for file in files:
+        if os.path.isfile(folder / file):
+            continue
+        problem = " links to a file that does not exist"
+        remedy = "copy the folder again"
+        if names:
+            listed = [name for name, other in names.items() if other == file]
+            problem = f", which should contain {listed[0]}, is missing"
+        if names and whole.is_file() and names.keys() <= _read_header(whole).keys():
+            remedy = f"{WHOLE} has all tensors, so you can remove {INDEX}"
+        raise ValueError(f"{folder / file}{problem}; {remedy}")
+    if names and whole.is_file() and WHOLE not in files:
+        raise ValueError(
+            f"{folder} has {WHOLE}, which transformers reads, and {INDEX}, which vLLM reads and "
+            "which does not list it; remove the one that is not the model"
         )
     tensors: dict[str, HfTensor] = {}
     for file in files:
-        if not os.path.isfile(folder / file):
-            first = next(name for name, listed in names.items() if listed == file)
+        header = _read_header(folder / file)
+        twice = min(tensors.keys() & header, default=None)
+        if twice is not None:
             raise ValueError(
-                f"{folder / file}, which should contain {first}, is missing; copy the folder again"
+                f"{tensors[twice].file} and {folder / file} both contain {twice}; remove the file "
+                "that is not the model's"
             )
-        tensors |= _read_header(folder / file)
+        tensors |= header
+    if WHOLE in files and not names:  # transformers reads no other file
+        tensors = {name: tensor for name, tensor in tensors.items() if tensor.file == whole}
     for name, file in names.items():
         if name not in tensors or tensors[name].file.name != file:
             raise ValueError(
@@ -69,6 +100,32 @@ def read_headers(folder: Path) -> dict[str, HfTensor]:
                 "again"
             )
     return tensors
+
+
+def check_tied(tensors: Mapping[str, HfTensor]) -> None:
+    """Raises ValueError if a model with tied embeddings has a head of its own that differs."""
+    head = tensors.get(HEAD)
+    embedding = tensors.get(EMBEDDING)
+    if head is None or embedding is None or _bytes_equal(head, embedding):
+        return
+    raise ValueError(
+        f"{head.file}: {HEAD} differs from {EMBEDDING}, but config.json has "
+        "tie_word_embeddings=true, with which vLLM ignores it; set that to false, or remove "
+        f"{HEAD}"
+    )
+
+
+def _bytes_equal(a: HfTensor, b: HfTensor) -> bool:
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    with a.file.open("rb") as first, b.file.open("rb") as second:
+        first.seek(a.offset)
+        second.seek(b.offset)
+        for begin in range(0, a.nbytes, COMPARED_BYTES):
+            count = min(COMPARED_BYTES, a.nbytes - begin)
+            if first.read(count) != second.read(count):
+                return False
+    return True
 
 
 def _read_index(index: Path) -> dict[str, str]:
@@ -80,6 +137,8 @@ def _read_index(index: Path) -> dict[str, str]:
                 raise ValueError(
                     f"{name} is in {file!r}, which is not the name of a safetensors file"
                 )
+        if not names:
+            raise ValueError("weight_map is empty")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index} is not a valid index ({error}); copy the folder again") from None
     return names

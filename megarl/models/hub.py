@@ -9,6 +9,7 @@ id, commit   --model_folder------> the same folder, without network
 import os
 import re
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 from megarl.platform.hub import Repository
@@ -48,6 +49,29 @@ def model_folder(path: str, revision: str | None = None) -> Path:
         if isinstance(file, str):
             return Path(file).parent
     return _expanded(path)
+
+
+def copied_files(folder: Path) -> list[Path]:
+    """Returns the files that a copy of the model has beside its weights: config, tokenizer and its
+    code, but no index and no Megatron metadata.json.
+
+    Raises ValueError for a link to a file elsewhere, except to the blobs of a hub cache.
+    """
+    found = chain.from_iterable(map(folder.glob, (*SMALL, *CODE)))
+    files = []
+    home = folder.resolve()
+    for file in sorted(set(found)):
+        if file.name.endswith(".index.json") or file.name == "metadata.json":
+            continue
+        target = file.resolve()
+        is_blob = home.parent.name == "snapshots" and target.parent == home.parents[1] / "blobs"
+        if not target.is_relative_to(home) and not is_blob:
+            raise ValueError(
+                f"{file} links to {target}, outside the folder, so a copy of the model would "
+                "contain that file; replace the link by the file"
+            )
+        files.append(file)
+    return files
 
 
 def _expanded(path: str) -> Path:

@@ -6,7 +6,8 @@ from megarl.models.shape import Family, ModelShape
 
 
 def read(config: ConfigReader) -> ModelShape:
-    config.only(attention_bias=False)
+    config.only(attention_bias=False, qkv_bias=False)
+    config.no_window()
     return read_decoder(config)
 
 

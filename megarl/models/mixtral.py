@@ -2,7 +2,7 @@
 names."""
 
 from megarl.models import blocks
-from megarl.models.config_json import ConfigReader, read_decoder
+from megarl.models.config_json import EXPERTS, ConfigReader, read_decoder
 from megarl.models.shape import Family, ModelShape, Settings
 from megarl.models.shards import LayerSpec, Table
 
@@ -11,13 +11,11 @@ NAMES = blocks.ExpertNames(block="block_sparse_moe.", gate="w1", up="w3", down="
 
 def read(config: ConfigReader) -> ModelShape:
     config.only(attention_bias=False)
-    window = config.raw.get("sliding_window")
-    if window:
-        raise config.unsupported("sliding_window", window, None)
+    config.no_window()
     return read_decoder(
         config,
         rope=config.rope(theta=1e6),
-        experts=config.size("num_local_experts"),
+        experts=config.size(config.one_of(*EXPERTS[1:])),
         experts_per_token=config.size("num_experts_per_tok"),
         moe_intermediate=config.size("intermediate_size"),
     )

@@ -6,7 +6,7 @@ from megarl.models.shape import Family, ModelShape
 
 
 def read(config: ConfigReader) -> ModelShape:
-    config.only(use_sliding_window=False)
+    config.only(use_sliding_window=False, qk_norm=False)
     return read_decoder(config, qkv_bias=True)
 
 

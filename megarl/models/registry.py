@@ -10,8 +10,16 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from megarl.models.config_json import ConfigReader, read_config, read_latent, read_sizes
+from megarl.models.config_json import (
+    EXPERTS,
+    PREDICTORS,
+    ConfigReader,
+    read_config,
+    read_latent,
+    read_sizes,
+)
 from megarl.models.headers import header_shapes
+from megarl.models.lora import CONFIG
 from megarl.models.shape import Family, ModelShape, Shape
 from megarl.models.shards import LayerSpec, Table, shapes_of
 from megarl.platform.env import is_installed
@@ -35,6 +43,7 @@ REFUSED = (
     "logit_scale",
     "output_multiplier_scale",
     "lm_head_multiplier",
+    "transformers_weights",
     "text_config",
     "vision_config",
     "audio_config",
@@ -44,6 +53,7 @@ REFUSED = (
 FAMILIES: dict[str, Family] = {}
 for _module in MODULES:
     FAMILIES |= import_module(f"megarl.models.{_module}").FAMILIES
+ARCHITECTURES = {family.architecture for family in FAMILIES.values()}
 
 
 def read_model(path: str | Path) -> ModelShape:
@@ -58,6 +68,11 @@ def read_model(path: str | Path) -> ModelShape:
         raise FileNotFoundError(
             f"model.path={path} {problem}; set it to the folder of a Hugging Face model, or to an "
             "id on the hub such as Qwen/Qwen3-8B"
+        )
+    if (folder / CONFIG).is_file():
+        raise ValueError(
+            f"{folder} has a config.json and an {CONFIG}: transformers would add the adapter to "
+            "the model, vLLM would not; move the adapter to a folder of its own, for lora.path"
         )
     return parse_model(read_config(file).raw, str(file), folder)
 
@@ -75,7 +90,20 @@ def parse_model(raw: Mapping[str, Any], where: str, folder: Path | None = None) 
             f"{shape.layers} layers, {shape.mtp_layers} of multi-token prediction, and "
             f"{shape.experts} experts in each are too many: at most {MAX_EXPERTS} are supported"
         )
+    if config.family in FAMILIES:
+        _check_architectures(config, FAMILIES[config.family].architecture)
     return shape
+
+
+def _check_architectures(config: ConfigReader, architecture: str) -> None:
+    """Raises ValueError if vLLM, which reads `architectures`, would build another family than
+    transformers, which reads `model_type`."""
+    for name in ARCHITECTURES.intersection(map(str, config.raw.get("architectures") or ())):
+        if architecture and name != architecture:
+            raise config.error(
+                f"architectures has {name}, but model_type={config.family} is {architecture}; "
+                "correct one of them"
+            )
 
 
 def _read_bridged(config: ConfigReader, folder: Path | None) -> ModelShape:
@@ -108,14 +136,14 @@ def _read_bridged(config: ConfigReader, folder: Path | None) -> ModelShape:
             )
 
     def first(*keys: str) -> int:
-        return next((config.count(key) for key in keys if raw.get(key) is not None), 0)
+        return config.count(config.one_of(*keys))
 
-    experts = first("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    experts = first(*EXPERTS, "moe_num_experts")
     experts_per_token = 0
     moe_intermediate = 0
     if experts:
         experts_per_token = first("num_experts_per_tok", "moe_topk", "moe_k")
-        moe_intermediate = first("moe_intermediate_size", "intermediate_size")
+        moe_intermediate = first("moe_intermediate_size") or first("intermediate_size")
     latent = None
     if raw.get("kv_lora_rank"):
         latent = read_latent(config)
@@ -126,7 +154,7 @@ def _read_bridged(config: ConfigReader, folder: Path | None) -> ModelShape:
         experts=experts,
         experts_per_token=experts_per_token,
         moe_intermediate=moe_intermediate,
-        mtp_layers=first("num_nextn_predict_layers", "num_mtp_layers"),
+        mtp_layers=first(*PREDICTORS),
         bridge=folder,
     )
 

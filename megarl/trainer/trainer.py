@@ -32,6 +32,7 @@ from megarl.layout import Layout
 from megarl.models.registry import hf_shapes, megatron_table, padded_vocab
 from megarl.models.shape import ModelShape
 from megarl.models.shards import Slices, Table, shapes_of, slices_by_rank, slices_of
+from megarl.models.weights import check_weights
 from megarl.platform.device import DTYPES, to_device
 from megarl.trainer.bridged import Bridged
 from megarl.trainer.forward import LossSums, forward_backward, global_sums
@@ -457,6 +458,7 @@ def _load(
     if is_megatron:
         rank_state.load(model, folder)
     else:
+        check_weights(folder, shape, table)
         load_hf(local_tensors(model), slices, folder)
     if layout.pp.last and not is_head_loaded:
         head.attach(model[-1])
