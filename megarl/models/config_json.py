@@ -216,6 +216,7 @@ class ConfigReader:
         scaling: Settings = {}
         if required:
             scaling = {"rope_type": kind} | {name: inner.number(name) for name in required}
+            self.only(**{SCALED[1]: scaling[SCALED[1]]})  # transformers prefers it
         if kind == "yarn":
             scaling |= {name: float(values.get(name) or default) for name, default in YARN.items()}
             scaling["truncate"] = inner.flag("truncate", True)

@@ -33,7 +33,10 @@ def read(config: ConfigReader) -> ModelShape:
     rope = config.rope(kinds=("default", "yarn"), mscale=True)
     if not rope["rope_scaling"].get("truncate", True):
         raise config.unsupported("truncate", False, True)
-    return read_decoder(config, latent=read_latent(config), rope=rope, **read_experts(config))
+    latent = read_latent(config)
+    heads = config.size("num_attention_heads")
+    config.only(head_dim=latent.qk_rope_head_dim, num_key_value_heads=heads)
+    return read_decoder(config, latent=latent, rope=rope, **read_experts(config))
 
 
 def read_experts(config: ConfigReader) -> Settings:

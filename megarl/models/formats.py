@@ -119,6 +119,42 @@ FORMATS = {
 }
 
 
+# Keys of a quantization_config that are read here, or are of activations, cache or calibration
+ACCEPTED = {
+    "quant_method",
+    "fmt",
+    "scale_fmt",
+    "weight_block_size",
+    "activation_scheme",
+    "modules_to_not_convert",
+    "ignored_layers",
+    "dequantize",
+    "run_compressed",
+    "config_groups",
+    "format",
+    "global_compression_ratio",
+    "ignore",
+    "kv_cache_scheme",
+    "quantization_status",
+    "sparsity_config",
+    "transform_config",
+    "version",
+    # of the weights of a group
+    "actorder",
+    "block_structure",
+    "dynamic",
+    "group_size",
+    "num_bits",
+    "observer",
+    "observer_kwargs",
+    "scale_dtype",
+    "strategy",
+    "symmetric",
+    "type",
+    "zp_dtype",
+}
+
+
 def as_stored(part: ShardSlice, fmt: BlockFormat, dims: int) -> ShardSlice:
     """Returns the slice of a tensor of `dims` dims with its inputs last."""
     if not fmt.is_transposed:
@@ -154,6 +190,7 @@ def read_quantization(raw: Settings) -> BlockFormat:
     """Returns the format of weights that a `quantization_config` describes, whatever the
     activations' and the cache's. Raises ValueError with the value that is not supported, and what
     is."""
+    _accept(raw)
     method = raw.get("quant_method")
     if method == "fp8":
         _only(raw, "fmt", None, "e4m3")
@@ -179,6 +216,7 @@ def read_quantization(raw: Settings) -> BlockFormat:
 def _compressed(weights: Settings, stored_as: Any) -> BlockFormat:
     """Returns the format of a group of compressed-tensors: `weights` are its QuantizationArgs,
     `stored_as` its compression format."""
+    _accept(weights)
     _only(weights, "symmetric", True)
     _only(weights, "actorder", None, "weight", "static")  # others permute a row's inputs
     _only(weights, "dynamic", False, None)
@@ -206,6 +244,13 @@ def _compressed(weights: Settings, stored_as: Any) -> BlockFormat:
         "tensor_group 16 nvfp4-pack-quantized, float4 group 32 mxfp4-pack-quantized, int4 group "
         "or channel pack-quantized"
     )
+
+
+def _accept(raw: Settings) -> None:
+    """Raises ValueError for a key that is not known, unless its value is null, false or empty."""
+    for key, value in raw.items():
+        if value and key not in ACCEPTED:
+            raise ValueError(f"{key}={json.dumps(value)[:80]} is not supported")
 
 
 def _in_blocks(fmt: BlockFormat, raw: Settings, key: str) -> BlockFormat:

@@ -10,7 +10,6 @@ from megarl.models.formats import BlockFormat
 from megarl.models.headers import (
     HEAD,
     INDEX,
-    WHOLE,
     HfTensor,
     check_tied,
     read_headers,
@@ -82,7 +81,7 @@ def check_tensors(
         if tensor is None:
             file = folder / INDEX
             if not file.is_file():
-                file = folder / WHOLE
+                file = next((other.file for other in tensors.values()), file)
             raise ValueError(
                 f"{file} has no tensor {name}, which config.json requires; copy the folder again"
             )

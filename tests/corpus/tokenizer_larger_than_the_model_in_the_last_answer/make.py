@@ -1,0 +1,12 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+
+def make(folder: Path) -> None:
+    file = folder / "model" / "tokenizer.json"
+    values = json.loads(file.read_text())
+    token = values["added_tokens"][-1] | {"id": 262, "content": "<tool>"}
+    values["added_tokens"].append(token)
+    file.write_text(json.dumps(values))
