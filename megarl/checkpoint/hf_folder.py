@@ -37,10 +37,9 @@ class HfFolder:
     is incomplete.
     """
 
-    def __init__(self, folder: Path, only: str = "") -> None:
-        """Opens the files that are the model, or the file `only`."""
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.tensors = read_headers(folder, only)
+        self.tensors = read_headers(folder)
         fmt = read_config(folder / "config.json").quantization()
         self.format = fmt or PLAIN.format  # of the tensors in `quantized`
         self.quantized = PLAIN.names

@@ -13,8 +13,6 @@ from megarl.config.load import changed, load_config, run_dir
 from megarl.config.run_dir import check_resumed, make_run_dir
 from megarl.config.schema import Config
 from megarl.config.validate import Job
-from megarl.models.hub import is_hub_id, model_folder
-from megarl.models.weights import check_weights
 from megarl.platform.env import Env
 from megarl.processes.exit_codes import DEFECT, DONE, STOPPED, USER, Failure, say, write_exit
 
@@ -32,8 +30,6 @@ def start(command: str, args: argparse.Namespace) -> int:
         job = preflight(config, env, command=command)
         if not args.dry_run:
             download_weights(config, env, command)
-            if config.model.path is not None and is_hub_id(config.model.path):
-                check_weights(model_folder(config.model.path, config.model.revision), job.model)
             make_run_dir(config)
             config = materialize_model(config)
             if command == "train" and not args.resume_changed:

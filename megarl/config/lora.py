@@ -143,17 +143,14 @@ def _check_folder(lora: Lora, folder: Path, table: Table, shape: ModelShape) -> 
     for key, supported in SUPPORTED.items():
         value = values.raw.get(key, supported[0])
         if value not in supported:
-            reason = "megarl has only plain LoRA"
-            if key == "init_lora_weights":
-                reason = "such adapters are relative to a base model that their start has changed"
             raise values.error(
-                f"{key}={value} is not supported ({reason}); supported: "
+                f"{key}={value} is not supported (pissa, olora, corda and loftq adapters are "
+                "relative to a base model that they have changed); supported: "
                 f"{', '.join(map(str, supported))}"
             )
+    accepted = ACCEPTED | SUPPORTED.keys()
     for key, value in values.raw.items():
-        if (
-            value and key not in ACCEPTED | SUPPORTED.keys()
-        ):  # PEFT's default is null, false or empty
+        if value and key not in accepted:  # PEFT's default is null, false or empty
             raise values.error(
                 f"{key}={str(value)[:80]} is not supported; use a plain LoRA adapter"
             )
@@ -164,4 +161,4 @@ def _check_folder(lora: Lora, folder: Path, table: Table, shape: ModelShape) -> 
                 "it to that"
             )
     if (folder / WEIGHTS).is_file():
-        check_tensors(folder, read_headers(folder, WEIGHTS), shapes_of(table, shape), None)
+        check_tensors(folder, read_headers(folder), shapes_of(table, shape), None)

@@ -6,11 +6,9 @@ from pydantic import NonNegativeInt, PositiveInt
 
 from megarl.config.section import Config, Section, refuse
 from megarl.layout import Layout, Parallel, stage_layers
-from megarl.models.headers import check_tied, read_headers
-from megarl.models.hub import is_hub_id, model_folder, split_revision
+from megarl.models.hub import model_folder
 from megarl.models.registry import read_model
 from megarl.models.shape import ModelShape
-from megarl.models.weights import has_weights
 
 
 class Create(Section):
@@ -184,9 +182,5 @@ def read_and_check(config: Config, key: str, name: str) -> ModelShape:
             "of a model"
         )
     other = read_model(folder)
-    if not is_hub_id(split_revision(name)[0]) and has_weights(folder):
-        tensors = read_headers(folder)
-        if other.tied:
-            check_tied(tensors)
     check_model(config, other)
     return other

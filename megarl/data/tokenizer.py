@@ -118,8 +118,6 @@ def exceeds_vocabulary(folder: Path) -> bool:
     values = read_config(folder / "tokenizer.json").raw
     ids = [token["id"] for token in values.get("added_tokens") or ()]
     pieces = (values.get("model") or {}).get("vocab") or ()
-    if isinstance(pieces, dict):
-        ids += pieces.values()
     return max(len(pieces) - 1, *ids, 0) >= vocab > 0
 
 

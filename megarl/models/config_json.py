@@ -5,7 +5,6 @@ import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,39 +19,30 @@ ROPE_KEYS = {
     "llama3": (*SCALED, "low_freq_factor", "high_freq_factor"),
     "yarn": SCALED,
 }
-# Keys that transformers or vLLM apply to a decoder of any family, or whose names say that they
-# change what it computes, and the value at which they change nothing.
-NEUTRAL = {
-    "mlp_bias": False,
-    "bias": False,
-    "is_causal": True,
-    "logit_scale": 1,
-    "logits_scaling": 1,
-    "residual_multiplier": 1,
-    "embedding_multiplier": 1,
-    "output_multiplier_scale": 1,
-    "lm_head_multiplier": 1,
-    "shared_expert_intermediate_size": 0,
-    **dict.fromkeys(
-        (
-            "final_logit_softcapping",
-            "attn_logit_softcapping",
-            "attention_multiplier",
-            "dual_chunk_attention_config",
-            "index_topk",
-            "llama_4_scaling",
-            "per_layer_config",
-            "text_config",
-            "vision_config",
-            "audio_config",
-            "transformers_weights",
-        )
-    ),
-}
+# keys of multimodal models, or that change logits or whole layers
+UNUSUAL = (
+    "final_logit_softcapping",
+    "logits_scaling",
+    "logit_scale",
+    "output_multiplier_scale",
+    "lm_head_multiplier",
+    "per_layer_config",
+    "dual_chunk_attention_config",
+    "index_topk",
+    "llama_4_scaling",
+    "transformers_weights",
+    "text_config",
+    "vision_config",
+    "audio_config",
+)
 # names of one setting
-EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
+SYNONYMS = (
+    ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"),
+    ("num_experts_per_tok", "moe_topk", "moe_k"),
+    ("num_nextn_predict_layers", "num_mtp_layers"),
+    ("rope_type", "type"),
+)
 ROPES = ("rope_scaling", "rope_parameters")
-PREDICTORS = ("num_nextn_predict_layers", "num_mtp_layers")
 # optional keys and their defaults
 YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0}
 
@@ -91,15 +81,6 @@ class ConfigReader:
         value = self._get(key, default)
         return self._checked(key, value, type(value) is bool, "true or false")
 
-    def one_of(self, *keys: str) -> str:
-        """Returns which of the names of one setting the file has; the first, if none. Raises
-        ValueError if it has two with different values."""
-        present = [key for key in keys if self.raw.get(key) is not None]
-        for key in present[1:]:
-            if self.raw[key] != self.raw[present[0]]:
-                self._refuse_both(present[0], key)
-        return next(iter(present), keys[0])
-
     def token_ids(self, key: str) -> tuple[int, ...]:
         value = self._get(key, [])
         ids = value
@@ -116,6 +97,18 @@ class ConfigReader:
             value = self.raw.get(key)
             if value is not None and value != only:
                 raise self.unsupported(key, value, only)
+
+    def only_neutral(self, *keys: str) -> None:
+        """Refuses these keys, and UNUSUAL, unless they are null, false or empty, or a scale of
+        1."""
+        for key in (*UNUSUAL, *keys):
+            value = self.raw.get(key)
+            if value and (value != 1 or value is True):
+                raise self.error(
+                    f"{key}={json.dumps(value)[:80]} is not supported for {self.family}; the model "
+                    "must be a text model, not quantised in another format, whose logits are the "
+                    "last hidden state times the output layer"
+                )
 
     def no_window(self) -> None:
         """Refuses a sliding window, which vLLM applies also where transformers does not."""
@@ -167,25 +160,16 @@ class ConfigReader:
         mscale: whether the family implements yarn's `mscale` and `mscale_all_dim`
         kinds: the family's `rope_type`s
         """
-        read = partial(self._rope, theta=theta, fraction=fraction, mscale=mscale, kinds=kinds)
-        old, new = ROPES
-        if self.raw.get(old) and self.raw.get(new) and read(old) != read(new):
-            self._refuse_both(old, new)
-        return read(new if self.raw.get(new) else old)
-
-    def _rope(
-        self,
-        key: str,
-        *,
-        theta: float,
-        fraction: float,
-        mscale: bool,
-        kinds: Collection[str],
-    ) -> Settings:
+        key = "rope_parameters" if self.raw.get("rope_parameters") else "rope_scaling"
+        if all(map(self.raw.get, ROPES)):
+            options: Any = {"theta": theta, "fraction": fraction, "mscale": mscale, "kinds": kinds}
+            alone = [ConfigReader({**self.raw, other: None}, self.where) for other in ROPES]
+            if alone[0].rope(**options) != alone[1].rope(**options):
+                self._refuse_both(*ROPES)
         values = self._get(key, {})
         self._checked(key, values, isinstance(values, Mapping), "an object, or null")
         inner = ConfigReader(values, f"{self.where}: {key}")
-        kind = values.get(inner.one_of("rope_type", "type")) or "default"
+        kind = inner._get("rope_type", "default")
         if kind not in kinds:
             raise self.error(
                 f"rope_type={kind!r} is not supported for {self.family}; "
@@ -223,14 +207,18 @@ class ConfigReader:
         return {"rope_theta": base, "rotary_fraction": rotated, "rope_scaling": scaling}
 
     def _get(self, key: str, default: Any) -> Any:
-        if default is None and key not in self.raw:
+        names = next((names for names in SYNONYMS if key in names), (key,))
+        if default is None and self.raw.keys().isdisjoint(names):
             raise ValueError(
                 f"{self.where} has no {key!r}; choose a folder with a complete config.json"
             )
-        value = self.raw.get(key)
-        if value is None:
+        present = [name for name in names if self.raw.get(name) is not None]
+        for name in present[1:]:
+            if self.raw[name] != self.raw[present[0]]:
+                self._refuse_both(present[0], name)
+        if not present:
             return default
-        return value
+        return self.raw[present[0]]
 
     def _refuse_both(self, key: str, other: str) -> None:
         raise self.error(
@@ -282,7 +270,8 @@ def read_decoder(
     rope: the result of `config.rope`, if the family calls it with options
     layer_types: the supported pattern, which repeats
     """
-    config.only(hidden_act="silu", **NEUTRAL)
+    config.only(hidden_act="silu", mlp_bias=False, is_causal=True)
+    config.only_neutral()
     config.quantization()
     for layer, kind in enumerate(config.raw.get("layer_types") or []):
         supported = layer_types[layer % len(layer_types)]

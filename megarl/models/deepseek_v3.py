@@ -5,14 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megarl.models import blocks
-from megarl.models.config_json import (
-    EXPERTS,
-    PREDICTORS,
-    YARN,
-    ConfigReader,
-    read_decoder,
-    read_latent,
-)
+from megarl.models.config_json import YARN, ConfigReader, read_decoder, read_latent
 from megarl.models.shape import Family, ModelShape, Router, Settings
 from megarl.models.shards import (
     HF,
@@ -33,10 +26,7 @@ def read(config: ConfigReader) -> ModelShape:
     rope = config.rope(kinds=("default", "yarn"), mscale=True)
     if not rope["rope_scaling"].get("truncate", True):
         raise config.unsupported("truncate", False, True)
-    latent = read_latent(config)
-    heads = config.size("num_attention_heads")
-    config.only(head_dim=latent.qk_rope_head_dim, num_key_value_heads=heads)
-    return read_decoder(config, latent=latent, rope=rope, **read_experts(config))
+    return read_decoder(config, latent=read_latent(config), rope=rope, **read_experts(config))
 
 
 def read_experts(config: ConfigReader) -> Settings:
@@ -45,7 +35,7 @@ def read_experts(config: ConfigReader) -> Settings:
     config.only(moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc")
     width = config.size("moe_intermediate_size")
     return {
-        "experts": config.size(config.one_of(*EXPERTS)),
+        "experts": config.size("n_routed_experts"),
         "experts_per_token": config.size("num_experts_per_tok"),
         "moe_intermediate": width,
         "shared_intermediate": width * config.count("n_shared_experts", None),
@@ -58,7 +48,7 @@ def read_experts(config: ConfigReader) -> Settings:
             groups_per_token=config.size("topk_group"),
             scale=config.number("routed_scaling_factor"),
         ),
-        "mtp_layers": config.count(config.one_of(*PREDICTORS)),
+        "mtp_layers": config.count("num_nextn_predict_layers"),
     }
 
 

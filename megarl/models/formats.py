@@ -190,8 +190,9 @@ def read_quantization(raw: Settings) -> BlockFormat:
     """Returns the format of weights that a `quantization_config` describes, whatever the
     activations' and the cache's. Raises ValueError with the value that is not supported, and what
     is."""
-    _accept(raw)
     method = raw.get("quant_method")
+    _only(raw, "quant_method", "fp8", "mxfp4", "compressed-tensors")
+    _accept(raw)
     if method == "fp8":
         _only(raw, "fmt", None, "e4m3")
         _only(raw, "scale_fmt", None, "float", "ue8m0")
@@ -199,7 +200,6 @@ def read_quantization(raw: Settings) -> BlockFormat:
         return _in_blocks(fmt, raw, "weight_block_size")
     if method == "mxfp4":
         return FORMATS["mxfp4"]
-    _only(raw, "quant_method", "fp8", "mxfp4", "compressed-tensors")
     _only(raw, "transform_config", None, {})
     sparsity = (raw.get("sparsity_config") or {}).get("format", "dense")
     if sparsity != "dense":

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from megarl.models import blocks
-from megarl.models.config_json import EXPERTS, ConfigReader, read_decoder
+from megarl.models.config_json import ConfigReader, read_decoder
 from megarl.models.shape import Family, ModelShape, Router, Settings
 from megarl.models.shards import (
     HF,
@@ -35,7 +35,7 @@ def read(config: ConfigReader) -> ModelShape:
         sinks=True,
         sliding_window=config.size("sliding_window", 128),
         swiglu_limit=config.number("swiglu_limit", 7.0),
-        experts=config.size(config.one_of(*EXPERTS[1:])),
+        experts=config.size("num_local_experts"),
         experts_per_token=config.size("num_experts_per_tok"),
         moe_intermediate=config.size("intermediate_size"),
         router=Router(linear_bias=True),

@@ -12,6 +12,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megarl.models.shape import Shape
 from megarl.platform.json_text import parse_json, read_json
 
@@ -19,7 +21,6 @@ INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-COMPARED_BYTES = 1 << 24
 MAX_HEADER_BYTES = 100_000_000  # as in the safetensors library
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
@@ -46,9 +47,9 @@ def header_shapes(folder: Path) -> dict[str, Shape]:
     return {name: tensor.shape for name, tensor in read_headers(folder).items()}
 
 
-def read_headers(folder: Path, only: str = "") -> dict[str, HfTensor]:
+def read_headers(folder: Path) -> dict[str, HfTensor]:
     """Returns the tensors of the files that are the model: those of the index, or else
-    model.safetensors, or else all *.safetensors; or those of the file `only`.
+    model.safetensors, or else all *.safetensors.
 
     Raises ValueError, naming file and tensor, for a file that is missing or damaged, and where
     transformers and vLLM would read different files.
@@ -56,14 +57,12 @@ def read_headers(folder: Path, only: str = "") -> dict[str, HfTensor]:
     index = folder / INDEX
     whole = folder / WHOLE
     names = {}
-    if index.is_file() and not only:
+    if index.is_file():
         names = _read_index(index)
-    files = sorted(set(names.values()))
-    if not files:
-        files = sorted(file.name for file in folder.glob(only or "*.safetensors"))
+    files = sorted(set(names.values()) or (file.name for file in folder.glob("*.safetensors")))
     if not files:
         raise ValueError(
-            f"{folder} has no {only or '*.safetensors'}; choose a Hugging Face folder with weights"
+            f"{folder} has no *.safetensors; choose a Hugging Face folder with weights"
         )
     for file in files:
         if os.path.isfile(folder / file):
@@ -115,17 +114,11 @@ def check_tied(tensors: Mapping[str, HfTensor]) -> None:
     )
 
 
-def _bytes_equal(a: HfTensor, b: HfTensor) -> bool:
-    if (a.shape, a.dtype) != (b.shape, b.dtype):
-        return False
-    with a.file.open("rb") as first, b.file.open("rb") as second:
-        first.seek(a.offset)
-        second.seek(b.offset)
-        for begin in range(0, a.nbytes, COMPARED_BYTES):
-            count = min(COMPARED_BYTES, a.nbytes - begin)
-            if first.read(count) != second.read(count):
-                return False
-    return True
+def _bytes_equal(*tensors: HfTensor) -> bool:
+    first, second = (
+        np.memmap(x.file, mode="r", offset=x.offset, shape=x.nbytes).data for x in tensors
+    )
+    return len({(x.shape, x.dtype) for x in tensors}) == 1 and first == second
 
 
 def _read_index(index: Path) -> dict[str, str]:

@@ -57,15 +57,16 @@ def copied_files(folder: Path) -> list[Path]:
 
     Raises ValueError for a link to a file elsewhere, except to the blobs of a hub cache.
     """
-    found = chain.from_iterable(map(folder.glob, (*SMALL, *CODE)))
-    files = []
     home = folder.resolve()
-    for file in sorted(set(found)):
+    places = [home]
+    if home.parent.name == "snapshots":
+        places.append(home.parents[1] / "blobs")
+    files = []
+    for file in sorted(chain.from_iterable(map(folder.glob, (*SMALL, *CODE)))):
         if file.name.endswith(".index.json") or file.name == "metadata.json":
             continue
         target = file.resolve()
-        is_blob = home.parent.name == "snapshots" and target.parent == home.parents[1] / "blobs"
-        if not target.is_relative_to(home) and not is_blob:
+        if not any(map(target.is_relative_to, places)):
             raise ValueError(
                 f"{file} links to {target}, outside the folder, so a copy of the model would "
                 "contain that file; replace the link by the file"

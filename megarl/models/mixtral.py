@@ -2,7 +2,7 @@
 names."""
 
 from megarl.models import blocks
-from megarl.models.config_json import EXPERTS, ConfigReader, read_decoder
+from megarl.models.config_json import ConfigReader, read_decoder
 from megarl.models.shape import Family, ModelShape, Settings
 from megarl.models.shards import LayerSpec, Table
 
@@ -15,7 +15,7 @@ def read(config: ConfigReader) -> ModelShape:
     return read_decoder(
         config,
         rope=config.rope(theta=1e6),
-        experts=config.size(config.one_of(*EXPERTS[1:])),
+        experts=config.size("num_local_experts"),
         experts_per_token=config.size("num_experts_per_tok"),
         moe_intermediate=config.size("intermediate_size"),
     )

@@ -1,7 +1,7 @@
 """Qwen3-MoE: Qwen3's attention, and experts with a softmax router in every layer."""
 
 from megarl.models import blocks
-from megarl.models.config_json import EXPERTS, ConfigReader, read_decoder
+from megarl.models.config_json import ConfigReader, read_decoder
 from megarl.models.shape import Family, ModelShape, Router, Settings
 
 
@@ -12,7 +12,7 @@ def read(config: ConfigReader) -> ModelShape:
     return read_decoder(
         config,
         qk_norm=True,
-        experts=config.size(config.one_of(*EXPERTS[1:])),
+        experts=config.size("num_experts"),
         experts_per_token=config.size("num_experts_per_tok"),
         moe_intermediate=config.size("moe_intermediate_size"),
         router=Router(norm_topk_prob=config.flag("norm_topk_prob")),

@@ -3,21 +3,13 @@
 A family is one file and one line in MODULES; Megatron-Bridge, if installed, builds any other
 `model_type`."""
 
-import json
 from collections.abc import Mapping
 from importlib import import_module
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from megarl.models.config_json import (
-    EXPERTS,
-    PREDICTORS,
-    ConfigReader,
-    read_config,
-    read_latent,
-    read_sizes,
-)
+from megarl.models.config_json import ConfigReader, read_config, read_latent, read_sizes
 from megarl.models.headers import header_shapes
 from megarl.models.lora import CONFIG
 from megarl.models.shape import Family, ModelShape, Shape
@@ -35,21 +27,6 @@ MODULES = (
     "gpt_oss",
 )
 MAX_EXPERTS = 200_000  # layers x experts: the names of their tensors fit in memory
-# without a table: keys of multimodal or quantised models, or that change logits, which megarl
-# computes
-REFUSED = (
-    "final_logit_softcapping",
-    "logits_scaling",
-    "logit_scale",
-    "output_multiplier_scale",
-    "lm_head_multiplier",
-    "transformers_weights",
-    "text_config",
-    "vision_config",
-    "audio_config",
-    "is_encoder_decoder",
-    "quantization_config",
-)
 FAMILIES: dict[str, Family] = {}
 for _module in MODULES:
     FAMILIES |= import_module(f"megarl.models.{_module}").FAMILIES
@@ -125,25 +102,13 @@ def _read_bridged(config: ConfigReader, folder: Path | None) -> ModelShape:
             "table (CONTRIBUTING.md, 'Adding a model family'), or install Megatron-Bridge and "
             f"Transformer Engine{lacking}"
         )
-    for key in REFUSED:
-        value = raw.get(key)
-        is_neutral = value == 1 and value is not True  # a scale of 1 changes nothing
-        if value and not is_neutral:
-            raise config.error(
-                f"{key}={json.dumps(value)[:80]} is not supported for {family}; a family without "
-                "a table must be a text model, not quantised, whose logits are the last hidden "
-                "state times the output layer"
-            )
-
-    def first(*keys: str) -> int:
-        return config.count(config.one_of(*keys))
-
-    experts = first(*EXPERTS, "moe_num_experts")
+    config.only_neutral("is_encoder_decoder", "quantization_config")
+    experts = config.count("num_experts")
     experts_per_token = 0
     moe_intermediate = 0
     if experts:
-        experts_per_token = first("num_experts_per_tok", "moe_topk", "moe_k")
-        moe_intermediate = first("moe_intermediate_size") or first("intermediate_size")
+        experts_per_token = config.count("num_experts_per_tok")
+        moe_intermediate = config.count("moe_intermediate_size", config.count("intermediate_size"))
     latent = None
     if raw.get("kv_lora_rank"):
         latent = read_latent(config)
@@ -154,7 +119,7 @@ def _read_bridged(config: ConfigReader, folder: Path | None) -> ModelShape:
         experts=experts,
         experts_per_token=experts_per_token,
         moe_intermediate=moe_intermediate,
-        mtp_layers=first(*PREDICTORS),
+        mtp_layers=config.count("num_mtp_layers"),
         bridge=folder,
     )
 

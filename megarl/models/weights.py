@@ -57,8 +57,7 @@ def check_weights(
 
 def has_weights(folder: Path) -> bool:
     """Returns False for a folder that has no files of weights, as one with a config.json only."""
-    files = chain.from_iterable(map(folder.glob, (INDEX, "*.safetensors", "*.bin")))
-    return next(files, None) is not None
+    return any(chain.from_iterable(map(folder.glob, (INDEX, "*.safetensors", "*.bin"))))
 
 
 def check_tensors(

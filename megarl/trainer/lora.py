@@ -38,13 +38,7 @@ from torch.nn.functional import dropout, linear, rms_norm
 from megarl.checkpoint.hf_folder import HfFolder
 from megarl.config.schema import Lora
 from megarl.layout import Layout
-from megarl.models.lora import (
-    WEIGHTS,
-    adapter_names,
-    adapter_table,
-    peft_config,
-    rows_of_outputs,
-)
+from megarl.models.lora import adapter_names, adapter_table, peft_config, rows_of_outputs
 from megarl.models.shape import ModelShape
 from megarl.models.shards import Slices, Table, by_prefix, shapes_of, slices_of
 from megarl.trainer.model import local_tensors
@@ -265,7 +259,7 @@ class Adapters:
         Otherwise, as in PEFT, A is uniform, the same in every layout, and B is 0.
         """
         if self.lora.path is not None:
-            folder = HfFolder(Path(self.lora.path), only=WEIGHTS)
+            folder = HfFolder(Path(self.lora.path))
             folder.check(self.shapes)
             for part in self.slices:
                 folder.copy(part, self.parameters[part.param])

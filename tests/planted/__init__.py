@@ -3,6 +3,7 @@
 from planted.algorithms import ALGORITHMS
 from planted.batches import BATCHES
 from planted.critic import CRITIC
+from planted.folders import FOLDERS
 from planted.formats import FORMATS
 from planted.fp8 import FP8
 from planted.gpu import GPU
@@ -30,6 +31,7 @@ MUTANTS = [
     *BATCHES,
     *CRITIC,
     *FP8,
+    *FOLDERS,
     *FORMATS,
     *GPU,
     *ITERATIVE,

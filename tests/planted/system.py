@@ -132,9 +132,9 @@ SYSTEM = [
         f"{TOKENIZER}::test_vocabulary_and_merges",
     ),
     (
-        "checkpoint/hf_files.py",
-        "for pattern in (*SMALL, *CODE):",
-        "for pattern in SMALL:",
+        "models/hub.py",
+        "map(folder.glob, (*SMALL, *CODE))",
+        "map(folder.glob, SMALL)",
         "unit/checkpoint/test_hf.py::test_files_of_config_and_tokenizer_are_copied",
     ),
     (

@@ -13,9 +13,11 @@ import pytest
 from tokenizers import ByteLevelBPETokenizer
 
 from megarl.commands.random_model import create_model
-from megarl.config.schema import Create
+from megarl.config.schema import Create, Task
 from megarl.data import tokenizer as module
 from megarl.data.collate import supervised_batch
+from megarl.data.conversations import example_encoder
+from megarl.data.tasks import Problem
 from megarl.data.tokenizer import TokenIds, check_tokenizer, load_tokenizer
 from megarl.types import Prompt
 
@@ -225,3 +227,15 @@ def test_examples_learn_the_answer_and_its_end_only():
 def test_an_example_without_an_answer():
     with pytest.raises(ValueError, match=re.escape("problem 4 ('why?') has no answer")):
         supervised_batch(TokenIds((2,), 67), [Prompt(4, (10,), "why?")])
+
+
+def test_a_conversation_with_a_token_beyond_the_vocabulary(made):
+    """Only what is written counts: a tokenizer may have more tokens than the model."""
+    tokenizer = load_tokenizer(made)
+    tokenizer.inner.add_tokens(["<tool>"])
+    vocab = tokenizer.vocab
+    encode = example_encoder(tokenizer, Task(), ("assistant",))
+    turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    assert encode(Problem(tuple(turns)))
+    with pytest.raises(ValueError, match=rf"'<tool>' as {vocab}, .*vocab_size={vocab};"):
+        encode(Problem((turns[0], turns[1] | {"content": "<tool>"})))

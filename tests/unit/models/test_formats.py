@@ -124,3 +124,14 @@ def test_gpt_oss() -> None:
 def test_refused(raw: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_quantization(json.loads(json.dumps(raw)))
+
+
+@pytest.mark.parametrize("key", ["zero_point_scheme", "codebook"])
+def test_a_key_that_is_not_known_is_refused(key: str) -> None:
+    """Formats grow; null, false and empty values are those of a format without the key."""
+    for off in (None, False, {}, []):
+        assert read_quantization(DEEPSEEK | {key: off}) == read_quantization(DEEPSEEK)
+        assert read_quantization(compressed(KIMI_WEIGHTS | {key: off})).name == "int4_group"
+    for raw in (DEEPSEEK | {key: "x"}, compressed(KIMI_WEIGHTS | {key: "x"})):
+        with pytest.raises(ValueError, match=f'{key}="x" is not supported'):
+            read_quantization(raw)

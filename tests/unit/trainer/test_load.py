@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from tiny_trainer import SMALL, build
 
 from megarl.checkpoint.hf_folder import load_hf
+from megarl.commands.random_model import create_model
+from megarl.config.schema import Create
 from megarl.models.shards import ShardSlice
 
 EMBED, FUSED = "embedding.word_embeddings.weight", "linear.weight"
@@ -83,3 +86,16 @@ def test_boxes_must_cover_each_element_once(
     save_file({"words": WORDS, "gate": GATE}, tmp_path / "model.safetensors")
     with pytest.raises(AssertionError, match=message):
         load_hf(parameters(), boxes, tmp_path)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_trainer_refuses_a_head_that_is_not_tied(tmp_path: Path) -> None:
+    """Also of a model from the hub, whose weights come after the preflight."""
+    file = create_model(Create(**SMALL), tmp_path) / "model.safetensors"
+    tensors = load_file(file)
+    head = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors | {"lm_head.weight": head}, file)
+    build(tmp_path).close()
+    save_file(tensors | {"lm_head.weight": -head}, file)
+    with pytest.raises(ValueError, match=r"lm_head\.weight differs from model\.embed_tokens"):
+        build(tmp_path)
