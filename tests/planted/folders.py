@@ -85,7 +85,7 @@ FOLDERS = [
         "models/config_json.py",
         '    "per_layer_config",\n',
         "",
-        f"{KEYS}::test_what_transformers_applies_is_read_or_refused[llama]",
+        report("two_keys_layers_of_their_own_size"),
     ),
     (
         "models/config_json.py",

@@ -117,7 +117,7 @@ UNTRUSTED = [
         MALFORMED,
     ),
     ("models/headers.py", "type(number) is not int or number < 0", "number < 0", MALFORMED),
-    ("models/headers.py", ", unique_keys=True", "", MALFORMED),
+    ("platform/json_text.py", ", object_pairs_hook=_unique", "", MALFORMED),
     (
         "models/headers.py",
         "if length > MAX_HEADER_BYTES:",
@@ -131,7 +131,7 @@ UNTRUSTED = [
         "    except KeyboardInterrupt:",
         MALFORMED,
     ),
-    ("platform/json_text.py", "    if level:", "    if False:", MALFORMED),
+    ("platform/json_text.py", "return bool(level)", "return False", MALFORMED),
     (
         "processes/shared_memory.py",
         'SHM.glob(f"{prefix}*")',

@@ -23,7 +23,7 @@ LEFT_OUT = {
     "architectures",
 }
 MORE: dict[str, Any] = {
-    "per_layer_config": {"1": {"sliding_window": 4}},
+    "per_layer_config": {"1": {"rms_norm_eps": 0.5}},
     "layer_types": ["sliding_attention", "full_attention"],
     "rope_theta": 500.0,
     "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
