@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megarl.platform.json_text import parse_json
+from megarl.platform.json_text import read_json
 from megarl.processes.files import write_atomic
 
 MANIFEST = "manifest.json"
@@ -48,7 +48,7 @@ def manifest(folder: Path) -> Sums:
     try:
         expected = {
             name: {"bytes": int(file["bytes"]), "sha256": str(file["sha256"])}
-            for name, file in parse_json((folder / MANIFEST).read_bytes())["files"].items()
+            for name, file in read_json(folder / MANIFEST)["files"].items()
         }
     except FileNotFoundError:
         raise ValueError(f"{MANIFEST} is missing") from None

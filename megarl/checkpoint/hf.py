@@ -28,7 +28,7 @@ from megarl.checkpoint.hf_files import (
 from megarl.checkpoint.hf_folder import split_by_size
 from megarl.models.lora import WEIGHTS
 from megarl.models.shards import whole_tensor
-from megarl.platform.json_text import parse_json
+from megarl.platform.json_text import read_json
 from megarl.processes.files import write_json
 from megarl.weights.encode.quantize import PLAIN, Storage
 from megarl.weights.plan.tables import SlicesByRank
@@ -67,7 +67,7 @@ def export_hf(
             file = staging / name
             old = {}
             if file.is_file():
-                old = parse_json(file.read_bytes())
+                old = read_json(file)
             write_json(file, old | dict(values))
         if not storage.names:
             drop_quantization(staging)

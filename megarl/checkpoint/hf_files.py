@@ -27,7 +27,7 @@ from megarl.checkpoint.hf_folder import (
 from megarl.models.headers import INDEX, ITEM_BYTES, read_headers
 from megarl.models.hub import CODE, SMALL
 from megarl.models.shards import ShardSlice, whole_tensor, without_pairs
-from megarl.platform.json_text import parse_json
+from megarl.platform.json_text import read_json
 from megarl.processes.files import write_json
 from megarl.weights.encode.quantize import Storage
 from megarl.weights.sync.execute import strided_view
@@ -197,7 +197,7 @@ def drop_quantization(folder: Path) -> None:
     file = folder / "config.json"
     if not file.is_file():
         return
-    values = parse_json(file.read_bytes())
+    values = read_json(file)
     if "quantization_config" in values:
         del values["quantization_config"]
         write_json(file, values)

@@ -10,7 +10,7 @@ from megarl.models.lora import CONFIG, adapter_table, targets_of
 from megarl.models.registry import megatron_table
 from megarl.models.shape import ModelShape
 from megarl.models.shards import Table
-from megarl.platform.json_text import parse_json
+from megarl.platform.json_text import read_json
 
 MAX_ENGINE_RANK = 512  # vLLM 0.32
 # of PEFT: settings that change what an adapter computes, and lists of modules that are stored whole
@@ -122,7 +122,7 @@ def _check_folder(lora: Lora, path: str, table: Table) -> None:
             f"lora.path={path} has no {CONFIG}; set it to the folder of a PEFT adapter"
         )
     try:
-        values: Any = parse_json(file.read_bytes())
+        values: Any = read_json(file)
         alpha = float(values["lora_alpha"])
         rank = int(values["r"])
     except (ValueError, KeyError, TypeError) as error:

@@ -17,6 +17,7 @@ from typing import Any
 
 from megarl.config.load import flat, load_config, resolved_yaml, run_dir
 from megarl.config.schema import Config
+from megarl.platform.json_text import read_json
 
 LEDGER = "ledger.jsonl"  # what became of every prompt (data/ledger.py)
 
@@ -163,7 +164,7 @@ def _changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
 
 def _model_values(folder: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError, AttributeError):
-        return dict(flat(json.loads((folder / "config.json").read_text()), "config.json: "))
+        return dict(flat(read_json(folder / "config.json"), "config.json: "))
     return {}
 
 

@@ -323,13 +323,12 @@ def _jsonl(file: str, task: Task, split: Split) -> Source:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
+            where = f"{path} line {number}"
             try:
-                row = parse_json(line)
+                row = parse_json(line, where)
             except ValueError as error:
-                raise ValueError(
-                    f"{path} line {number} is not JSON ({error}): {_short(line)}; fix the line"
-                ) from None
-            problems.append(_problem(row, f"{path} line {number}"))
+                raise ValueError(f"{error}: {_short(line)}; fix the line") from None
+            problems.append(_problem(row, where))
     if not problems:
         raise ValueError(
             f"{path} has no problems; write one JSON object per line, such as {_EXAMPLE}"

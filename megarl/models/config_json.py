@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.models.formats import BlockFormat, read_quantization
 from megarl.models.shape import LatentSizes, ModelShape, Settings
-from megarl.platform.json_text import parse_json
+from megarl.platform.json_text import read_json
 
 SCALED = ("factor", "original_max_position_embeddings")
 # required keys
@@ -194,11 +194,9 @@ def read_config(file: Path) -> ConfigReader:
     raw: Any = {}
     try:
         if file.is_file():
-            raw = parse_json(file.read_bytes())
+            raw = read_json(file)
     except ValueError as error:
-        raise ValueError(
-            f"{file} is not JSON ({error}); correct it, or choose another model"
-        ) from None
+        raise ValueError(f"{error}; correct it, or choose another model") from None
     if not isinstance(raw, Mapping):
         raise ValueError(
             f"{file} contains a {type(raw).__name__}, not an object; choose a Hugging Face model"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.models.shape import Shape
-from megarl.platform.json_text import parse_json
+from megarl.platform.json_text import parse_json, read_json
 
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # as in the safetensors library
@@ -74,7 +74,7 @@ def read_headers(folder: Path) -> dict[str, HfTensor]:
 def _read_index(index: Path) -> dict[str, str]:
     """Returns the name of each tensor's file, which is in the index's own folder."""
     try:
-        names = parse_json(index.read_bytes())["weight_map"]
+        names = read_json(index)["weight_map"]
         for name, file in names.items():
             if not isinstance(file, str) or "/" in file or not file.endswith(".safetensors"):
                 raise ValueError(
@@ -96,7 +96,7 @@ def _read_header(file: Path) -> dict[str, HfTensor]:
         try:
             if length > MAX_HEADER_BYTES:
                 raise ValueError(f"a header of {length} bytes")
-            header = parse_json(stream.read(length), unique_keys=True)
+            header = parse_json(stream.read(length), "the header")
             header.pop("__metadata__", None)
             tensors = [
                 _parse_entry(file, 8 + length, name, entry) for name, entry in header.items()

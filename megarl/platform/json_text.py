@@ -2,30 +2,43 @@
 
 import json
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 MAX_DEPTH = 100
 TOO_DEEP = f"it is nested more than {MAX_DEPTH} deep"
 
 
-def parse_json(text: str | bytes, *, unique_keys: bool = False) -> Any:
-    """Returns the value.
-
-    Raises ValueError if it is not JSON, too deep or, with `unique_keys`, has a key twice.
+def parse_json(text: str | bytes, where: object) -> Any:
+    """Returns the value. Raises ValueError, which begins with `where` (a file, or a file and line),
+    if it is not JSON, too deep or has a key twice.
     """
     try:
-        value = json.loads(text, object_pairs_hook=_unique if unique_keys else None)
+        value = json.loads(text, object_pairs_hook=_unique)
     except RecursionError:
-        raise ValueError(TOO_DEEP) from None
+        problem = TOO_DEEP
+    except ValueError as error:
+        problem = error
+    else:
+        if not _is_deep(value):
+            return value
+        problem = TOO_DEEP
+    raise ValueError(f"{where} is not JSON ({problem})")
+
+
+def read_json(file: Path) -> Any:
+    """Returns the value in a file. Raises OSError, and the ValueErrors of `parse_json`."""
+    return parse_json(file.read_bytes(), file)
+
+
+def _is_deep(value: Any) -> bool:
     level = [value]
     for _ in range(MAX_DEPTH):
         parents = (
             x.values() if isinstance(x, dict) else x for x in level if isinstance(x, dict | list)
         )
         level = list(chain.from_iterable(parents))
-    if level:
-        raise ValueError(TOO_DEEP)
-    return value
+    return bool(level)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

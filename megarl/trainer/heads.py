@@ -11,7 +11,7 @@ from torch import Tensor
 from megarl.algorithms.reward_model import response_positions, row_scores
 from megarl.models.shape import ModelShape
 from megarl.models.shards import Replicated, Table
-from megarl.platform.json_text import parse_json
+from megarl.platform.json_text import read_json
 from megarl.trainer.logprobs import VocabShard, token_outputs, top_tokens
 from megarl.trainer.parallel_groups import ProcessGroups
 from megarl.types import MicrobatchRows, TokenBatch, TokenOutputs
@@ -212,7 +212,7 @@ def load_head(folder: str | Path) -> RewardHead:
     file = Path(folder) / "config.json"
     if not file.is_file():
         raise ValueError(f"{folder} has no config.json; name the folder of a reward model")
-    config = parse_json(file.read_bytes())
+    config = read_json(file)
     if "megarl_reward_head" in config:
         return RewardHead(**config["megarl_reward_head"])
     architecture = next(iter(config.get("architectures") or ()), "unknown")

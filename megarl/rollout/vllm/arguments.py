@@ -13,7 +13,7 @@ from megarl.config.schema import Rollout
 from megarl.models.formats import BlockFormat
 from megarl.models.fp8 import quantization_config
 from megarl.models.registry import read_model
-from megarl.platform.json_text import parse_json
+from megarl.platform.json_text import read_json
 from megarl.types import Finish, Request, Sample
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def engine_settings(
     overrides = {}
     if fp8:
         overrides["quantization_config"] = quantization_config(read_model(folder), fp8)
-    elif "quantization_config" in parse_json((folder / "config.json").read_bytes()):
+    elif "quantization_config" in read_json(folder / "config.json"):
         # the trainer's weights are not quantised, whatever format the model came in
         overrides["quantization_config"] = None
     kv_cache_bytes = int(rollout.cpu_kv_cache_gb * 2**30)
