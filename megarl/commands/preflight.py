@@ -61,7 +61,7 @@ class ProblemCheck:
     """Checks what each problem of a source has, and the tokens of some: `MAX_ENCODED`, and one of
     each sequence of roles.
 
-    A created model's tokenizer is loaded only if something needs it.
+    A tokenizer of a created model, or with code of its own, is loaded only if something needs it.
     """
 
     def __init__(self, config: Config, folder: Path | None, command: str) -> None:
@@ -72,7 +72,7 @@ class ProblemCheck:
         self.learns_answers = learns == "answers"
         task = config.task
         self.needs_tokenizer = bool(
-            folder
+            (folder and not config.model.trust_remote_code)
             or task.template == "chat"
             or task.system_prompt
             or task.template_args
@@ -83,6 +83,8 @@ class ProblemCheck:
         """Raises ValueError, with file and line."""
         if self.learns_feedback:
             check_feedback(source, steps=self.config.reward_model.process)
+        if self.needs_tokenizer:
+            _ = self._encode  # raises for settings
         size = source.size or 1
         every = -(-size // MAX_ENCODED)
         lengths = []

@@ -228,15 +228,6 @@ class HfTokenizer:
     def _ids(self, text: str) -> tuple[int, ...]:
         return tuple(self.inner(text, add_special_tokens=False)["input_ids"])
 
-    @cached_property
-    def _num_added(self) -> int:
-        """The tokens that the tokenizer adds at the end of a text."""
-        tokens = self._ids("a")
-        added = tuple(self.inner("a")["input_ids"])
-        starts = range(len(added) - len(tokens) + 1)
-        start = next((i for i in starts if added[i : i + len(tokens)] == tokens), len(added))
-        return max(0, len(added) - start - len(tokens))
-
     def encode_prompt(
         self,
         question: Question,
@@ -255,7 +246,11 @@ class HfTokenizer:
         if template == "plain" or not (template or self.chat_template):
             text = "\n".join(message["content"] for message in messages)
             tokens = tuple(self.inner(text)["input_ids"])
-            return tokens[: len(tokens) - self._num_added]  # the prompt goes on
+            own = self._ids(text)
+            for end in range(len(own), len(tokens)):
+                if tokens[end - len(own) : end] == own:
+                    return tokens[:end]  # without what is added at the end: the prompt goes on
+            return tokens
         if not self.chat_template:
             raise ValueError(
                 "task.template=chat, but the model's tokenizer has no chat template; use plain"
