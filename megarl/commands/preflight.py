@@ -70,6 +70,8 @@ class ProblemCheck:
         learns = config.stage_spec.learns
         self.learns_feedback = learns == "feedback" and command == "train"
         self.learns_answers = learns == "answers"
+        rewards = [reward.name for reward in config.rewards if needs_engine(config.stage, command)]
+        self.reads_answers = self.learns_answers or "accuracy" in rewards
         task = config.task
         self.needs_tokenizer = bool(
             (folder and not config.model.trust_remote_code)
@@ -107,15 +109,18 @@ class ProblemCheck:
     def _shape(self, problem: Problem) -> tuple[str, ...]:
         """Returns the roles of the messages, on which a chat template depends; () for plain text.
 
-        Raises ValueError if stage sft would find nothing to learn.
+        Raises ValueError if stage sft finds nothing to learn, or an answer must be text and is not.
         """
         question = problem.question
         completion = problem.extra.get("completion")
         roles = ()
         if not isinstance(question, str):
             roles = tuple(message["role"] for message in question)
+        has_judge = callable(problem.extra.get("score"))
+        if self.reads_answers and problem.answer is not None and not has_judge:
+            reference_text(problem.answer)
         if self.learns_answers:
-            if reference_text(problem.answer) is None and completion is None and not roles:
+            if problem.answer is None and completion is None and not roles:
                 raise ValueError(
                     "it has no answer, but stage: sft trains on answers; write `answer`, "
                     f"`completion` or `messages` (it has {', '.join(problem.extra) or 'no more'})"

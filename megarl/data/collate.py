@@ -51,7 +51,7 @@ def supervised_batch(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> TokenBa
                 f"problem {prompt.prompt_id} ({prompt.text[:40]!r}) has no answer, but stage: sft "
                 "trains on answers; add an answer to every row of the task"
             )
-        rows.append(answer_row(tokenizer, prompt, reference_text(prompt.answer) or ""))
+        rows.append(answer_row(tokenizer, prompt, reference_text(prompt.answer)))
     return token_batch(rows)
 
 

@@ -26,6 +26,7 @@ from megarl.config.section import Pattern, Section, did_you_mean
 from megarl.data.media import FEATURE, refuse_media
 from megarl.data.rows import (
     QUESTION_KEYS,
+    BadRow,
     default_answer,
     read_rows,
     refuse_parts,
@@ -198,7 +199,8 @@ def load_rows(
         features = dict(dataset.features)
         media = [key for key, feature in features.items() if FEATURE.search(repr(feature))]
         refuse_media(f"task.name=hf:{name}", () if ignore_media else media)
-        features = {key: feature for key, feature in features.items() if key not in media}
+        dataset = dataset.remove_columns(media)
+        features = dict(dataset.features)
     columns = list(features)
     prompt = [options.prompt] if isinstance(options.prompt, str) else options.prompt
     prompt = prompt or [column for column in QUESTION_KEYS if column in columns][:1]
@@ -261,29 +263,27 @@ def _read(name: str, options: DatasetOptions, split: str) -> tuple[Any, Sequence
         data_files = path
         path = FORMATS[folder.suffix]
     load = partial(datasets.load_dataset_builder, path, options.config, data_files=data_files)
-    files = {}
     try:
         builder = load()
-        files = builder.config.data_files or {}
+        files = builder.config.data_files
         if type(builder).__module__.endswith(".json"):
             return _read_json(files, datasets.ReadInstruction.from_spec(split))
         if type(builder).__module__.endswith(".csv"):
+            for file in chain.from_iterable(files.values()):
+                deque(utf8_lines(_open(file), file), maxlen=0)  # raises with the line
             prompt = options.prompt or QUESTION_KEYS
             texts = [prompt] if isinstance(prompt, str) else prompt
-            builder = load(converters=dict.fromkeys([*texts, options.answer or "answer"], _cell))
+            builder = load(
+                converters=dict.fromkeys([*texts, options.answer or "answer"], str),
+                keep_default_na=False,
+                na_values=list(MISSING),
+            )
         builder.download_and_prepare()
         return builder.as_dataset(split=split), ()
-    except BadRows as error:
-        raise ValueError(str(error)) from None
+    except BadRow:
+        raise
     except Exception as error:  # every file format has its own exceptions
-        if isinstance(error.__cause__, UnicodeDecodeError):
-            for file in chain.from_iterable(files.values()):  # names the first, and its line
-                deque(utf8_lines(_open(file), file), maxlen=0)
         raise ValueError(_explain_reading(error, name, options, split)) from error
-
-
-class BadRows(Exception):
-    """A row cannot be read; the message names its place."""
 
 
 def _read_json(files: Mapping[str, Sequence[str]], split: Any) -> tuple[list[Any], list[str]]:
@@ -292,11 +292,8 @@ def _read_json(files: Mapping[str, Sequence[str]], split: Any) -> tuple[list[Any
     for part, names in zip(map(str, files), files.values(), strict=True):
         rows[part] = []
         if re.search(rf"\b{re.escape(part)}\b", str(split)):
-            try:
-                for name in names:
-                    rows[part] += read_rows(_open(name), name)
-            except ValueError as error:
-                raise BadRows(error) from None
+            for name in names:
+                rows[part] += read_rows(_open(name), name)
     chosen = []
     for part in split.to_absolute({part: len(values) for part, values in rows.items()}):
         chosen += rows[part.splitname][part.from_ : part.to]
@@ -304,7 +301,7 @@ def _read_json(files: Mapping[str, Sequence[str]], split: Any) -> tuple[list[Any
         raise ValueError(EMPTY[0])
     for where, row in chosen:
         if not isinstance(row, Mapping):
-            raise BadRows(f"{where} is a {type(row).__name__}, not an object")
+            raise BadRow(f"{where} is a {type(row).__name__}, not an object")
     return [row for _, row in chosen], [where for where, _ in chosen]
 
 
@@ -313,11 +310,6 @@ def _open(file: str) -> Iterator[bytes]:
 
     with fsspec.open(file, "rb", compression="infer") as lines:
         yield from lines
-
-
-def _cell(text: str) -> str | None:
-    """Returns the text of a cell of CSV, as it is in the file; None if it is empty."""
-    return text if text not in MISSING else None
 
 
 def _explain_reading(error: Exception, name: str, options: DatasetOptions, split: str) -> str:

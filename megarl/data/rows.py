@@ -30,6 +30,10 @@ FOREIGN = {
 }
 
 
+class BadRow(ValueError):
+    """A row cannot be read; the message names its place."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """Reward functions get the fields of `extra` by name; a function ``extra["score"]`` is the
@@ -76,7 +80,7 @@ def read_rows(lines: Iterable[bytes], file: object) -> Iterator[tuple[str, Any]]
         try:
             row = parse_json(text, where)
         except ValueError as error:
-            raise ValueError(f"{error}: {short(text)}; fix the line") from None
+            raise BadRow(f"{error}: {short(text)}; fix the line") from None
         yield where, row
 
 
@@ -87,7 +91,7 @@ def utf8_lines(lines: Iterable[bytes], file: object) -> Iterator[tuple[str, str]
         try:
             yield where, line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
-            raise ValueError(
+            raise BadRow(
                 f"{where} is not UTF-8 (byte 0x{line[error.start]:02x} at {error.start}); convert "
                 "the file, for example: iconv -f CP1252 -t UTF-8"
             ) from None
@@ -180,13 +184,13 @@ def reference(value: Any) -> Any:
     return str(value).removesuffix(" 00:00:00")  # of a date
 
 
-def reference_text(answer: Any) -> str | None:
+def reference_text(answer: Any) -> str:
     """Returns what a response is compared with, or taught; raises ValueError for a list or an
     object, of which only a reward function knows what they mean.
     """
     if isinstance(answer, bool):
         return str(answer).lower()
-    if answer is not None and not isinstance(answer, str):
+    if not isinstance(answer, str):
         raise ValueError(
             f"the answer {short(answer)} is a {type(answer).__name__}, not one text; write a text, "
             "or judge it by a reward function of your own"
