@@ -26,6 +26,7 @@ from megarl.data.tokenizer import (
     end_warnings,
     load_tokenizer,
     prompt_encoder,
+    tokenizer_files,
 )
 from megarl.models.hub import model_folder
 from megarl.platform.env import Env
@@ -74,7 +75,7 @@ class ProblemCheck:
         self.reads_answers = self.learns_answers or "accuracy" in rewards
         task = config.task
         self.needs_tokenizer = bool(
-            (folder and not config.model.trust_remote_code)
+            (folder and not config.model.trust_remote_code and tokenizer_files(folder))
             or task.template == "chat"
             or task.system_prompt
             or task.template_args

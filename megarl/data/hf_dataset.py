@@ -121,7 +121,7 @@ class DatasetRows:
 
     def _row(self, index: int, row: dict[str, Any]) -> Row:
         """Joins the texts of several prompts by an empty line, or concatenates their messages."""
-        values = [row.get(column) for column in self.prompt]
+        values: list[Any] = [row.get(column) for column in self.prompt]
         if len(values) > 1:  # Alpaca's input may be empty
             values = [value for value in values if value] or values
         if all(isinstance(value, str) for value in values):
@@ -265,7 +265,7 @@ def _read(name: str, options: DatasetOptions, split: str) -> tuple[Any, Sequence
     load = partial(datasets.load_dataset_builder, path, options.config, data_files=data_files)
     try:
         builder = load()
-        files = builder.config.data_files
+        files: Any = builder.config.data_files
         if type(builder).__module__.endswith(".json"):
             return _read_json(files, datasets.ReadInstruction.from_spec(split))
         if type(builder).__module__.endswith(".csv"):

@@ -62,6 +62,10 @@ def check_tokenizer(folder: Path, *, trust_remote_code: bool) -> None:
             )
 
 
+def tokenizer_files(folder: Path) -> list[str]:
+    return [name for name in FILES if (folder / name).is_file()]
+
+
 def load_tokenizer(
     path: str | Path, *, trust_remote_code: bool = False, template: str | None = None
 ) -> Tokenizer:
@@ -75,7 +79,7 @@ def load_tokenizer(
     config = read_config(folder / "config.json")
     generation = read_config(folder / "generation_config.json")
     eos = {*config.token_ids("eos_token_id"), *generation.token_ids("eos_token_id")}
-    files = [name for name in FILES if (folder / name).is_file()]
+    files = tokenizer_files(folder)
     if not files:
         return TokenIds(tuple(sorted(eos)), config.size("vocab_size"))
     import transformers
@@ -159,7 +163,7 @@ def end_warnings(tokenizer: Tokenizer, stop: Sequence[str]) -> Iterator[str]:
             end, *own = tokenizer.inner.convert_ids_to_tokens([turn_end[0], *tokenizer.eos])
             yield (
                 f"the chat template ends a turn with {end!r}, which is no end token of the model "
-                f"({', '.join(own)}), so a response that is written like one runs to "
+                f"({', '.join(map(str, own))}), so a response that is written like one runs to "
                 f"rollout.max_tokens; set rollout.stop=[{end!r}]"
             )
 
