@@ -4,9 +4,9 @@
 Neither imports torch, except for the model's tokenizer, which is loaded if a setting needs it.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
-from itertools import chain
+from functools import cached_property, partial
 from pathlib import Path
 
 from megarl.config.load import resolved_yaml, run_dir
@@ -15,13 +15,19 @@ from megarl.config.stages import needs_engine
 from megarl.config.validate import Job, check_config
 from megarl.data.conversations import example_encoder
 from megarl.data.feedback import check_feedback
-from megarl.data.tasks import check_tasks, load_sources
+from megarl.data.media import check_model_media
+from megarl.data.rows import Problem, errors_of, reference_text
+from megarl.data.tasks import Source, check_tasks, load_sources
 from megarl.data.tokenizer import (
+    Encode,
+    Example,
+    Tokenizer,
     check_tokenizer,
+    end_warnings,
     exceeds_vocabulary,
     load_tokenizer,
     prompt_encoder,
-    stop_token_ids,
+    tokenizer_files,
 )
 from megarl.models.hub import copied_files, is_hub_id, model_folder
 from megarl.models.weights import check_weights, has_weights
@@ -29,63 +35,140 @@ from megarl.platform.env import Env
 from megarl.rewards.catalog import check_problems, make_rewards
 from megarl.telemetry.trackers import check_trackers
 
+MAX_ENCODED = 200  # problems of a source, evenly spaced, whose tokens are checked
+
 
 def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
     """Raises ValueError or FileNotFoundError with a one-line message."""
-    job = check_config(config, env, command=command)
     model = config.model
     folder = None
-    if model.path is not None:
+    if model.path is not None and model.create is None:
         folder = model_folder(model.path, model.revision)
+        check_model_media(folder, ignore=config.task.ignore_media)
+    job = check_config(config, env, command=command)
+    if folder is not None:
         check_tokenizer(folder, trust_remote_code=model.trust_remote_code)
         if not is_hub_id(model.path) and has_weights(folder):  # not yet downloaded
             check_weights(folder, job.model)
         copied_files(folder)
     is_evaluated = command == "eval" or config.eval.every > 0
-    check = None
-    if command == "train" and config.stage_spec.learns == "feedback":
-        check = partial(check_feedback, steps=config.reward_model.process)
+    check = ProblemCheck(config, folder, command)
     notes = tuple(check_tasks(config.task, config.eval, held_out=is_evaluated, check=check))
+    notes += tuple(check.warnings())
     if needs_engine(config.stage, command):
         sources = partial(load_sources, config.task)
         notes += tuple(check_problems(make_rewards(config.rewards), sources))
-    _check_text(config, folder)
     if command == "train" and env.is_main:
         check_trackers(config.telemetry)
     return replace(job, warnings=job.warnings + notes)
 
 
-def _check_text(config: Config, folder: Path | None) -> None:
-    """Raises ValueError for settings that the model's tokenizer cannot follow.
+class ProblemCheck:
+    """Checks what each problem of a source has, and the tokens of some: `MAX_ENCODED`, and one of
+    each sequence of roles; or of all, if the tokenizer has tokens that the model does not have.
 
-    Without such settings it loads nothing.
+    A tokenizer of a created model, or with code of its own, is loaded only if something needs it.
     """
-    task = config.task
-    stop = config.rollout.stop
-    learns_answers = config.stage_spec.learns == "answers"
-    firsts = []
-    if learns_answers:
-        firsts = [source.problem(0) for source in load_sources(task)]
-    has_examples = any(not isinstance(p.question, str) or "completion" in p.extra for p in firsts)
-    uses_template = task.template == "chat" or task.system_prompt or task.template_args
-    is_scanned = folder is not None and exceeds_vocabulary(folder)
-    if not (has_examples or uses_template or stop or is_scanned):
-        return
-    if folder:
-        tokenizer = load_tokenizer(folder, trust_remote_code=config.model.trust_remote_code)
-    else:
+
+    def __init__(self, config: Config, folder: Path | None, command: str) -> None:
+        self.config = config
+        self.folder = folder
+        learns = config.stage_spec.learns
+        self.learns_feedback = learns == "feedback" and command == "train"
+        self.learns_answers = learns == "answers"
+        rewards = [reward.name for reward in config.rewards if needs_engine(config.stage, command)]
+        self.reads_answers = self.learns_answers or "accuracy" in rewards
+        task = config.task
+        self.needs_tokenizer = bool(
+            (folder and not config.model.trust_remote_code and tokenizer_files(folder))
+            or task.template == "chat"
+            or task.system_prompt
+            or task.template_args
+            or config.rollout.stop
+        )
+
+    def __call__(self, source: Source) -> None:
+        """Raises ValueError, with file and line."""
+        if self.learns_feedback:
+            check_feedback(source, steps=self.config.reward_model.process)
+        if self.needs_tokenizer:
+            _ = self._encode  # raises for settings
+        size = source.size or 1
+        every = -(-size // MAX_ENCODED)
+        if self.folder is not None and exceeds_vocabulary(self.folder):
+            every = 1
+        lengths = []
+        shapes = set()
+        problems = source.problems() if source.size else [source.problem(0)]
+        for number, problem in enumerate(problems):
+            with errors_of(problem.where):
+                is_new = (shape := self._shape(problem)) not in shapes
+                shapes.add(shape)
+                if (is_new or number % every == 0) and (self.needs_tokenizer or any(shape)):
+                    lengths.append(self._length(problem))
+        limit = self.config.rollout.max_prompt_tokens
+        if len(lengths) == size and not any(0 < length <= limit for length in lengths):
+            raise ValueError(
+                f"{source.problem(0).where}: none of the {size} prompts has 1 to "
+                f"rollout.max_prompt_tokens={limit} tokens (they have {min(lengths)} to "
+                f"{max(lengths)}); raise it, or choose a task with other prompts"
+            )
+
+    def _shape(self, problem: Problem) -> tuple[str, ...]:
+        """Returns the roles of the messages, on which a chat template depends; () for plain text.
+
+        Raises ValueError if stage sft finds nothing to learn, or an answer must be text and is not.
+        """
+        question = problem.question
+        completion = problem.extra.get("completion")
+        roles = ()
+        if not isinstance(question, str):
+            roles = tuple(message["role"] for message in question)
+        has_judge = callable(problem.extra.get("score"))
+        if self.reads_answers and problem.answer is not None and not has_judge:
+            reference_text(problem.answer)
+        if self.learns_answers:
+            if problem.answer is None and completion is None and not roles:
+                raise ValueError(
+                    "it has no answer, but stage: sft trains on answers; write `answer`, "
+                    f"`completion` or `messages` (it has {', '.join(problem.extra) or 'no more'})"
+                )
+            if completion is not None:
+                roles += (type(completion).__name__,)
+        return roles
+
+    def _length(self, problem: Problem) -> int:
+        example = None
+        if self.learns_answers:
+            example = self._example(problem)
+        return len(example[0] if example else self._encode(problem.question))
+
+    def warnings(self) -> Iterator[str]:
+        if self.config.task.ignore_media:
+            yield "task.ignore_media: images, audio and video are left out; only text is trained on"
+        if self.needs_tokenizer:
+            yield from end_warnings(self._tokenizer, self.config.rollout.stop)
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        config = self.config
+        if self.folder is not None:
+            return load_tokenizer(
+                self.folder,
+                trust_remote_code=config.model.trust_remote_code,
+                template=config.task.template,
+            )
         from megarl.commands.random_model import random_tokenizer
 
-        tokenizer = random_tokenizer(config.model.create or Create())
-    encode = prompt_encoder(tokenizer, task)
-    example = example_encoder(tokenizer, task, config.sft.roles)
-    problems = iter(firsts or [source.problem(0) for source in load_sources(task)])
-    if is_scanned:
-        problems = chain(problems, *(source.problems() for source in load_sources(task)))
-    for problem in problems:
-        if not learns_answers or example(problem) is None:
-            encode(problem.question)
-    stop_token_ids(tokenizer, stop)
+        return random_tokenizer(config.model.create or Create())
+
+    @cached_property
+    def _encode(self) -> Encode:
+        return prompt_encoder(self._tokenizer, self.config.task)
+
+    @cached_property
+    def _example(self) -> Callable[[Problem], Example | None]:
+        return example_encoder(self._tokenizer, self.config.task, self.config.sft.roles)
 
 
 def describe(config: Config, job: Job) -> str:

@@ -13,7 +13,7 @@ from megarl.config.load import changed, load_config, run_dir
 from megarl.config.run_dir import check_resumed, make_run_dir
 from megarl.config.schema import Config
 from megarl.config.validate import Job
-from megarl.platform.env import Env
+from megarl.platform.env import RESUME_CHANGED, Env, set_env
 from megarl.processes.exit_codes import DEFECT, DONE, STOPPED, USER, Failure, say, write_exit
 
 RANKS_PER_NODE = 8  # of the trainer in the split topology, for the plan that a report shows
@@ -22,6 +22,7 @@ RANKS_PER_NODE = 8  # of the trainer in the split topology, for the plan that a 
 def start(command: str, args: argparse.Namespace) -> int:
     """Runs `command` on the ranks of a config; returns the exit code."""
     env = Env.read()
+    set_env(**{RESUME_CHANGED: int(getattr(args, "resume_changed", False)) or None})
     config = load_config(args.config, args.overrides)
     if command != "train":  # its own folder, beside the run's
         config = changed(config, "run", name=f"{config.run.name}-{command}")

@@ -14,7 +14,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume-changed",
         action="store_true",
-        help="resume a run with settings that change what is trained; config_<n>.yaml records them",
+        help="resume a run with other data, or with settings that change what is trained; "
+        "config_<n>.yaml records these",
     )
 
 

@@ -45,6 +45,9 @@ class Task(Section):
     """Seed of generated problems, and of the order of stored ones."""
     size: PositiveInt | None = None
     """Problems that are used; null: the whole task."""
+    ignore_media: bool = False
+    """Train on the text of rows, and of models, that also have images, audio or video; false: they
+    are refused."""
 
 
 class EvalSet(Section):

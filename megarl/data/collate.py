@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from megarl.data.rows import reference_text
 from megarl.data.tokenizer import Tokenizer
 from megarl.types import FINISH, Group, Prompt, Sample, TokenBatch, TrainBatch
 
@@ -50,7 +51,7 @@ def supervised_batch(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> TokenBa
                 f"problem {prompt.prompt_id} ({prompt.text[:40]!r}) has no answer, but stage: sft "
                 "trains on answers; add an answer to every row of the task"
             )
-        rows.append(answer_row(tokenizer, prompt, prompt.answer))
+        rows.append(answer_row(tokenizer, prompt, reference_text(prompt.answer)))
     return token_batch(rows)
 
 

@@ -4,6 +4,8 @@ which are learned.
     {"messages": [...]}                       the turns of sft.roles
     {"prompt": [...], "completion": [...]}    those in it; of texts, it and the end token
 
+A row of which no token would be learned is refused.
+
 A template may render a turn differently once others follow. So the rendered turns before, and up
 to, a learned one must begin the rendered conversation; the text between is encoded by itself, as an
 engine samples it. A template with {% generation %} tags marks the assistant's turns itself.
@@ -15,7 +17,7 @@ from functools import partial
 from itertools import pairwise
 
 from megarl.config.schema import Task
-from megarl.data.tasks import Problem, is_message, messages_of
+from megarl.data.rows import Problem, messages_of, read_messages
 from megarl.data.tokenizer import Example, HfTokenizer, Tokenizer, prompt_encoder
 
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\b")
@@ -37,16 +39,14 @@ def example_encoder(
         if isinstance(completion, str):
             prompt = encode(question)
             answer = tokenizer.encode_answer(completion)
-            return (*prompt, *answer), (False,) * len(prompt) + (True,) * len(answer)
-        if completion is not None and not (
-            isinstance(completion, list) and all(map(is_message, completion))
-        ):
+            return _learned((*prompt, *answer), (False,) * len(prompt) + (True,) * len(answer))
+        if completion is not None and not isinstance(completion, list):
             raise ValueError(
                 f"completion must be text or a list of messages, not {str(completion)[:60]!r}"
             )
         messages = messages_of(question)
         first = len(messages) if completion else 0
-        messages += completion or []
+        messages += read_messages(completion or (), "completion")
         if task.system_prompt and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": task.system_prompt}, *messages]
             first += 1
@@ -75,9 +75,20 @@ def example_encoder(
             render = partial(tokenizer.render, **task.template_args)
             encoded = _by_turns(tokenizer, render, messages, learned, shown)
         tokenizer.check(encoded[0])
-        return encoded
+        return _learned(*encoded)
 
     return example
+
+
+def _learned(tokens: tuple[int, ...], mask: tuple[bool, ...]) -> Example:
+    """Returns both. Raises ValueError if no token is learned; the first never is."""
+    if not any(mask[1:]):
+        raise ValueError(
+            "no token of it would be learned: the template's {% generation %} tags enclose none, "
+            "or the text has no tokens; use a template that marks the assistant's turns, or "
+            "remove the row"
+        )
+    return tokens, mask
 
 
 def _by_turns(
@@ -90,9 +101,14 @@ def _by_turns(
     encode_text = partial(tokenizer.inner.encode, add_special_tokens=False)
     whole = render(messages)
     cuts = [0]
+    if messages[learned[0]]["role"] == "assistant" and not learned[0]:
+        raise ValueError(
+            f"the conversation starts with the assistant's turn: {shown}; begin with a user's or "
+            "a system's, of which the model's template makes a prompt"
+        )
     for turn in learned:
         is_reply = messages[turn]["role"] == "assistant"
-        before = render(messages[:turn], generation=is_reply) if turn or is_reply else ""
+        before = render(messages[:turn], generation=is_reply) if turn else ""
         for text in (before, render(messages[: turn + 1])):
             if not whole.startswith(text) or len(text) < cuts[-1]:
                 raise ValueError(

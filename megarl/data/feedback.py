@@ -9,7 +9,7 @@ No torch: all rows are checked before ranks start.
     {"prompt": ..., "completions": ["step 1", "step 2"], "labels": [true, false]}   steps, as in TRL
 
 A response is text or a list of chat messages that ends with the assistant's; it may repeat the
-prompt's messages.
+prompt's messages. Empty responses, and equal ones of which one is better, are refused.
 """
 
 import math
@@ -17,17 +17,27 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, cast
 
+from megarl.data.rows import messages_of, read_messages, short
 from megarl.data.tasks import Source
 
 
 def check_feedback(source: Source, *, steps: bool) -> None:
-    """Raises ValueError, with file and line, for a problem without rankings, or without `steps`."""
+    """Raises ValueError, with file and line, for a problem without rankings, or without `steps`;
+    and if no problem ranks anything.
+    """
     # an endless source has the first alone
+    is_ranked = steps
     for problem in chain([source.problem(0)], source.problems()):
         if steps:
             labelled_steps(problem.extra, problem.where)
         else:
-            ranked_responses(problem.extra, problem.text, problem.where)
+            _, ranks, _ = ranked_responses(problem.extra, problem.text, problem.where)
+            is_ranked = is_ranked or len(set(ranks)) > 1
+    if not is_ranked:
+        raise ValueError(
+            f"{source.problem(0).where}: in no row of the task is a response better than another, "
+            "so nothing would be learned; correct ranks or scores"
+        )
 
 
 def ranked_responses(
@@ -43,7 +53,8 @@ def ranked_responses(
             if extra.get("margin") is None
             else _numbers([extra["margin"]], 1, f"{where}: margin")[0]
         )
-        return [_response(extra[key], text, f"{where}: {key}") for key in keys], [0.0, 1.0], margin
+        texts = [_response(extra[key], text, f"{where}: {key}") for key in keys]
+        return _distinct(texts, [0.0, 1.0], where), [0.0, 1.0], margin
     if keys != ["responses"]:
         raise ValueError(
             f"{where} has {' and '.join(keys) or 'no responses'}, but preferences are learned from "
@@ -65,11 +76,21 @@ def ranked_responses(
         else range(len(values))
     )
     sign = -1.0 if orders == ["scores"] else 1.0
-    return (
-        [_response(value, text, f"{where}: responses") for value in values],
-        [sign * n for n in numbers],
-        0.0,
-    )
+    texts = [_response(value, text, f"{where}: responses") for value in values]
+    ranks = [sign * n for n in numbers]
+    return _distinct(texts, ranks, where), ranks, 0.0
+
+
+def _distinct(texts: list[str], ranks: list[float], where: str) -> list[str]:
+    """Raises ValueError if two equal texts have different ranks: nothing could tell them apart."""
+    seen = {}
+    for text, rank in zip(texts, ranks, strict=True):
+        if seen.setdefault(text, rank) != rank:
+            raise ValueError(
+                f"{where} prefers a response to an equal one, {short(text)}, of which nothing is "
+                "learned; remove the row"
+            )
+    return texts
 
 
 def _numbers(values: Any, count: int, where: str) -> list[float]:
@@ -86,22 +107,22 @@ def _numbers(values: Any, count: int, where: str) -> list[float]:
 def _response(value: Any, prompt: str, where: str) -> str:
     """The text of a response. Messages before the assistant's last one must be the prompt's."""
     if isinstance(value, str):
-        return value
-    is_list = isinstance(value, Sequence) and all(isinstance(message, Mapping) for message in value)
-    last = value[-1] if is_list and value else {}
-    if last.get("role") != "assistant" or not isinstance(last.get("content"), str):
+        messages = [{"role": "assistant", "content": value}]
+    elif isinstance(value, Sequence):
+        messages = [*read_messages(value, where)]
+    else:
+        messages = []
+    if not messages or messages[-1]["role"] != "assistant" or not messages[-1]["content"].strip():
         raise ValueError(
             f"{where} must be text, or messages that end with the assistant's, not "
-            f"{str(value)[:60]!r}; correct it"
+            f"{short(value)}; correct it"
         )
-    texts = [str(message.get("content")) for message in value[:-1]]
-    both = "\n".join(
-        f"{message.get('role')}: {text}" for message, text in zip(value, texts, strict=False)
-    )
-    if texts and prompt not in (both, texts[-1]):
+    *before, last = messages
+    both = "\n".join(f"{message['role']}: {message['content']}" for message in before)
+    if before and before != messages_of(prompt) and prompt != both:
         raise ValueError(
-            f"{where} begins with {len(texts)} messages that are not the prompt's; a response is "
-            "one message, alone or after the prompt's"
+            f"{where} begins with {len(before)} messages that are not the prompt's, {short(both)}; "
+            "write all of them as the prompt, and a response as one message, alone or after them"
         )
     return last["content"]
 

@@ -1,35 +1,47 @@
 """Rows of `hf:` tasks: datasets on the Hugging Face hub, and local folders and files, read with
 `datasets`. No torch.
 
-    hub id --snapshot--> folder named by its commit -+
-    local folder or file ----------------------------+--> Arrow files, memory-mapped --> DatasetRows
+    hub id --snapshot--> folder named by its commit -+-> JSON: rows.read_rows --+
+    local folder or file ----------------------------+-> Arrow, memory-mapped --+-> DatasetRows
 
 A hub id is downloaded first: offline, `datasets` itself would read whatever revision it prepared
-last.
+last. JSON and the texts of CSV are read as they are: Arrow would take some for dates or numbers.
 """
 
 import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic import Field, ValidationError, field_validator
 
 from megarl.config.section import Pattern, Section, did_you_mean
+from megarl.data.media import FEATURE, refuse_media
+from megarl.data.rows import (
+    QUESTION_KEYS,
+    BadRow,
+    default_answer,
+    read_rows,
+    refuse_parts,
+    utf8_lines,
+)
 from megarl.platform.env import is_installed
 from megarl.platform.hub import Repository
 
 # of a single file
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-# the first that exists, if none is configured
-QUESTION_COLUMNS = ("prompt", "question", "problem", "messages")
 # as datasets reports no rows
 EMPTY = ("corresponds to no data", "BatchSize must be greater than 0", "StopIteration")
 BATCH = 1000  # rows read at once in a scan
+SHORT_FLOATS = ("float16", "float32")  # read as float64, with digits that nobody wrote
+MISSING = ("", "NaN", "nan", "null")  # cells of CSV
 Row = tuple[Any, Any, dict[str, Any]]  # question, answer, the other columns
 
 
@@ -59,75 +71,100 @@ class DatasetOptions(Section):
 
 @dataclass(frozen=True)
 class DatasetRows:
-    """The rows of one split; `name` is the task's, for errors."""
+    """The rows of one split; `name` is the task's with the split, for errors."""
 
     name: str
-    dataset: Any  # datasets.Dataset
+    dataset: Any  # datasets.Dataset, or a list of rows
+    columns: Sequence[str]
     prompt: tuple[str, ...]
     answer: tuple[str, ...]  # the path into a struct; empty: no answer
     pattern: str | None
+    is_chosen: bool = False  # the prompt is configured
+    places: Sequence[str] = ()  # of the rows, if they have any
+    dtype: str = ""  # of the answer
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Row:
-        return self._row(index, self.dataset[index])
+        with self._errors():
+            return self._row(index, self.dataset[index])
+
+    def where(self, index: int) -> str:
+        return self.places[index] if self.places else f"{self.name} row {index}"
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{self.name} has a text that is not UTF-8 ({error}); write its files again"
+            ) from None
 
     def scan(self, whole: bool) -> Iterator[Row]:
         """Reads all rows, or only their questions; and checks that the pattern
         matches all answers.
         """
-        columns = (
-            self.dataset.column_names
-            if whole
-            else {*self.prompt, *(self.answer[:1] if self.pattern else ())}
-        )
-        rows = (
-            dict(zip(batch, row, strict=True))
-            for batch in self.dataset.select_columns(sorted(columns)).iter(batch_size=BATCH)
-            for row in zip(*batch.values(), strict=True)
-        )
-        return map(self._row, count(), rows)
+        rows = self.dataset
+        if not isinstance(rows, list):
+            columns = self.columns
+            if not whole:
+                columns = [*self.prompt, *(self.answer[:1] if self.pattern else ())]
+            rows = (
+                dict(zip(batch, row, strict=True))
+                for batch in rows.select_columns(sorted({*columns})).iter(batch_size=BATCH)
+                for row in zip(*batch.values(), strict=True)
+            )
+        with self._errors():
+            yield from map(self._row, count(), rows)
 
     def _row(self, index: int, row: dict[str, Any]) -> Row:
         """Joins the texts of several prompts by an empty line, or concatenates their messages."""
-        values = [row[column] for column in self.prompt]
+        values: list[Any] = [row.get(column) for column in self.prompt]
+        if len(values) > 1:  # Alpaca's input may be empty
+            values = [value for value in values if value] or values
         if all(isinstance(value, str) for value in values):
             question = "\n\n".join(values)
         elif all(isinstance(value, list) for value in values):
-            # without the keys that Arrow added to messages as None
-            question = [
-                {k: v for k, v in m.items() if v is not None} if isinstance(m, Mapping) else m
-                for m in chain.from_iterable(values)
-            ]
+            question = [*chain.from_iterable(values)]
         elif len(values) == 1:
             question = values[0]
         else:
             kinds = ", ".join(
-                f"{c}: {type(v).__name__}" for c, v in zip(self.prompt, values, strict=True)
+                f"{c}: {type(v).__name__}" for c, v in zip(self.prompt, values, strict=False)
             )
             raise ValueError(
-                f"{self.name} row {index}: prompts must be all text or all messages, not {kinds}"
+                f"{self.where(index)}: prompts must be all text or all messages, not {kinds}"
             )
         answer = None
         if self.answer and self.answer[0] in row:
-            answer = reduce(
-                lambda value, key: None if value is None else value[key], self.answer, row
-            )
+            answer = reduce(_enter, self.answer, row)
+        if self.dtype in SHORT_FLOATS and answer is not None:
+            answer = float(str(np.dtype(self.dtype).type(answer)))
         if self.pattern is not None:
-            matches = (
-                []
-                if answer is None
-                else [match[1] for match in re.finditer(self.pattern, str(answer))]
-            )
-            if not matches:
-                raise ValueError(
-                    f"{self.name} row {index}: task.options.answer_pattern={self.pattern!r} does "
-                    f"not match the answer {str(answer)[-60:]!r}; change the pattern"
-                )
-            answer = matches[-1].strip()
+            answer = self._matched(index, answer)
         used = (*self.prompt, *(self.answer if len(self.answer) == 1 else ()))
-        return question, answer, {key: value for key, value in row.items() if key not in used}
+        extra = {key: row.get(key) for key in self.columns if key not in used}
+        if not self.is_chosen:
+            refuse_parts(extra, self.where(index), "set task.options.prompt to all its columns")
+        return question, answer, extra
+
+    def _matched(self, index: int, answer: Any) -> str:
+        assert self.pattern is not None
+        matches = []
+        if answer is not None:
+            matches = [match[1] for match in re.finditer(self.pattern, str(answer))]
+        if not matches:
+            raise ValueError(
+                f"{self.where(index)}: task.options.answer_pattern={self.pattern!r} does "
+                f"not match the answer {str(answer)[-60:]!r}; change the pattern"
+            )
+        return matches[-1].strip()
+
+
+def _enter(value: Any, key: str) -> Any:
+    return value.get(key) if isinstance(value, Mapping) else None
 
 
 def parse_options(name: str, options: Mapping[str, Any]) -> DatasetOptions:
@@ -149,22 +186,37 @@ def parse_options(name: str, options: Mapping[str, Any]) -> DatasetOptions:
         ) from None
 
 
-def load_rows(name: str, options: DatasetOptions, split: str) -> DatasetRows:
+def load_rows(
+    name: str, options: DatasetOptions, split: str, *, ignore_media: bool = False
+) -> DatasetRows:
     """Loads one split. Raises ValueError or FileNotFoundError with the value and the remedy."""
-    dataset = _read(name, options, split)
-    columns = dataset.column_names
+    dataset, places = _read(name, options, split)
+    if isinstance(dataset, list):
+        features: dict[str, Any] = {}
+        for row in dataset:
+            features |= {key: value for key, value in row.items() if value is not None}
+    else:
+        features = dict(dataset.features)
+        media = [key for key, feature in features.items() if FEATURE.search(repr(feature))]
+        refuse_media(f"task.name=hf:{name}", () if ignore_media else media)
+        dataset = dataset.remove_columns(media)
+        features = dict(dataset.features)
+    columns = list(features)
     prompt = [options.prompt] if isinstance(options.prompt, str) else options.prompt
-    prompt = prompt or [column for column in QUESTION_COLUMNS if column in columns][:1]
+    prompt = prompt or [column for column in QUESTION_KEYS if column in columns][:1]
     if not prompt:
         raise ValueError(
-            f"task.name=hf:{name} has none of the columns {', '.join(QUESTION_COLUMNS)}; set "
+            f"task.name=hf:{name} has none of the columns {', '.join(QUESTION_KEYS)}; set "
             f"task.options.prompt to one of: {', '.join(columns)}"
         )
     answer = options.answer or ("answer" if "answer" in columns else "")
+    if not answer and default_answer(features) is not None:
+        answer = "reward_model.ground_truth"
     path = (answer,) if answer in columns else tuple(filter(None, answer.split(".")))
-    for key, column in (("answer", path), *(("prompt", (column,)) for column in prompt)):
+    kind = None
+    for key, column in (*(("prompt", (column,)) for column in prompt), ("answer", path)):
         try:
-            reduce(operator.getitem, column, dataset.features)
+            kind = reduce(operator.getitem, column, features)
         except (KeyError, TypeError):  # a feature that is no struct
             raise ValueError(
                 f"task.options.{key}={'.'.join(column)} is not a column of hf:{name}; "
@@ -175,10 +227,21 @@ def load_rows(name: str, options: DatasetOptions, split: str) -> DatasetRows:
             f"task.options.answer_pattern={options.answer_pattern!r} needs task.options.answer; "
             "set it"
         )
-    return DatasetRows(f"hf:{name}", dataset, tuple(prompt), path, options.answer_pattern)
+    return DatasetRows(
+        f"hf:{name} split {split}",
+        dataset,
+        columns,
+        tuple(prompt),
+        path,
+        options.answer_pattern,
+        is_chosen=options.prompt is not None,
+        places=places,
+        dtype=getattr(kind, "dtype", ""),
+    )
 
 
-def _read(name: str, options: DatasetOptions, split: str) -> Any:
+def _read(name: str, options: DatasetOptions, split: str) -> tuple[Any, Sequence[str]]:
+    """Returns the rows of a split, and the place of each if they are of JSON files."""
     folder = resolve(name, options)
     import datasets
 
@@ -199,12 +262,54 @@ def _read(name: str, options: DatasetOptions, split: str) -> Any:
             )
         data_files = path
         path = FORMATS[folder.suffix]
+    load = partial(datasets.load_dataset_builder, path, options.config, data_files=data_files)
     try:
-        builder = datasets.load_dataset_builder(path, options.config, data_files=data_files)
+        builder = load()
+        files: Any = builder.config.data_files
+        if type(builder).__module__.endswith(".json"):
+            return _read_json(files, datasets.ReadInstruction.from_spec(split))
+        if type(builder).__module__.endswith(".csv"):
+            for file in chain.from_iterable(files.values()):
+                deque(utf8_lines(_open(file), file), maxlen=0)  # raises with the line
+            prompt = options.prompt or QUESTION_KEYS
+            texts = [prompt] if isinstance(prompt, str) else prompt
+            builder = load(
+                converters=dict.fromkeys([*texts, options.answer or "answer"], str),
+                keep_default_na=False,
+                na_values=list(MISSING),
+            )
         builder.download_and_prepare()
-        return builder.as_dataset(split=split)
+        return builder.as_dataset(split=split), ()
+    except BadRow:
+        raise
     except Exception as error:  # every file format has its own exceptions
         raise ValueError(_explain_reading(error, name, options, split)) from error
+
+
+def _read_json(files: Mapping[str, Sequence[str]], split: Any) -> tuple[list[Any], list[str]]:
+    """Returns the rows of a split, and their places."""
+    rows = {}
+    for part, names in zip(map(str, files), files.values(), strict=True):
+        rows[part] = []
+        if re.search(rf"\b{re.escape(part)}\b", str(split)):
+            for name in names:
+                rows[part] += read_rows(_open(name), name)
+    chosen = []
+    for part in split.to_absolute({part: len(values) for part, values in rows.items()}):
+        chosen += rows[part.splitname][part.from_ : part.to]
+    if not chosen:
+        raise ValueError(EMPTY[0])
+    for where, row in chosen:
+        if not isinstance(row, Mapping):
+            raise BadRow(f"{where} is a {type(row).__name__}, not an object")
+    return [row for _, row in chosen], [where for where, _ in chosen]
+
+
+def _open(file: str) -> Iterator[bytes]:
+    import fsspec
+
+    with fsspec.open(file, "rb", compression="infer") as lines:
+        yield from lines
 
 
 def _explain_reading(error: Exception, name: str, options: DatasetOptions, split: str) -> str:

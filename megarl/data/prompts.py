@@ -11,12 +11,13 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import count as count_from
 from itertools import islice
 from typing import Any
 
-from megarl.data.tasks import Problem, Source
+from megarl.data.rows import Problem, errors_of
+from megarl.data.tasks import Source
 from megarl.data.tokenizer import Encode, Example
 from megarl.types import Prompt
 
@@ -50,6 +51,7 @@ class PromptStream:
     position: int = 0
     skipped: int = 0
     kept: dict[str, float] = field(default_factory=dict)  # what a stage learns of the data
+    accepts_changes: bool = False  # data that differ from those of the restored state
     # stage sft: tokens of a whole example
     example: Callable[[Problem], Example | None] = lambda problem: None
     # part -> epoch, permutation
@@ -77,7 +79,8 @@ class PromptStream:
                 continue
             unseen -= 1
             problem = source.problem(self._index(part, number))
-            tokens, learned = self.example(problem) or (self.encode(problem.question), ())
+            with errors_of(problem.where):
+                tokens, learned = self.example(problem) or (self.encode(problem.question), ())
             if 0 < len(tokens) <= self.max_tokens:
                 taken.append(
                     Prompt(
@@ -114,10 +117,35 @@ class PromptStream:
             self.position = first
 
     def state(self) -> dict[str, Any]:
-        return {"position": self.position, "skipped": self.skipped, "kept": dict(self.kept)}
+        return {
+            "position": self.position,
+            "skipped": self.skipped,
+            "kept": dict(self.kept),
+            "data": self._data,
+        }
+
+    @cached_property
+    def _data(self) -> list[tuple[int | None, str]]:
+        """The size and a digest of the questions of each source; the order depends on both."""
+        return [(source.size, source.digest()) for source in self.sources]
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.position = int(state["position"])
+        """Raises ValueError if the data are not those of the state, unless that is accepted."""
+        position = int(state["position"])
+        before = [tuple(source) for source in state.get("data", self._data)]
+        if before != self._data:
+            sizes = [" + ".join(str(size) for size, _ in data) for data in (before, self._data)]
+            change = f"the task's problems are not those that the run began with ({sizes[0]} of "
+            change += f"them then, {sizes[1]} now)"
+            if not self.accepts_changes:
+                raise ValueError(
+                    f"{change}; restore the data, pass --resume-changed to continue with the new, "
+                    "or start over with checkpoint.resume=never"
+                )
+            log.warning(
+                f"{change}: up to {position} prompts that were already taken may come again"
+            )
+        self.position = position
         self.skipped = int(state["skipped"])
         self.kept.update(state.get("kept", {}))
 

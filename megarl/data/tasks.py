@@ -13,47 +13,32 @@ file or split are removed from the first.
 import hashlib
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from itertools import chain, compress, count
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import chain, compress, count, islice
 from pathlib import Path
 from typing import Any, Literal
 
 from megarl.config.schema import Eval, EvalSet, Task
 from megarl.config.section import did_you_mean
 from megarl.data.hf_dataset import Row, load_rows, parse_options
+from megarl.data.rows import (
+    EXAMPLE,
+    Problem,
+    errors_of,
+    make_problem,
+    messages_of,
+    read_problem,
+    read_rows,
+)
 from megarl.data.task_judge import TaskJudge, import_reasoning_gym
 from megarl.data.user_code import import_function, is_dotted
-from megarl.platform.json_text import parse_json
 
 Split = Literal["train", "eval"]
-Question = str | tuple[Mapping[str, str], ...]  # text, or chat messages
 
 HELD_OUT = 5  # one question in five belongs to "eval"
 ATTEMPTS = 1000  # to draw a problem of the requested split
-QUESTION_KEYS = ("prompt", "question", "messages")
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Reward functions get the fields of `extra` by name; a function ``extra["score"]`` is the
-    task's own judge.
-    """
-
-    question: Question
-    answer: str | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    where: str = field(default="a generated problem", compare=False)  # file and line, for errors
-
-    @property
-    def text(self) -> str:
-        question = self.question
-        return (
-            question
-            if isinstance(question, str)
-            else "\n".join(f"{m['role']}: {m['content']}" for m in question)
-        )
 
 
 @dataclass(frozen=True)
@@ -70,6 +55,13 @@ class Source:
     def problems(self, whole: bool = True) -> Iterable[Problem]:
         """All problems of a finite source, or only their questions."""
         return self.scan(whole) if self.scan else map(self.problem, range(self.size or 0))
+
+    def digest(self) -> str:
+        """Hashes the questions in order; "" for those that are generated."""
+        total = hashlib.sha256()
+        for problem in self.problems(whole=False) if self.scan else ():
+            total.update(f"{len(problem.text)} {problem.text}".encode())
+        return total.hexdigest()[:16] if self.scan else ""
 
     def select(self, keep: Sequence[bool]) -> "Source":
         """The problems whose entry in `keep`, one per problem, is True."""
@@ -100,23 +92,9 @@ def load_sources(
     sources = []
     for number, (weight, part) in enumerate(parts):
         others = [other for _, other in parts if other is not part]
-        with _errors_of(f"task.mixture[{number}]" if task.mixture else ""):
+        with errors_of(f"task.mixture[{number}]" if task.mixture else ""):
             sources.append(replace(load_task(part, split, [*eval_tasks, *others]), weight=weight))
     return tuple(sources)
-
-
-@contextmanager
-def _errors_of(where: str) -> Iterator[None]:
-    """Names the part of the config that `task.name` and `task.options` in an error stand for,
-    unless it is the task.
-    """
-    try:
-        yield
-    except (FileNotFoundError, ValueError) as error:
-        if not where:
-            raise
-        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
-        raise kind(f"{where}: {error}") from None
 
 
 def eval_task(task: Task, part: EvalSet) -> Task:
@@ -165,7 +143,9 @@ def load_task(task: Task, split: Split = "train", eval_tasks: Sequence[Task] = (
         )
     if split == "eval" or task.size is None:
         return source
-    return replace(source, size=min(task.size, source.size or task.size), scan=None)
+    size = min(task.size, source.size or task.size)
+    scan = source.scan
+    return replace(source, size=size, scan=scan and (lambda whole: islice(scan(whole), size)))
 
 
 def check_tasks(
@@ -186,7 +166,7 @@ def check_tasks(
     # first, because training problems are compared with these
     for part, other in zip(evaluated.sets, eval_tasks, strict=True) if held_out else ():
         where = f"eval.sets: {part.name}"
-        with _errors_of("" if other is task else where):
+        with errors_of("" if other is task else where):
             notes += _check_eval(other, f"{where} has size", part.size)
     for part, source in zip(
         task.mixture or [task], load_sources(task, eval_tasks=eval_tasks), strict=True
@@ -276,10 +256,10 @@ def _dataset(name: str, task: Task, split: Split) -> Source:
     """A hash of the question decides what is held out, unless there is an `eval_split`."""
     options = parse_options(name, task.options)
     stored = (split == "eval" and options.eval_split) or options.split
-    rows = load_rows(name, options, stored)
+    rows = load_rows(name, options, stored, ignore_media=task.ignore_media)
 
     def problem(index: int, row: Row) -> Problem:
-        return _make_problem(*row, where=f"{task.name} split {stored} row {index}")
+        return make_problem(*row, where=rows.where(index), ignore_media=task.ignore_media)
 
     source = Source(
         lambda index: problem(index, rows[index]),
@@ -318,22 +298,16 @@ def _jsonl(file: str, task: Task, split: Split) -> Source:
         raise FileNotFoundError(
             f"task file {path} does not exist; use a file with one JSON object per line"
         )
-    problems = []
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            where = f"{path} line {number}"
-            try:
-                row = parse_json(line, where)
-            except ValueError as error:
-                raise ValueError(f"{error}: {_short(line)}; fix the line") from None
-            problems.append(_problem(row, where))
+    with path.open("rb") as lines:
+        problems = [
+            read_problem(row, where, ignore_media=task.ignore_media)
+            for where, row in read_rows(lines, path)
+        ]
     if not problems:
         raise ValueError(
-            f"{path} has no problems; write one JSON object per line, such as {_EXAMPLE}"
+            f"{path} has no problems; write one JSON object per line, such as {EXAMPLE}"
         )
-    return Source(problems.__getitem__, len(problems))
+    return Source(problems.__getitem__, len(problems), lambda whole: problems)
 
 
 def _user_function(task: Task, split: Split) -> Source:
@@ -351,70 +325,14 @@ def _user_function(task: Task, split: Split) -> Source:
     if not isinstance(rows, Sequence) or isinstance(rows, str | bytes):
         raise ValueError(
             f"task.name={task.name!r} returned a {type(rows).__name__}; return a sequence of rows, "
-            f"such as [{_EXAMPLE}]"
+            f"such as [{EXAMPLE}]"
         )
-    return Source(lambda index: _problem(rows[index], f"{task.name} row {index}"), len(rows))
 
+    def problem(index: int) -> Problem:
+        where = f"{task.name} row {index}"
+        return read_problem(rows[index], where, ignore_media=task.ignore_media)
 
-_EXAMPLE = '{"prompt": "1 + 1 =", "answer": "2"}'
-
-
-def _problem(row: Any, where: str) -> Problem:
-    """Makes a problem of a row; all fields but question and answer go into `extra`.
-
-    `where` appears in errors.
-    """
-    if not isinstance(row, Mapping):
-        raise ValueError(f"{where} is a {type(row).__name__}, not an object; write {_EXAMPLE}")
-    keys = [key for key in QUESTION_KEYS if key in row]
-    if len(keys) != 1:
-        raise ValueError(
-            f"{where} needs exactly one of {', '.join(QUESTION_KEYS)}; it has "
-            f"{', '.join(keys) or ', '.join(map(str, row)) or 'nothing'}"
-        )
-    question = row[keys[0]]
-    if keys[0] != "messages" and not isinstance(question, str) and "completion" not in row:
-        raise ValueError(f"{where}: {keys[0]} must be text, not {_short(question)}")
-    extra = {str(key): value for key, value in row.items() if key not in (keys[0], "answer")}
-    return _make_problem(question, row.get("answer"), extra, where=where)
-
-
-def _make_problem(question: Any, answer: Any, extra: Mapping[str, Any], *, where: str) -> Problem:
-    if isinstance(question, list) and question and all(map(is_message, question)):
-        question = tuple(question)
-        texts = list(chain.from_iterable(message.values() for message in question))
-    elif isinstance(question, str) and question.strip():
-        texts = [question]
-    else:
-        raise ValueError(
-            f"{where}: the prompt must be text, or messages must be a list of "
-            f'{{"role": ..., "content": ...}}, not {_short(question)}'
-        )
-    answer = None if answer is None else str(answer)
-    for text in (*texts, answer):
-        try:
-            text.encode() if isinstance(text, str) else None
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"{where} has half of a surrogate pair, which no tokenizer can read: "
-                f"{_short(text[max(0, error.start - 10) : error.end + 10])}; remove it"
-            ) from None
-    return Problem(question, answer, extra, where)
-
-
-def messages_of(question: Question) -> list[Mapping[str, str]]:
-    return [{"role": "user", "content": question}] if isinstance(question, str) else [*question]
-
-
-def is_message(message: Any) -> bool:
-    return isinstance(message, Mapping) and all(
-        isinstance(message.get(key), str) for key in ("role", "content")
-    )
-
-
-def _short(value: Any) -> str:
-    text = repr(value.strip() if isinstance(value, str) else value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return Source(problem, len(rows))
 
 
 def random_tokens(

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from jinja2 import meta
 
 from megarl.config.schema import Task
-from megarl.data.tasks import Question, messages_of
+from megarl.data.rows import Question, messages_of
 from megarl.models.config_json import read_config
 from megarl.platform.alarm import Alarm, alarm
 from megarl.platform.env import is_installed
@@ -71,9 +71,16 @@ def check_tokenizer(folder: Path, *, trust_remote_code: bool) -> None:
             )
 
 
-def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Tokenizer:
+def tokenizer_files(folder: Path) -> list[str]:
+    return [name for name in FILES if (folder / name).is_file()]
+
+
+def load_tokenizer(
+    path: str | Path, *, trust_remote_code: bool = False, template: str | None = None
+) -> Tokenizer:
     """Loads the tokenizer in folder `path`, with the end tokens of generation_config.json too.
 
+    With `template` (task.template) plain, an answer ends with the tokenizer's own end token.
     Raises ValueError.
     """
     folder = Path(path)
@@ -81,7 +88,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Toke
     config = read_config(folder / "config.json")
     generation = read_config(folder / "generation_config.json")
     eos = {*config.token_ids("eos_token_id"), *generation.token_ids("eos_token_id")}
-    files = [name for name in FILES if (folder / name).is_file()]
+    files = tokenizer_files(folder)
     if not files:
         return TokenIds(tuple(sorted(eos)), config.size("vocab_size"))
     import transformers
@@ -99,7 +106,8 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Toke
             remedy = "set model.trust_remote_code=true"
         raise ValueError(f"{folder}: the tokenizer cannot be loaded ({error}); {remedy}") from error
     own: Any = inner.eos_token_id
-    tokenizer = HfTokenizer(inner, tuple(sorted(eos | {own} - {None})))
+    ends = tuple(sorted(eos | {own} - {None}))
+    tokenizer = HfTokenizer(inner, ends, is_plain=template == "plain")
     tokenizer.vocab = config.count("vocab_size")
     if inner.vocab_size > tokenizer.vocab > 0:
         raise ValueError(
@@ -170,6 +178,26 @@ def stop_token_ids(tokenizer: Tokenizer, stop: Sequence[str]) -> tuple[int, ...]
     return tokenizer.check(sorted(ids))
 
 
+def end_warnings(tokenizer: Tokenizer, stop: Sequence[str]) -> Iterator[str]:
+    """Yields why responses, or answers that are learned, would not end."""
+    ends = stop_token_ids(tokenizer, stop)
+    if not ends:
+        yield (
+            "the model's folder names no end token (eos_token_id), so every response runs to "
+            "rollout.max_tokens, and no end is learned; set rollout.stop, or add it to "
+            "generation_config.json"
+        )
+    elif isinstance(tokenizer, HfTokenizer):
+        turn_end = tokenizer.turn_end
+        if turn_end and not {*turn_end} & {*ends}:
+            end, *own = tokenizer.inner.convert_ids_to_tokens([turn_end[0], *tokenizer.eos])
+            yield (
+                f"the chat template ends a turn with {end!r}, which is no end token of the model "
+                f"({', '.join(map(str, own))}), so a response that is written like one runs to "
+                f"rollout.max_tokens; set rollout.stop=[{end!r}]"
+            )
+
+
 def pad_token(tokenizer: Tokenizer) -> tuple[int, str | None]:
     """Returns a token to pad rows with, and its text if there is a tokenizer; never the token that
     ends an answer.
@@ -215,10 +243,26 @@ class HfTokenizer:
 
     vocab = 0  # the model's vocab_size; 0: unknown
 
-    def __init__(self, inner: Any, eos: tuple[int, ...]) -> None:
+    def __init__(self, inner: Any, eos: tuple[int, ...], *, is_plain: bool = False) -> None:
         self.inner = inner
         self.eos = eos
         self.chat_template: str | None = inner.get_chat_template() if inner.chat_template else None
+        self.is_plain = is_plain
+
+    @cached_property
+    def turn_end(self) -> tuple[int, ...]:
+        """The tokens that the chat template writes after an assistant's turn; () if unknown."""
+        if self.is_plain or not self.chat_template:
+            return ()
+        turns = [("user", "question"), ("assistant", "answer")]
+        try:
+            text = self.render([{"role": role, "content": text} for role, text in turns])
+        except ValueError:
+            return ()
+        return self._ids(text.rpartition("answer")[2])
+
+    def _ids(self, text: str) -> tuple[int, ...]:
+        return tuple(self.inner(text, add_special_tokens=False)["input_ids"])
 
     def encode_prompt(
         self,
@@ -237,22 +281,38 @@ class HfTokenizer:
         messages = messages_of(question)
         if template == "plain" or not (template or self.chat_template):
             text = "\n".join(message["content"] for message in messages)
-            return tuple(self.inner(text)["input_ids"])
+            tokens = tuple(self.inner(text)["input_ids"])
+            own = self._ids(text)
+            for end in range(len(own), len(tokens)):
+                if tokens[end - len(own) : end] == own:
+                    return tokens[:end]  # without what is added at the end: the prompt goes on
+            return tokens
         if not self.chat_template:
             raise ValueError(
                 "task.template=chat, but the model's tokenizer has no chat template; use plain"
+            )
+        if messages[-1]["role"] == "assistant":
+            raise ValueError(
+                "the prompt ends with the assistant's turn, which is the answer; end it with the "
+                "user's, or learn the answer with stage: sft"
             )
         if messages[0]["role"] == "system":
             system_prompt = None
         if system_prompt:
             messages = [{"role": "system", "content": system_prompt}, *messages]
         text = self.render(messages, generation=True, **(template_args or {}))
-        if system_prompt and system_prompt.strip() not in text:
-            raise ValueError(
-                f"task.system_prompt={system_prompt!r} is not in the prompt, because the model's "
-                "chat template ignores system messages; put it into the questions"
-            )
-        return tuple(self.inner(text, add_special_tokens=False)["input_ids"])
+        for message in messages:
+            role = message["role"]
+            # earlier answers may be rendered without their thoughts
+            if role != "assistant" and message["content"].strip() not in text:
+                name = f"the {role} message "
+                if system_prompt and role == "system":
+                    name = "task.system_prompt="
+                raise ValueError(
+                    f"{name}{message['content']!r} is not in the prompt, because the model's chat "
+                    f"template ignores {role} messages; put it into the questions"
+                )
+        return self._ids(text)
 
     def render(
         self,
@@ -264,6 +324,13 @@ class HfTokenizer:
         """Renders messages in the chat template; with `generation`, up to the start of the
         assistant's next turn.
         """
+        for message in messages:
+            for key in message.keys() - {"role", "content"}:
+                if key not in (self.chat_template or ""):
+                    raise ValueError(
+                        f"a message has {key!r}, which the model's chat template never reads; "
+                        "remove it"
+                    )
         with _limited("rejects the prompt"):
             text = self.inner.apply_chat_template(
                 list(messages), add_generation_prompt=generation, tokenize=False, **template_args
@@ -296,9 +363,12 @@ class HfTokenizer:
         return sorted(variables - ALWAYS_GIVEN - set(self.inner.special_tokens_map))
 
     def encode_answer(self, text: str) -> tuple[int, ...]:
-        """Encodes the text and adds the end token, as in a finished response."""
-        ends = [end for end in (self.inner.eos_token_id, *self.eos) if end is not None]
-        return self.check((*self.inner(text, add_special_tokens=False)["input_ids"], *ends[:1]))
+        """Encodes the text and adds the end token, as in a finished response: that of a turn in the
+        chat template, if it is one of the ends, otherwise the tokenizer's own.
+        """
+        ends = [end for end in self.turn_end if end in self.eos]
+        ends += [end for end in (self.inner.eos_token_id, *self.eos) if end is not None]
+        return self.check((*self._ids(text), *ends[:1]))
 
     def split(self, text: str) -> list[tuple[int, str]]:
         """The tokens of `text`: the id and the text of each."""

@@ -21,6 +21,7 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_I
 # One file per GPU. Sandboxes do not always mount /proc/driver.
 GPU_FILES = (("/proc/driver/nvidia/gpus", "*"), ("/dev", "nvidia[0-9]*"))
 
+RESUME_CHANGED = "MEGARL_RESUME_CHANGED"  # set: other data than a run began with are accepted
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|AUTH", re.IGNORECASE)  # in the name of a variable
 SECRET_CHARS = 8  # shorter values are words that texts need
 

@@ -118,7 +118,7 @@ class _Code:
         with ThreadPoolExecutor(self.options.concurrency, thread_name_prefix="code") as pool:
             return list(pool.map(partial(try_score, self._score), requests, repeat(deadline)))
 
-    def read_tests(self, answer: str | None, extra: Mapping[str, Any]) -> ProblemTests:
+    def read_tests(self, answer: Any, extra: Mapping[str, Any]) -> ProblemTests:
         """Reads the tests of a problem.
 
         Raises ScoreError if they cannot be read, or their verdict would be the solution's.

@@ -33,7 +33,7 @@ class ScoreRequest:
     id: str  # "<prompt id>/<sample index>", unique within a call
     prompt: str
     response: str
-    answer: str | None = None
+    answer: Any = None  # the reference, as the task has it (data.rows.reference)
     tokens: tuple[int, ...] = ()  # of the response
     finish: str = "stop"
     extra: Mapping[str, Any] = field(default_factory=dict)  # the problem's other fields

@@ -129,7 +129,7 @@ def _payload(request: ScoreRequest, options: JudgeOptions) -> dict[str, Any]:
     low, high = options.range
     values = {
         **request.arguments(),
-        "answer": request.answer or "",
+        "answer": "" if request.answer is None else request.answer,
         "low": low,
         "high": high,
         "tag": tag_of(request),

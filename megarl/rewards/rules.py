@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from megarl.data.rows import reference_text
 from megarl.data.task_judge import TaskJudge, judge_answers
 from megarl.jail.judging import JudgePool
 from megarl.rewards.interface import Score, ScoreRequest, try_score
@@ -47,10 +48,15 @@ class Accuracy:
                 scores[row] = try_score(self._call, judge, text)
             elif answer is None:
                 scores[row] = Score(None, "error", "the problem has no answer to compare with")
-            elif isinstance(equal := compare(text, answer), bool):
-                scores[row] = Score(float(equal))
             else:
-                maths[row] = (equal, answer)
+                if isinstance(answer, bool):
+                    text = text.lower()
+                answer = reference_text(answer)
+                equal = compare(text, answer)
+                if isinstance(equal, bool):
+                    scores[row] = Score(float(equal))
+                else:
+                    maths[row] = (equal, answer)
         verdicts = judge_answers([*judged.values()], timeout_s=self.timeout_s)
         verdicts += MATHS.judge(None, [*maths.values()], timeout_s=self.timeout_s)
         for row, verdict in zip([*judged, *maths], verdicts, strict=True):

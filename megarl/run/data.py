@@ -10,6 +10,7 @@ from megarl.data.prompts import PromptStream
 from megarl.data.tasks import Split, eval_task, load_sources
 from megarl.data.tokenizer import prompt_encoder
 from megarl.layout import Axis
+from megarl.platform.env import RESUME_CHANGED, get_env
 from megarl.rewards.scorer import make_scorer
 from megarl.roles import SpanContext
 from megarl.rollout.exchange import Exchange
@@ -42,6 +43,7 @@ def make_prompts(rank: Rank, split: Split = "train", task: Task | None = None) -
         prompt_encoder(rank.tokenizer, task),
         max_tokens=config.rollout.max_prompt_tokens,
         seed=config.run.seed,
+        accepts_changes=get_env(RESUME_CHANGED) is not None,
     )
     if config.stage_spec.learns == "answers":
         stream.example = example_encoder(rank.tokenizer, task, config.sft.roles)

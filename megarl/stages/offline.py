@@ -57,12 +57,14 @@ def train_offline(
             batch = examples(run.prompts.take(run.prompts_per_step))
             with run.phases.train():
                 report = learn(batch)
+            run.state = run.state.counted(report)
             with run.phases.save():
                 run.checkpoint.maybe_save(step + 1, run.state, last=is_done(report))
             record(None, report, None)
         evaluate(step + 1)
         if is_done(report):
-            return
+            break
+    run.state.check_learned()
 
 
 @contextmanager

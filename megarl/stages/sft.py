@@ -92,8 +92,12 @@ def train_supervised(trainer: Trainer, batch: TokenBatch) -> StepReport:
 
 
 def sampled_accuracy(batch: TokenBatch, logprobs_T: Tensor) -> float:
-    """Returns the mean probability of sampling exactly the reference answer; 0..1."""
-    values_T = torch.where(batch.mask, logprobs_T, 0.0).double()
-    sums_T = torch.cat([values_T.new_zeros(1), values_T.cumsum(0)])
-    logprobs_N = sums_T[batch.cu_seqlens].diff()
-    return float(logprobs_N.exp().mean())
+    """Returns the mean probability of sampling exactly the reference answer, 0..1; NaN if no row
+    has one.
+    """
+
+    def sums_N(values_T: Tensor) -> Tensor:
+        return torch.cat([values_T.new_zeros(1), values_T.cumsum(0)])[batch.cu_seqlens].diff()
+
+    logprobs_N = sums_N(torch.where(batch.mask, logprobs_T, 0.0).double())
+    return float(logprobs_N.exp()[sums_N(batch.mask.long()) > 0].mean())

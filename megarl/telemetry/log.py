@@ -133,7 +133,8 @@ def brief(metrics: Mapping[str, Any]) -> str:
     for key, name, style in SHOWN:
         value = metrics.get(key)
         if isinstance(value, int | float) and key != omitted:
-            parts.append(f"{name} {style.format(value)}")
+            shown = "-" if value != value else style.format(value)  # nothing was measured
+            parts.append(f"{name} {shown}")
     return "  ".join(parts)
 
 

@@ -15,6 +15,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from math import isnan
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -93,14 +94,18 @@ def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]
 
 
 def update_metrics(report: StepReport) -> dict[str, Any]:
-    """Means over the updates of a step; `update/skipped` counts those that were skipped."""
+    """Means over the updates of a step; `update/skipped` counts those that were skipped.
+
+    NaN where no update has measured anything.
+    """
     updates = report.updates
+    measured = [one for one in updates if not (one.skipped and isnan(one.loss))] or updates
     if not updates:
         return {"updates": 0, "update/skipped": 0, **report.metrics}
     return {
         **dict.fromkeys(OF_UPDATES),  # None without a reference, or without tokens
-        "loss": fmean(update.loss for update in updates),
-        "grad_norm": fmean(update.grad_norm for update in updates),
+        "loss": fmean(update.loss for update in measured),
+        "grad_norm": fmean(update.grad_norm for update in measured),
         "lr": updates[-1].lr,
         "updates": len(updates),
         "update/skipped": sum(update.skipped for update in updates),

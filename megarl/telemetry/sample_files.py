@@ -78,7 +78,7 @@ class SampleWriter:
                 span = slice(*scored.cu_seqlens[row : row + 2].tolist())
                 trained = scored.advantages[span][scored.mask[span]]
                 line["advantage"] = float(trained.mean()) if trained.numel() else None
-            text += json.dumps(line, ensure_ascii=False) + "\n"
+            text += json.dumps(line, ensure_ascii=False, default=str) + "\n"
         # a tokenizer or a user's task may produce lone surrogates, which UTF-8 lacks, but JSON can
         # escape
         write_atomic(

@@ -8,6 +8,7 @@ Every rank must call every method, in the same order, and gets the same result.
 """
 
 import gc
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -261,7 +262,7 @@ class Trainer:
         if not num_tokens:
             if before_step:
                 before_step(self._gathered(self._no_outputs(batch)))
-            return UpdateReport(0.0, 0.0, lr, skipped=True)
+            return UpdateReport(math.nan, math.nan, lr, skipped=True)  # nothing is measured
         self.memory.onload_gradients()
         zero_grad(self.model, self.optimizer)
         sums = LossSums(loss, weights_T, self.head.fields(entropy=entropy), self.device)

@@ -98,7 +98,7 @@ def test_a_tokenizer_that_cannot_be_loaded_is_refused_before_a_process_starts(
         ),
         (
             "task={template: chat, name: 'megarl.data.tasks:random_tokens', options: {vocab: 67}}",
-            "without a tokenizer there is no chat template; use task.template: plain and text prompts",
+            "megarl.data.tasks:random_tokens row 0: without a tokenizer there is no chat template; use task.template: plain and text prompts",
         ),
         (
             "task.answer=box",

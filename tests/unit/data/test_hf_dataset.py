@@ -236,7 +236,7 @@ BAD: dict[str, bytes] = {
             {},
             "has no rows in split train; correct its files, or task.options.split",
         ),
-        ("broken.jsonl", {}, "broken.jsonl cannot be read (JSON parse error"),
+        ("broken.jsonl", {}, "broken.jsonl: line 2 is not JSON (Expecting property name"),
         ("broken.parquet", {}, "broken.parquet cannot be read (Parquet"),
         ("notes.txt", {}, "choose from .jsonl, .json, .parquet, .csv"),
         ("good.jsonl", {"split": "dev"}, "task.options.split=dev is not a split of hf:"),
@@ -254,9 +254,9 @@ BAD: dict[str, bytes] = {
             {},
             "none of the columns prompt, question, problem, messages; set task.options.prompt",
         ),
-        ("null.jsonl", {}, "null.jsonl split train row 7: the prompt must be text"),
-        ("number.jsonl", {}, "split train row 0: the prompt must be text"),
-        ("roles.jsonl", {}, "row 0: the prompt must be text, or messages must be a list of"),
+        ("null.jsonl", {}, "null.jsonl: line 8: the prompt must be text"),
+        ("number.jsonl", {}, "number.jsonl: line 1: the prompt must be text"),
+        ("roles.jsonl", {}, "roles.jsonl: line 1: message 1 has ShareGPT's from and value: write role"),
         ("good.jsonl", {"prompts": "a"}, "task.options.prompts is not an option of task.name=hf:"),
         ("good.jsonl", {"prompts": "a"}, "did you mean prompt?"),
         ("good.jsonl", {"held_out": 2}, "task.options.held_out=2 of task.name=hf:"),
@@ -268,7 +268,7 @@ BAD: dict[str, bytes] = {
         (
             "good.jsonl",
             {"answer_pattern": "#### (.*)"},
-            "row 0: task.options.answer_pattern='#### (.*)' does not match",
+            "good.jsonl: line 1: task.options.answer_pattern='#### (.*)' does not match",
         ),
         (
             "text.jsonl",
@@ -295,7 +295,7 @@ def test_rows_of_an_evaluation_set_are_checked_too(tmp_path: Path) -> None:
     config = parse_config(
         {"model": {"create": {}}, "task": listed, "eval": {"every": 1, "size": 0, "sets": sets}}
     )
-    with pytest.raises(ValueError, match="row 7: the prompt must be text"):
+    with pytest.raises(ValueError, match="line 8: the prompt must be text"):
         preflight(config, Env())
 
 

@@ -120,7 +120,7 @@ ERRORS = [
     ),
     (
         {"chosen": "3", "rejected": 4},
-        "rejected must be text, or messages that end with the assistant's, not '4'",
+        "rejected must be text, or messages that end with the assistant's, not 4",
     ),
     ({"chosen": "3", "rejected": [QUESTION]}, "messages that end with the assistant's"),
     (
@@ -197,11 +197,7 @@ def test_every_row_is_checked_before_ranks_start(
         preflight(parse_config({"model": {"create": {}}, "task": task(last), **sections}), Env())
 
     check(right)
-    where = (
-        f"hf:{tmp_path}/rows.jsonl split train row 3"
-        if kind == "hf"
-        else f"{tmp_path}/rows.jsonl line 5"
-    )
+    where = f"{tmp_path}/rows.jsonl: line 5"
     says = (
         "has completions=['3', '4'] and labels=[True], but"
         if stage == "process"

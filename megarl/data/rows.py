@@ -1,0 +1,232 @@
+"""Rows of files and datasets, as problems. No torch.
+
+    bytes --read_rows--> (where, row) --read_problem--> Problem
+
+What a row may have is listed here; the rest is refused with its file and line, as a prompt that
+has lost a part is another prompt.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from decimal import Decimal
+from itertools import chain
+from typing import Any
+
+from megarl.data.media import is_media, media_of, refuse_media, without_placeholders
+from megarl.platform.json_text import parse_json
+
+Question = str | tuple[Mapping[str, str], ...]  # text, or chat messages
+QUESTION_KEYS = ("prompt", "question", "problem", "messages")
+# columns that are parts of the prompt, which no template would get
+PROMPT_PARTS = ("system", "system_prompt", "history", "tools", "functions")
+EXAMPLE = '{"prompt": "1 + 1 =", "answer": "2"}'
+MESSAGES = '[{"role": "user", "content": "1 + 1 ="}, ...]'
+# what people have instead of role and content, and what to do
+FOREIGN = {
+    "from": "ShareGPT's from and value: write role and content, user for human, assistant for gpt",
+    "tool_calls": "tool calls, which cannot be trained on: remove the row",
+    "function_call": "tool calls, which cannot be trained on: remove the row",
+}
+
+
+class BadRow(ValueError):
+    """A row cannot be read; the message names its place."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Reward functions get the fields of `extra` by name; a function ``extra["score"]`` is the
+    task's own judge.
+    """
+
+    question: Question
+    answer: Any = None  # text; or a boolean, a list or an object, as the file has it
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    where: str = field(default="a generated problem", compare=False)  # file and line, for errors
+
+    @property
+    def text(self) -> str:
+        question = self.question
+        if isinstance(question, str):
+            return question
+        return "\n".join(f"{m['role']}: {m['content']}" for m in question)
+
+
+@contextmanager
+def errors_of(where: str) -> Iterator[None]:
+    """Names the row, or the part of the config, that an error is of; `where` "": it does."""
+    try:
+        yield
+    except (FileNotFoundError, ValueError) as error:
+        if not where:
+            raise
+        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
+        raise kind(f"{where}: {error}") from None
+
+
+def read_rows(lines: Iterable[bytes], file: object) -> Iterator[tuple[str, Any]]:
+    """Yields the place and the value of each line of JSON, or of each element of one JSON list.
+
+    Raises ValueError with file and line.
+    """
+    texts = ((where, text) for where, text in utf8_lines(lines, file) if text.strip())
+    for number, (where, text) in enumerate(texts):
+        if not number and text.lstrip().startswith("["):
+            whole = "".join([text, *(rest for _, rest in texts)])
+            for index, row in enumerate(parse_json(whole, file)):
+                yield f"{file}: row {index}", row
+            return
+        try:
+            row = parse_json(text, where)
+        except ValueError as error:
+            raise BadRow(f"{error}: {short(text)}; fix the line") from None
+        yield where, row
+
+
+def utf8_lines(lines: Iterable[bytes], file: object) -> Iterator[tuple[str, str]]:
+    """Yields the place and the text of each line; a byte order mark is no part of the first."""
+    for number, line in enumerate(lines, start=1):
+        where = f"{file}: line {number}"
+        try:
+            yield where, line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise BadRow(
+                f"{where} is not UTF-8 (byte 0x{line[error.start]:02x} at {error.start}); convert "
+                "the file, for example: iconv -f CP1252 -t UTF-8"
+            ) from None
+
+
+def read_problem(row: Any, where: str, *, ignore_media: bool = False) -> Problem:
+    """Makes a problem of a row; all fields but question and answer go into `extra`.
+
+    A null counts as absent. Raises ValueError.
+    """
+    if not isinstance(row, Mapping):
+        raise ValueError(f"{where} is a {type(row).__name__}, not an object; write {EXAMPLE}")
+    present = [str(key) for key, value in row.items() if value is not None]
+    keys = [key for key in QUESTION_KEYS if key in present]
+    if len(keys) != 1:
+        raise ValueError(
+            f"{where} needs exactly one of {', '.join(QUESTION_KEYS)}; it has "
+            f"{', '.join(keys or present) or 'nothing'}; write text, or {MESSAGES}"
+        )
+    extra = {str(key): value for key, value in row.items() if key not in (keys[0], "answer")}
+    refuse_parts(extra, where, "write it into the prompt, as the first of its messages, for one")
+    answer = row.get("answer")
+    if answer is None:
+        answer = default_answer(extra)
+    return make_problem(row[keys[0]], answer, extra, where=where, ignore_media=ignore_media)
+
+
+def default_answer(row: Mapping[str, Any]) -> Any:
+    """Returns verl's reference of a row without `answer`."""
+    judged = row.get("reward_model")
+    return judged.get("ground_truth") if isinstance(judged, Mapping) else None
+
+
+def refuse_parts(extra: Mapping[str, Any], where: str, remedy: str) -> None:
+    """Raises ValueError if a column that is not read is a part of the prompt."""
+    for name in PROMPT_PARTS:
+        if extra.get(name):
+            raise ValueError(
+                f"{where} has {name}={short(extra[name])}, which would not be in the prompt; "
+                f"{remedy}, or rename the column if only rewards read it"
+            )
+
+
+def make_problem(
+    question: Any,
+    answer: Any,
+    extra: Mapping[str, Any],
+    *,
+    where: str,
+    ignore_media: bool = False,
+) -> Problem:
+    media = media_of({"prompt": question, **extra})
+    refuse_media(where, () if ignore_media else media)
+    if media:
+        question = without_placeholders(question)
+    if isinstance(question, list) and question:
+        question = tuple(read_messages(question, where))
+        texts = [*chain.from_iterable(message.values() for message in question)]
+    elif isinstance(question, str) and question.strip():
+        texts = [question]
+    else:
+        raise ValueError(
+            f"{where}: the prompt must be text, or messages {MESSAGES}, not {short(question)}"
+        )
+    answer = reference(answer)
+    for text in (*texts, answer):
+        try:
+            text.encode() if isinstance(text, str) else None
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{where} has half of a surrogate pair, which no tokenizer can read: "
+                f"{short(text[max(0, error.start - 10) : error.end + 10])}; remove it"
+            ) from None
+    return Problem(question, answer, extra, where)
+
+
+def reference(value: Any) -> Any:
+    """Returns a reference as text: a number without exponent, as exact as it was read.
+
+    Booleans, lists and objects stay; null and NaN are None.
+    """
+    if value is None or value != value:
+        return None
+    if isinstance(value, bool | list | Mapping):
+        return value
+    if isinstance(value, float):
+        return f"{Decimal(repr(value)):f}".removesuffix(".0")
+    if isinstance(value, Decimal):
+        return f"{value:f}"
+    return str(value).removesuffix(" 00:00:00")  # of a date
+
+
+def reference_text(answer: Any) -> str:
+    """Returns what a response is compared with, or taught; raises ValueError for a list or an
+    object, of which only a reward function knows what they mean.
+    """
+    if isinstance(answer, bool):
+        return str(answer).lower()
+    if not isinstance(answer, str):
+        raise ValueError(
+            f"the answer {short(answer)} is a {type(answer).__name__}, not one text; write a text, "
+            "or judge it by a reward function of your own"
+        )
+    return answer
+
+
+def read_messages(values: Iterable[Any], where: str) -> Iterator[dict[str, Any]]:
+    """Yields messages without the keys that are null, their content as one text.
+
+    Raises ValueError for what is no message, or cannot be rendered as text.
+    """
+    for number, value in enumerate(values, start=1):
+        place = f"{where}: message {number}"
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{place} is {short(value)}; messages are {MESSAGES}")
+        message = {key: item for key, item in value.items() if item is not None and item != []}
+        for key, name in FOREIGN.items():
+            if key in message:
+                raise ValueError(f"{place} has {name}; messages are {MESSAGES}")
+        content = message.get("content")
+        if isinstance(content, list):
+            parts = [part for part in content if not is_media(part)]
+            wrong = [part for part in parts if part.keys() != {"type", "text"}]
+            if wrong:
+                raise ValueError(f"{place} has content {short(wrong[0])}; only text can be read")
+            content = "\n".join(part["text"] for part in parts)  # as vLLM does
+        if not isinstance(content, str) or not isinstance(message.get("role"), str):
+            raise ValueError(f"{place} is {short(value)}; messages are {MESSAGES}")
+        yield {**message, "content": content}
+
+
+def messages_of(question: Question) -> list[Mapping[str, str]]:
+    return [{"role": "user", "content": question}] if isinstance(question, str) else [*question]
+
+
+def short(value: Any) -> str:
+    text = repr(value.strip() if isinstance(value, str) else value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,1 @@
+open("d.jsonl", "a").write('{"prompt": "7?"}\n')

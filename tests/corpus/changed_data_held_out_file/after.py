@@ -1,0 +1,1 @@
+open("e.jsonl", "a").write('{"prompt": "1?"}\n')

@@ -1,0 +1,1 @@
+open("f.jsonl", "a").write('{"prompt": "7?"}\n')

@@ -1,0 +1,1 @@
+open("data/b.jsonl", "w").write('{"prompt": "7?"}\n')

@@ -1,0 +1,2 @@
+lines = open("d.jsonl").readlines()
+open("d.jsonl", "w").writelines(lines[1:])
