@@ -26,6 +26,7 @@ from megarl.data.tokenizer import (
     end_warnings,
     exceeds_vocabulary,
     load_tokenizer,
+    may_not_end,
     prompt_encoder,
     tokenizer_files,
 )
@@ -67,7 +68,7 @@ class ProblemCheck:
     """Checks what each problem of a source has, and the tokens of some: `MAX_ENCODED`, and one of
     each sequence of roles; or of all, if the tokenizer has tokens that the model does not have.
 
-    A tokenizer of a created model, or with code of its own, is loaded only if something needs it.
+    The tokenizer is loaded only if something needs it.
     """
 
     def __init__(self, config: Config, folder: Path | None, command: str) -> None:
@@ -79,12 +80,13 @@ class ProblemCheck:
         rewards = [reward.name for reward in config.rewards if needs_engine(config.stage, command)]
         self.reads_answers = self.learns_answers or "accuracy" in rewards
         task = config.task
+        self.can_encode = folder is None or bool(tokenizer_files(folder))
         self.needs_tokenizer = bool(
-            (folder and not config.model.trust_remote_code and tokenizer_files(folder))
-            or task.template == "chat"
+            task.template == "chat"
             or task.system_prompt
             or task.template_args
             or config.rollout.stop
+            or (folder and self.can_encode and may_not_end(folder))
         )
 
     def __call__(self, source: Source) -> None:
@@ -95,8 +97,12 @@ class ProblemCheck:
             _ = self._encode  # raises for settings
         size = source.size or 1
         every = -(-size // MAX_ENCODED)
+<<<<<<< HEAD
         if self.folder is not None and exceeds_vocabulary(self.folder):
             every = 1
+=======
+        limit = self.config.rollout.max_prompt_tokens
+>>>>>>> data/main
         lengths = []
         shapes = set()
         problems = source.problems() if source.size else [source.problem(0)]
@@ -104,9 +110,9 @@ class ProblemCheck:
             with errors_of(problem.where):
                 is_new = (shape := self._shape(problem)) not in shapes
                 shapes.add(shape)
-                if (is_new or number % every == 0) and (self.needs_tokenizer or any(shape)):
+                needs_tokens = self.needs_tokenizer or any(shape) or len(problem.text) > limit
+                if self.can_encode and needs_tokens and (is_new or number % every == 0):
                     lengths.append(self._length(problem))
-        limit = self.config.rollout.max_prompt_tokens
         if len(lengths) == size and not any(0 < length <= limit for length in lengths):
             raise ValueError(
                 f"{source.problem(0).where}: none of the {size} prompts has 1 to "

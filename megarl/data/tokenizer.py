@@ -178,6 +178,28 @@ def stop_token_ids(tokenizer: Tokenizer, stop: Sequence[str]) -> tuple[int, ...]
     return tokenizer.check(sorted(ids))
 
 
+def may_not_end(folder: Path) -> bool:
+    """Returns True unless there is an end token, which a chat template, if any, writes.
+
+    Imports nothing heavy.
+    """
+    names = read_config(folder / "tokenizer_config.json").raw
+    template = str(names.get("chat_template") or "")
+    if (folder / "chat_template.jinja").is_file():
+        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    ends = {
+        token
+        for name in ("config.json", "generation_config.json")
+        for token in read_config(folder / name).token_ids("eos_token_id")
+    }
+    texts = [names.get("eos_token")]
+    for token in read_config(folder / "tokenizer.json").raw.get("added_tokens") or ():
+        if token["id"] in ends:
+            texts.append(token["content"])
+    has_end = any(isinstance(text, str) and text in template for text in (*texts, "eos_token"))
+    return bool(template and not has_end) or not (ends or texts[0])
+
+
 def end_warnings(tokenizer: Tokenizer, stop: Sequence[str]) -> Iterator[str]:
     """Yields why responses, or answers that are learned, would not end."""
     ends = stop_token_ids(tokenizer, stop)

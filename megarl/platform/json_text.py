@@ -38,6 +38,8 @@ def _is_deep(value: Any) -> bool:
             x.values() if isinstance(x, dict) else x for x in level if isinstance(x, dict | list)
         )
         level = list(chain.from_iterable(parents))
+        if not level:
+            break
     return bool(level)
 
 

@@ -16,6 +16,7 @@ from planted.preferences import PREFERENCES
 from planted.refills import REFILLS
 from planted.reward_models import REWARD_MODELS
 from planted.routes import ROUTES
+from planted.rows import ROWS
 from planted.split import SPLIT
 from planted.stages import STAGES
 from planted.staleness import STALE
@@ -43,6 +44,7 @@ MUTANTS = [
     *REFILLS,
     *REWARD_MODELS,
     *ROUTES,
+    *ROWS,
     *STAGES,
     *STALE,
     *SPLIT,

@@ -83,8 +83,8 @@ BATCHES = [
     ),
     (
         "data/prompts.py",
-        'self.position = int(state["position"])',
-        "self.position = 0",
+        "        self.position = position\n",
+        "        self.position = 0\n",
         f"{TASKS}::test_a_stream_resumes_where_it_stood",
     ),
     (
@@ -132,9 +132,9 @@ BATCHES = [
         f"{DATASETS}::test_rows_of_an_evaluation_set_are_checked_too",
     ),
     (
-        "data/hf_dataset.py",
-        "for k, v in m.items() if v is not None}",
-        "for k, v in m.items()}",
+        "data/rows.py",
+        "if item is not None and item != []}",
+        "}",
         f"{DATASETS}::test_columns",
     ),
     (
@@ -288,7 +288,7 @@ BATCHES = [
         "unit/rewards/test_remote.py::test_a_bad_answer_is_counted_under_its_own_name_and_not_asked_again",
     ),
     (
-        "data/tasks.py",
+        "data/rows.py",
         "text.encode() if isinstance(text, str) else None",
         "pass",
         f"{TASKS}::test_half_of_a_surrogate_pair_is_refused_by_line",

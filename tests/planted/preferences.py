@@ -57,12 +57,6 @@ PREFERENCES = [
     ),
     (
         "data/feedback.py",
-        "if texts and prompt not in (both, texts[-1]):",
-        "if False:",
-        f"{DATA}::test_errors_name_the_problem",
-    ),
-    (
-        "data/feedback.py",
         "for problem in chain([source.problem(0)], source.problems()):",
         "for problem in [source.problem(0)]:",
         f"{DATA}::test_every_row_is_checked_before_ranks_start",

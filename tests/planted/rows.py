@@ -1,0 +1,115 @@
+"""Mistakes in what rows, templates and media are taken for."""
+
+CORPUS = "corpus/test_corpus.py::test_report"
+ROWS_OF = "unit/data/test_rows.py"
+
+ROWS = [
+    (
+        "data/rows.py",
+        "if isinstance(value, float):",
+        "if False:",
+        f"{ROWS_OF}::test_a_reference_is_text_as_exact_as_it_was_read",
+    ),
+    (
+        "data/rows.py",
+        "value is None or value != value",
+        "value is None",
+        f"{CORPUS}[reference_is_nan]",
+    ),
+    (
+        "data/rows.py",
+        '"utf-8-sig" if number == 1 else "utf-8"',
+        '"utf-8"',
+        f"{CORPUS}[messages_byte_order_mark]",
+    ),
+    (
+        "data/rows.py",
+        "        if extra.get(name):",
+        "        if False:",
+        f"{CORPUS}[messages_with_a_system_column]",
+    ),
+    (
+        "data/media.py",
+        "if value and MEDIA.fullmatch(name)",
+        "if False",
+        f"{CORPUS}[media_column_of_images]",
+    ),
+    (
+        "data/media.py",
+        'refuse_media(f"the model {folder}", () if ignore else names)',
+        "names.clear()",
+        f"{CORPUS}[media_model_with_a_processor]",
+    ),
+    (
+        "data/hf_dataset.py",
+        'type(builder).__module__.endswith(".json")',
+        "False",
+        f"{CORPUS}[reference_is_a_date_in_json]",
+    ),
+    (
+        "data/hf_dataset.py",
+        "self.dtype in SHORT_FLOATS and",
+        "False and",
+        f"{CORPUS}[reference_is_single_precision_in_parquet]",
+    ),
+    (
+        "data/feedback.py",
+        "prompt != both:",
+        "False:",
+        f"{CORPUS}[pair_context_has_a_system_message]",
+    ),
+    (
+        "data/feedback.py",
+        "if seen.setdefault(text, rank) != rank:",
+        "if False:",
+        f"{CORPUS}[nothing_learned_pair_of_equal_responses]",
+    ),
+    (
+        "data/conversations.py",
+        "if not any(mask[1:]):",
+        "if False:",
+        f"{CORPUS}[nothing_learned_generation_tags_around_another_role]",
+    ),
+    (
+        "data/tokenizer.py",
+        "                    return tokens[:end]",
+        "                    return tokens",
+        f"{CORPUS}[prompt_end_of_a_post_processor]",
+    ),
+    (
+        "data/tokenizer.py",
+        "ends = [end for end in self.turn_end if end in self.eos]",
+        "ends = []",
+        f"{CORPUS}[turn_end_of_a_completion]",
+    ),
+    (
+        "data/tokenizer.py",
+        'if role != "assistant" and message',
+        'if role == "system" and message',
+        f"{CORPUS}[messages_of_a_role_that_the_template_drops]",
+    ),
+    (
+        "data/prompts.py",
+        "        if before != self._data:",
+        "        if len(before) != len(self._data):",
+        f"{CORPUS}[changed_data_of_the_same_size]",
+    ),
+    (
+        "commands/preflight.py",
+        "if len(lengths) == size and not any(",
+        "if not lengths and any(",
+        f"{CORPUS}[nothing_learned_every_prompt_too_long]",
+    ),
+    (
+        "types.py",
+        "if 0 < self.updates == self.skipped:",
+        "if False:",
+        f"{ROWS_OF}::test_a_run_whose_every_update_was_skipped_is_refused",
+    ),
+    (
+        "stages/sft.py",
+        "[sums_N(batch.mask.long()) > 0]",
+        "",
+        f"{ROWS_OF}::test_rows_without_a_learned_token_do_not_raise_the_mean",
+    ),
+]
