@@ -267,10 +267,10 @@ def _check_objective(config: Config) -> None:
     max_tokens = config.rollout.max_tokens
     refuse(
         (
-            algorithm.use_rollout_logprobs and algorithm.correction != "none",
+            algorithm.use_rollout_logprobs and algorithm.correction not in ("none", "opsm"),
             "algorithm.use_rollout_logprobs=true already includes the mismatch with the engine in "
             f"the loss's ratio, so correction={algorithm.correction} would count it twice; "
-            "set algorithm.correction=none",
+            "set algorithm.correction=none or opsm",
         ),
         (
             algorithm.loss == "gspo" and varies,

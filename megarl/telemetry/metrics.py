@@ -15,7 +15,6 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from operator import attrgetter
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any
@@ -25,12 +24,12 @@ from megarl.processes.files import write_atomic
 if TYPE_CHECKING:  # reading metrics needs no torch
     from megarl.types import Group, PublishReport, Rollout, StepReport
 
+OF_SAMPLED = ("reward/mean", "length/mean", "length/truncated_frac")
 OF_SAMPLES = (
-    "reward/mean",
+    *OF_SAMPLED,
+    *(key.replace("/", "/sampled/", 1) for key in OF_SAMPLED),
     "reward/std",
     "reward/frac_zero_std",
-    "length/mean",
-    "length/truncated_frac",
 )
 MAX_INT = 2**53  # larger ones are no floats, so they cannot be drawn
 OF_UPDATES = ("kl/ref", "clip_frac", "entropy")
@@ -38,7 +37,9 @@ OF_UPDATES = ("kl/ref", "clip_frac", "entropy")
 
 def rollout_metrics(rollout: Rollout) -> dict[str, Any]:
     """Rewards, lengths, dropped samples and digest of one rollout; an empty one has the same keys,
-    without values. Groups without spread and singletons are counted before filtering.
+    without values. Those of OF_SAMPLED are of the groups that are trained on and, as
+    `reward/sampled/mean` and so on, of all that were sampled; groups without spread and singletons
+    are counted among the latter.
     """
     metrics = {
         **_sample_metrics(rollout.groups),
@@ -48,9 +49,11 @@ def rollout_metrics(rollout: Rollout) -> dict[str, Any]:
     generated = rollout.generated
     if not generated:
         return metrics | {"samples/count": 0} | dict.fromkeys(OF_SAMPLES)
-    flat = [len(set(map(attrgetter("reward"), group.samples))) <= 1 for group in generated]
+    of_all = _sample_metrics(generated)
+    for key in OF_SAMPLED:
+        metrics[key.replace("/", "/sampled/", 1)] = of_all[key]
     return metrics | {
-        "reward/frac_zero_std": fmean(flat),
+        "reward/frac_zero_std": rollout.counts.get("groups/flat", 0) / len(generated),
         "groups/singleton": sum(len(group.samples) == 1 for group in generated),
     }
 

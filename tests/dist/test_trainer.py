@@ -106,6 +106,11 @@ def test_result_is_independent_of_microbatching(found: dict[str, Any]) -> None:
             assert norm == pytest.approx(other_norm, rel=1e-5)
 
 
+def test_experts_without_tokens_hold_up_no_rank_in_fp8(found: dict[str, Any]) -> None:
+    for name, (loss, norm, fewest, tokens) in found["fp8_without_tokens"].items():
+        assert 0 < loss < 10 and 0 < norm < 100 and fewest == 0, (name, tokens)
+
+
 def test_bf16_keeps_the_loaded_weights_at_lr_zero(found: dict[str, Any]) -> None:
     bf16 = found["bf16"]
     assert bf16["kept"] and bf16["moved"] and not bf16["replicas_differ"]
