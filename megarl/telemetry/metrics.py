@@ -24,22 +24,15 @@ from megarl.processes.files import write_atomic
 if TYPE_CHECKING:  # reading metrics needs no torch
     from megarl.types import Group, PublishReport, Rollout, StepReport
 
-OF_SAMPLED = ("reward/mean", "length/mean", "length/truncated_frac")
-OF_SAMPLES = (
-    *OF_SAMPLED,
-    *(key.replace("/", "/sampled/", 1) for key in OF_SAMPLED),
-    "reward/std",
-    "reward/frac_zero_std",
-)
+OF_SAMPLES = ("reward/mean", "reward/std", "length/mean", "length/truncated_frac")
 MAX_INT = 2**53  # larger ones are no floats, so they cannot be drawn
 OF_UPDATES = ("kl/ref", "clip_frac", "entropy")
 
 
 def rollout_metrics(rollout: Rollout) -> dict[str, Any]:
     """Rewards, lengths, dropped samples and digest of one rollout; an empty one has the same keys,
-    without values. Those of OF_SAMPLED are of the groups that are trained on and, as
-    `reward/sampled/mean` and so on, of all that were sampled; groups without spread and singletons
-    are counted among the latter.
+    without values. Means are of the groups that are trained on and, as `reward/sampled/mean` and
+    so on, of all that were sampled, among which those without spread and singletons are counted.
     """
     metrics = {
         **_sample_metrics(rollout.groups),
@@ -48,14 +41,18 @@ def rollout_metrics(rollout: Rollout) -> dict[str, Any]:
     }
     generated = rollout.generated
     if not generated:
-        return metrics | {"samples/count": 0} | dict.fromkeys(OF_SAMPLES)
-    of_all = _sample_metrics(generated)
-    for key in OF_SAMPLED:
-        metrics[key.replace("/", "/sampled/", 1)] = of_all[key]
+        empty = [*OF_SAMPLES, *map(_of_all, OF_SAMPLES), "reward/frac_zero_std"]
+        return metrics | {"samples/count": 0} | dict.fromkeys(empty)
+    for key, value in _sample_metrics(generated).items():
+        metrics[_of_all(key)] = value
     return metrics | {
         "reward/frac_zero_std": rollout.counts.get("groups/flat", 0) / len(generated),
         "groups/singleton": sum(len(group.samples) == 1 for group in generated),
     }
+
+
+def _of_all(key: str) -> str:
+    return key.replace("/", "/sampled/", 1)
 
 
 def _sample_metrics(groups: Sequence[Group]) -> dict[str, Any]:

@@ -7,12 +7,16 @@ import random
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
 
+from megarl.algorithms.objective import Objective
+from megarl.config.schema import Algorithm
+from megarl.data.collate import collate
 from megarl.rollout.schedule import ASKED, KEPT, Rollouts, digest_samples, has_spread, request_seed
-from megarl.types import CheckFailed, Group, Prompt, Request, Sample
+from megarl.types import CheckFailed, Group, Prompt, Request, Sample, TokenScores
 
 
 class Counting:
@@ -254,21 +258,104 @@ def test_later_an_empty_step_changes_nothing_until_the_third_in_a_row():
         roll.collect(prompts, 2, version=2)
 
 
-def test_spread_is_of_what_is_trained():
-    def group(*rewards, finish="stop", steps=()):
-        tokens, zeros = torch.tensor([1, 2]), torch.zeros(2)
-        samples = tuple(
-            Sample(
-                0, i, tokens, tokens > 1, zeros, zeros.int(), finish, reward=r, step_rewards=steps
-            )
-            for i, r in enumerate(rewards)
+def group_of(*rewards: float, finish="stop", steps=(), has_outcome=True) -> Group:
+    """`steps`: (token, reward) of each sample; tokens 1 to 3 are trained."""
+    tokens = torch.arange(4)
+    steps = steps or [()] * len(rewards)
+    samples = tuple(
+        Sample(
+            0,
+            index,
+            tokens,
+            tokens > 0,
+            torch.zeros(4),
+            torch.zeros(4).int(),
+            finish,
+            reward=reward,
+            step_rewards=tuple(steps[index]),
+            has_outcome=has_outcome,
         )
-        return Group(Prompt(0, (1,), ""), samples)
+        for index, reward in enumerate(rewards)
+    )
+    return Group(Prompt(0, (1,), ""), samples)
 
-    assert has_spread(group(0.0, 1.0)) and not has_spread(group(1.0, 1.0))
-    assert has_spread(group(1.0, 1.0, steps=((1, 0.5), (1, 0.25))))
-    cut = group(0.0, 1.0, finish="length")
-    assert has_spread(cut) and not has_spread(cut, mask_truncated=True)
+
+@pytest.mark.parametrize(
+    ("rewards", "clip", "spread"),
+    [
+        ([0.0, 1.0], None, True),
+        ([1.0, 1.0], None, False),
+        ([7.0, 9.0, 8.0, 6.0], (-5, 5), False),
+        ([7.0, 9.0, 4.0, 6.0], (-5, 5), True),
+        ([0.3, 0.1 + 0.2], None, False),
+        ([2.0**24, 2.0**24 + 1], None, False),  # equal in fp32
+        ([1e-13, 0.0], None, False),  # differ by less than rounding of 1
+        ([3e38, 1.0, 1.0], None, False),  # beyond the range of statistics: it takes no part
+        ([5.0], None, False),
+    ],
+)
+def test_spread_is_that_of_the_advantages(rewards, clip, spread):
+    algorithm = Algorithm(reward_clip=clip)
+    group = group_of(*rewards)
+    assert has_spread(group, algorithm) == spread == has_advantages(group, algorithm)
+    cut = group_of(*rewards, finish="length")
+    assert not has_spread(cut, Algorithm(truncated="mask"))
+    assert has_spread(cut, algorithm) == spread
+
+
+def has_advantages(group: Group, algorithm: Algorithm) -> bool:
+    batch = collate([group], temperature=1.0, mask_truncated=algorithm.truncated == "mask")
+    objective = Objective(algorithm)
+    none = TokenScores(torch.zeros(batch.num_tokens), None)
+    scored, _ = objective.advantages(batch, none, objective.initial_state())
+    return bool(scored.advantages.any())
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "rloo", "dr_grpo", "opo", "gpg", "grpo_process"])
+def test_groups_with_spread_are_those_with_advantages(advantage):
+    """Rewards of few values, so that some are equal; steps of any, which add up or are compared."""
+    draw = random.Random(7)
+    seen = set()
+    for _ in range(150):
+        values = draw.choice([(0.5,), (0.0, 1.0), (0.25, 0.5)])
+        steps = [
+            [(token, draw.choice(values)) for token in (1, 3)[: draw.choice((1, 2))]]
+            for _ in range(3 * draw.randrange(2))
+        ]
+        clip = draw.choice([None, (0.0, 0.25)])
+        algorithm = Algorithm(advantage=advantage, reward_clip=clip)
+        rewards = [draw.choice(values) for _ in range(3)]
+        has_outcome = not steps or draw.random() < 0.5
+        if not has_outcome:
+            rewards = [sum(reward for _, reward in one) for one in steps]
+        group = group_of(*rewards, steps=steps, has_outcome=has_outcome)
+        seen.add(has_spread(group, algorithm))
+        assert has_spread(group, algorithm) == has_advantages(group, algorithm), group
+    assert seen == {True, False}
+
+
+def test_steps_that_differ_are_spread_where_tokens_have_advantages_of_their_own():
+    group = group_of(1.0, 1.0, steps=[[(1, 0.75), (3, 0.25)], [(1, 0.25), (3, 0.75)]])
+    expected = {"grpo": False, "reinforce": True, "gae": True, "grpo_process": True}
+    for advantage, spread in expected.items():
+        assert has_spread(group, Algorithm(advantage=advantage)) == spread, advantage
+    longer = group_of(1.0, 0.5, steps=[[(1, 0.5), (3, 0.5)], [(1, 0.5)]], has_outcome=False)
+    expected = {"grpo": True, "reinforce": True, "grpo_process": False}
+    for advantage, spread in expected.items():
+        assert has_spread(longer, Algorithm(advantage=advantage)) == spread, advantage
+
+
+def test_groups_without_spread_are_counted_whether_or_not_they_are_replaced():
+    def reward(prompt: int, index: int) -> float:
+        return 7.0 + index * (prompt % 2)
+
+    for clip, flat in ((None, 2), ((-5.0, 5.0), 4)):
+        spread = partial(has_spread, algorithm=Algorithm(reward_clip=clip))
+        rollout = rollouts(reward, has_spread=spread).collect(Counting(), 4, version=0)
+        assert rollout.counts["groups/flat"] == flat and len(rollout.groups) == 4
+    filtered = rollouts(reward, has_spread=spread, keep=spread, max_refills=1)
+    counts = filtered.collect(Counting(), 4, version=0).counts
+    assert counts["groups/flat"] == 8 and counts["groups/kept_flat"] == 4
 
 
 def test_the_greedy_sample_is_the_baseline_and_is_not_trained():

@@ -54,7 +54,7 @@ def test_the_learning_rate_advances_once_a_batch(tmp_path: Path) -> None:
         tmp_path, updates_per_step=2, steps=5, lr=1e-2, schedule="linear"
     )
     lrs = [[update.lr for update in learner.update(scored).updates] for _ in range(3)]
-    assert lrs == [pytest.approx([lr, lr]) for lr in (1e-2, 7.5e-3, 5e-3)]
+    assert lrs == [pytest.approx([lr, lr]) for lr in (1e-2, 8e-3, 6e-3)]
     learner.trainer.close()
 
 
