@@ -71,6 +71,14 @@ def test_a_group_of_one_is_zero_unless_raw(name):
     )
 
 
+def test_the_batchs_deviation_is_of_every_row():
+    """Those alone in their group as well: of 3, 0, 1 and 1, about the batch's mean 5/4."""
+    ours = per_row("grpo", [3, 0, 1, 1], group=[5, 9, 9, 9], scale="batch", eps=0.0)
+    deviation = (sum((x - 1.25) ** 2 for x in (3, 0, 1, 1)) / 3) ** 0.5
+    expected = [0.0, *(x / deviation for x in (-2 / 3, 1 / 3, 1 / 3))]
+    torch.testing.assert_close(ours, torch.tensor(expected, dtype=F64))
+
+
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 0.7, 1e6, -1e-8])
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
 @pytest.mark.parametrize("name", [*GROUPED, "reinforce_pp_baseline"])
@@ -293,8 +301,9 @@ def test_corrections_by_hand():
         )
 
 
-def test_a_missing_rollout_log_prob_corrects_nothing():
-    old, rollout = torch.tensor([-1.0, -1.0]), torch.tensor([float("nan"), -0.5])
+@pytest.mark.parametrize("missing", [float("nan"), float("inf"), float("-inf")])
+def test_a_missing_rollout_log_prob_corrects_nothing(missing):
+    old, rollout = torch.tensor([-1.0, -1.0]), torch.tensor([missing, -0.5])
     ours = CORRECTIONS["tis"](old, rollout, torch.tensor([True, True]), torch.tensor([0, 2]))
     torch.testing.assert_close(ours, torch.tensor([1.0, math.exp(-0.5)]))
 

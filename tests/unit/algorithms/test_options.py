@@ -20,9 +20,11 @@ from megarl.types import (
     ObjectiveState,
     Prompt,
     ScoredBatch,
+    StepReport,
     TokenLosses,
     TokenScores,
     TrainBatch,
+    UpdateReport,
 )
 
 
@@ -117,18 +119,30 @@ def test_only_outcomes_are_touched():
     assert state.reward_stats[0] == 3 and got.tolist() == [1, 0, 0, 0]
 
 
+def test_a_step_that_ends_with_the_outcome_keeps_its_reward():
+    """Only the outcome, 9, is clipped to 1; the steps, of 2 and 3, are not."""
+    row = sample("..xxx", reward=9.0, step_rewards=((2, 2.0), (4, 3.0)))
+    batch = collate([Group(Prompt(0, (), ""), (row,))], temperature=1.0)
+    for clip, last in ((None, 12.0), ((0.0, 1.0), 4.0)):
+        rules = algorithm(advantage="reinforce", reward_clip=clip)
+        scores = TokenScores(torch.zeros(batch.num_tokens), None)
+        scored, _ = advantages_of(batch, rules, logprobs=scores)
+        assert scored.advantages.tolist() == [0, 2 + last, last, last, 0]
+
+
 # --- old log-probs ------------------------------------------------------------------------------------------------
 
 
-def test_bypass_takes_the_engines_log_probs_and_does_not_correct_again():
+@pytest.mark.parametrize("missing", [float("nan"), float("-inf")])
+def test_bypass_takes_the_engines_log_probs_and_does_not_correct_again(missing):
     batch = make_batch()
     spoilt = batch.rollout_logprobs.clone()
-    spoilt[last_trained(batch)[0]] = float("nan")  # the trainer's own stand in
+    spoilt[last_trained(batch)[0]] = missing  # the trainer's own stand in
     batch, logprobs = replace(batch, rollout_logprobs=spoilt), make_logprobs(batch)
     rules = algorithm(use_rollout_logprobs=True, clip_low=1e9, clip_high=1e9, dual_clip=None)
     scored, _ = advantages_of(batch, rules, logprobs=logprobs)
     taken = torch.where(
-        batch.rollout_logprobs.isnan(), logprobs.old_logprobs, batch.rollout_logprobs
+        batch.rollout_logprobs.isfinite(), batch.rollout_logprobs, logprobs.old_logprobs
     )
     assert torch.equal(scored.old_logprobs, logprobs.old_logprobs), (
         "the trainer's own, for the parity gate"
@@ -216,6 +230,27 @@ def test_the_coefficient_follows_the_mean_over_rows(short, long, rises):
     rules = algorithm(advantage="reinforce", kl={"coef": 0.1, "target": target, "horizon": 8})
     _, state = advantages_of(batch, rules, logprobs=TokenScores(old, old - gap))
     assert (state.kl_coef > 0.1) == rises
+
+
+@pytest.mark.parametrize("against", ["reference", "old"])
+def test_rows_without_a_trained_token_do_not_count_for_the_coefficient(against):
+    """Neither in the mean, which they would dilute below the target, nor as samples of the horizon."""
+    rows = [sample("..xxx", index=index) for index in range(4)]
+    batch = collate([Group(Prompt(0, (), ""), tuple(rows))], temperature=1.0)
+    masked = batch.mask & (torch.arange(batch.num_tokens) < int(batch.cu_seqlens[1]))
+    batch = replace(
+        batch, mask=masked, outcome_at=torch.tensor([int(batch.outcome_at[0]), -1, -1, -1])
+    )
+    old = torch.where(masked, -1.0, 0.0)
+    kl = float(KL["k3"](old, old - 0.5).max())
+    term = {"coef": 0.1, "target": kl / 1.1, "horizon": 8, "against": against, "estimator": "k2"}
+    rules = algorithm(advantage="reinforce", kl=term)
+    scored, state = advantages_of(batch, rules, logprobs=TokenScores(old, old - 0.5))
+    if against == "old":
+        assert state.kl_coef == 0.1
+        update = UpdateReport(0.0, 0.0, 0.0, False, {"kl/old": kl})
+        state = Objective(rules).after_updates(scored, StepReport((update,)), state)
+    assert state.kl_coef == pytest.approx(0.1 * (1 + 0.1 * 1 / 8))
 
 
 def test_a_batch_without_a_token_leaves_the_state():

@@ -15,8 +15,18 @@ import torch
 from megarl.algorithms.objective import Objective
 from megarl.config.schema import Algorithm
 from megarl.data.collate import collate
+from megarl.data.ledger import Ledger
 from megarl.rollout.schedule import ASKED, KEPT, Rollouts, digest_samples, has_spread, request_seed
-from megarl.types import CheckFailed, Group, Prompt, Request, Sample, TokenScores
+from megarl.types import (
+    CheckFailed,
+    Group,
+    Prompt,
+    Request,
+    Sample,
+    StepReport,
+    TokenScores,
+    UpdateReport,
+)
 
 
 class Counting:
@@ -356,6 +366,30 @@ def test_groups_without_spread_are_counted_whether_or_not_they_are_replaced():
     filtered = rollouts(reward, has_spread=spread, keep=spread, max_refills=1)
     counts = filtered.collect(Counting(), 4, version=0).counts
     assert counts["groups/flat"] == 8 and counts["groups/kept_flat"] == 4
+
+
+@pytest.mark.parametrize(
+    ("skipped", "outcome"),
+    [
+        ((), "trained"),
+        ((False,), "trained"),
+        ((True, False), "trained"),
+        ((True, True), "dropped/update_skipped"),
+    ],
+)
+def test_prompts_whose_updates_were_all_skipped_are_not_trained(skipped, outcome, tmp_path):
+    ledger = Ledger(Counting())
+    ledger.open(tmp_path / "ledger.jsonl", step=0)
+    roll = rollouts(lambda prompt, index: float(prompt and index), keep=has_spread, ledger=ledger)
+    roll.collect(ledger, 2, version=0)
+    updates = tuple(UpdateReport(0.0, 0.0, 0.0, skipped=one) for one in skipped)
+    roll.trained(0, StepReport(updates))
+    events = [
+        json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().split("\n") if line
+    ]
+    (settled,) = [event for event in events if event["event"] == "settled"]
+    assert settled["outcomes"] == {outcome: [[1, 2]], "filtered/no_spread": [[0, 0]]}
+    assert settled["oldest"] == 0 and settled["by"] == "policy"
 
 
 def test_the_greedy_sample_is_the_baseline_and_is_not_trained():

@@ -210,9 +210,11 @@ class Watched(Objective):
     """Keeps the log-probs that tokens are selected by."""
 
     selected_by: list[Tensor] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
 
     def select(self, batch, logprobs_T, plan, *, seed) -> Tensor:
         self.selected_by.append(logprobs_T)
+        self.seeds.append(seed)
         return super().select(batch, logprobs_T, plan, seed=seed)
 
 
@@ -230,6 +232,8 @@ def test_tokens_are_selected_by_the_policy_before_each_update(tmp_path: Path) ->
     assert float((objective.selected_by[1] - scored.old_logprobs).abs().max()) > 1e-2, (
         "the first update moved them"
     )
+    learner.update(scored)
+    assert len(set(objective.seeds)) == 4, "each update of each step draws anew"
     learner.trainer.close()
 
 
