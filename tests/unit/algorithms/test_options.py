@@ -86,6 +86,8 @@ def test_rewards_are_normalised_by_all_seen_so_far_and_clipped_at_the_stage_aske
         with_rewards(batch, second), state, normalise_rewards=True, reward_clip=(-1, 4)
     )
     assert after.reward_stats[1] == pytest.approx((8.0 + 3 + 3 + 4 + 4) / 8), "clipped first"
+    _, after = outcomes(with_rewards(batch, [0.0, math.inf, 2.0, math.nan]), normalise_rewards=True)
+    assert after.reward_stats == pytest.approx((2, 1.0, 2.0)), "of finite rewards"
     same, _ = outcomes(with_rewards(batch, [2.0] * 4), normalise_rewards=True)
     assert same.tolist() == [0, 0, 0, 0]
 
@@ -178,6 +180,32 @@ def test_correction_figures():
     assert 0.2 < means["correction/clipped"] < 1 and means["correction/ess"] < 1
     assert means["correction/weight"] == pytest.approx(float(plain.clamp(0.9, 1.1).mean()))
     assert not any(name.startswith("importance_weight") for name in means)
+
+
+def test_rows_of_a_truncated_product_count_as_clipped():
+    batch = make_batch()
+    rules = algorithm(correction="seq_tis", correction_options={"cap": 1.0})
+    scored = scored_by(batch, rules)
+    gap = torch.where(batch.mask, scored.old_logprobs - scored.rollout_logprobs, 0.0)
+    rows = torch.arange(batch.num_rows).repeat_interleave(batch.cu_seqlens.diff())
+    products = torch.zeros(batch.num_rows).index_add(0, rows, gap)
+    clipped = (products > 0)[rows] & batch.mask
+    done = losses_of(scored.old_logprobs, scored, rules)
+    assert done.sums["correction/clipped"] == clipped.sum() and 0 < clipped.sum() < batch.mask.sum()
+
+
+def test_the_teachers_log_ratio_is_part_of_each_advantage():
+    """At most 20 nats, where it is certain that a token is wrong."""
+    batch = make_batch()
+    rules = algorithm(advantage="reinforce", loss="reinforce", distill_coef=0.5)
+    gap = torch.where(torch.arange(batch.num_tokens) % 2 == 0, 0.3, 35.0)
+    scored = scored_by(batch, rules)
+    scored = replace(scored, teacher_logprobs=scored.old_logprobs - gap)
+    new = scored.old_logprobs.clone().requires_grad_()
+    done = losses_of(new, scored, rules)
+    done.loss.sum().backward()
+    expected = -(scored.advantages - 0.5 * gap.clamp(max=20.0))
+    torch.testing.assert_close(new.grad, torch.where(batch.mask, expected, 0.0))
 
 
 def test_dropped_rows_count_as_clipped():
