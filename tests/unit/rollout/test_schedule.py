@@ -271,6 +271,20 @@ def test_later_an_empty_step_changes_nothing_until_the_third_in_a_row():
         roll.collect(prompts, 2, version=2)
 
 
+def test_the_share_of_kept_groups_forgets_half_of_earlier_steps():
+    roll, prompts = rollouts(lambda prompt, index: float(index), keep=differs), Counting()
+    for step, seen in enumerate((4.0, 6.0, 7.0)):
+        roll.collect(prompts, 4, version=step)
+        assert prompts.kept == {KEPT: seen, ASKED: seen}
+
+
+def test_each_refill_asks_for_twice_as_many_where_earlier_steps_promised_more():
+    roll, prompts = rollouts(lambda *_: 1.0, keep=differs, max_refills=15), Counting()
+    prompts.kept = {KEPT: 1000.0, ASKED: 1000.0}
+    counts = roll.collect(prompts, 1, version=0).counts
+    assert prompts.position == 16 and counts["rollout/refills"] == 4  # 1, 1, 2, 4, 8
+
+
 def group_of(*rewards: float, finish="stop", steps=(), has_outcome=True) -> Group:
     """`steps`: (token, reward) of each sample; tokens 1 to 3 are trained."""
     tokens = torch.arange(4)
