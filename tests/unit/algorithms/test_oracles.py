@@ -11,6 +11,8 @@ from test_objective import algorithm, losses_of, make_batch, scored_by
 
 from megarl.algorithms import ADVANTAGES, CORRECTIONS, WEIGHTS
 from megarl.algorithms.reward_model import row_scores
+from megarl.config.algorithm import check_algorithm
+from megarl.config.schema import Config
 from megarl.types import TokenOutputs
 
 F64 = torch.float64
@@ -72,6 +74,17 @@ def test_opsm_acts_in_the_first_update_of_a_batch(use_rollout_logprobs, is_missi
     dropped = torch.zeros_like(scored.mask) if is_missing else scored.advantages < 0
     expected = torch.where(scored.mask & ~dropped, -scored.advantages, 0.0)
     assert torch.equal(new.grad, expected) and bool((scored.advantages < 0).any())
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_opsm_is_allowed_beside_the_engines_log_probs(correction):
+    """It is no importance weight, which the ratio to the engine's policy already has."""
+    config = {"algorithm": {"use_rollout_logprobs": True, "correction": correction}}
+    if correction in ("none", "opsm"):
+        check_algorithm(Config.model_validate(config))
+        return
+    with pytest.raises(ValueError, match=f"correction={correction} would count it twice"):
+        check_algorithm(Config.model_validate(config))
 
 
 def gpg_rewards(groups, singleton="zero"):

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -16,7 +17,15 @@ from megarl.algorithms.objective import Objective
 from megarl.config.schema import Algorithm
 from megarl.data.collate import collate
 from megarl.data.ledger import Ledger
-from megarl.rollout.schedule import ASKED, KEPT, Rollouts, digest_samples, has_spread, request_seed
+from megarl.rollout.schedule import (
+    ASKED,
+    KEPT,
+    Rollouts,
+    digest_samples,
+    has_spread,
+    oldest_version,
+    request_seed,
+)
 from megarl.types import (
     CheckFailed,
     Group,
@@ -269,6 +278,13 @@ def test_later_an_empty_step_changes_nothing_until_the_third_in_a_row():
             assert rollout.groups == () and rollout.counts["rollout/empty"] == 1
     with pytest.raises(CheckFailed, match="empty step 3 in a row"):
         roll.collect(prompts, 2, version=2)
+
+
+def test_the_oldest_version_is_of_every_trained_token():
+    """Also of one in the middle; prompts and tools have version -1."""
+    mixed = replace(group_of(1.0).samples[0], versions=torch.tensor([-1, 4, 3, 5]).int())
+    assert oldest_version([replace(group_of(1.0), samples=(mixed,))]) == 3
+    assert oldest_version([]) is None
 
 
 def test_the_share_of_kept_groups_forgets_half_of_earlier_steps():
