@@ -185,18 +185,15 @@ def grpo_process(
     a token's advantage is the sum over the steps that end at it or later. DeepSeekMath, arXiv
     2402.03300, section 4.1.3.
     """
-    reward_V, groups = _steps(batch, step_ends_T)
+    reward_V = batch.rewards_T[step_ends_T].double()
+    groups = Groups.of(
+        batch.rows.spread(batch.groups.group_V)[step_ends_T], step_ends_T[step_ends_T]
+    )
     centred_V = groups.centre(reward_V)
     step_V = _divide(centred_V, groups.std(centred_V, biased=std == "biased"), eps)
     steps_T = torch.zeros_like(batch.rewards_T, dtype=torch.float64)
     steps_T[step_ends_T] = _with_singletons(step_V, reward_V, groups, singleton)
     return batch.rows.sum_to_end(steps_T)
-
-
-def _steps(batch: _Batch, step_ends_T: Tensor) -> tuple[Tensor, Groups]:
-    """The rewards [V] fp64 of all steps, and their groups."""
-    group_V = batch.rows.spread(batch.groups.group_V)[step_ends_T]
-    return batch.rewards_T[step_ends_T].double(), Groups.of(group_V, step_ends_T[step_ends_T])
 
 
 def returns(advantages_T: Tensor, values_T: Tensor) -> Tensor:
@@ -303,29 +300,6 @@ def _clean_batch(
         }
     groups = Groups.of(group_N.to(rewards_T.device), takes_part_N)
     return _Batch(rows, groups, inputs.pop("rewards_T", rewards_T), scores_N), inputs
-
-
-def has_spread(
-    advantage: str,
-    rewards_T: Tensor,
-    mask_T: Tensor,
-    cu_seqlens: Tensor,
-    group_N: Tensor,
-    step_ends_T: Tensor,
-) -> bool:
-    """True if the values that an estimator compares differ within any group: scores, step rewards
-    with "grpo_process", or either where advantages differ within a row.
-    """
-    inputs = {"rewards_T": rewards_T, "step_ends_T": step_ends_T}
-    if advantage in PER_ROW:
-        inputs = {}
-    limit = torch.finfo(rewards_T.dtype).max / 8
-    batch, inputs = _clean_batch(rewards_T, Rows.of(mask_T, cu_seqlens), group_N, inputs, limit)
-    differs = advantage != "grpo_process" and bool(batch.groups.differ(batch.scores_N).any())
-    if advantage in PER_ROW or differs:
-        return differs
-    reward_V, groups = _steps(batch, inputs["step_ends_T"])
-    return bool(groups.differ(reward_V).any())
 
 
 def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:

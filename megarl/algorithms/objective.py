@@ -17,8 +17,7 @@ from math import nan
 import torch
 from torch import Tensor
 
-from megarl.algorithms import advantages
-from megarl.algorithms.advantages import ADVANTAGES, returns
+from megarl.algorithms.advantages import ADVANTAGES, PER_ROW, returns
 from megarl.algorithms.aggregation import WEIGHTS
 from megarl.algorithms.corrections import CORRECTIONS
 from megarl.algorithms.critic import value_after_cut
@@ -368,12 +367,18 @@ def _clipped(algorithm: Algorithm, x_N: Tensor, stage: str) -> Tensor:
 
 
 def has_spread(batch: TrainBatch, algorithm: Algorithm) -> bool:
-    """Returns if rewards, clipped as for advantages, differ within a group by more than
-    rounding.
+    """Returns if rewards, clipped as for advantages, differ within a group by more than rounding:
+    scores, the rewards of steps where these are compared, or either with one advantage per token.
     """
     rewards_T = _with_outcomes(batch, _clipped(algorithm, batch.rewards, "raw").float())
     rows = (batch.mask, batch.cu_seqlens, batch.group)
-    return advantages.has_spread(algorithm.advantage, rewards_T, *rows, batch.step_ends)
+    compared = {"dr_grpo", "grpo_process"}
+    if algorithm.advantage in PER_ROW:
+        compared = {"dr_grpo"}
+    elif algorithm.advantage == "grpo_process":
+        compared = {"grpo_process"}
+    steps = {"step_ends_T": batch.step_ends}
+    return any(bool(ADVANTAGES[name](rewards_T, *rows, **steps).any()) for name in compared)
 
 
 def _with_outcomes(batch: TrainBatch, rewards_N: Tensor) -> Tensor:

@@ -24,12 +24,10 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Protocol
-
-import torch
 
 from megarl.algorithms import objective
 from megarl.config.schema import Algorithm
@@ -37,16 +35,7 @@ from megarl.data.collate import collate
 from megarl.data.ledger import Ledger
 from megarl.data.tasks import hash31
 from megarl.roles import Prompts
-from megarl.types import (
-    SAMPLE_TENSORS,
-    CheckFailed,
-    Group,
-    Prompt,
-    Request,
-    Rollout,
-    Sample,
-    StepReport,
-)
+from megarl.types import CheckFailed, Group, Prompt, Request, Rollout, Sample, StepReport
 
 DEFAULTS = Algorithm()
 MAX_EMPTY_STEPS = 3  # in a row
@@ -65,19 +54,8 @@ def has_spread(group: Group, algorithm: Algorithm = DEFAULTS) -> bool:
     """Returns if the rewards that `algorithm` compares differ within the group; else its advantages
     are zero.
     """
-    if not any(sample.step_rewards for sample in group.samples):
-        if len({sample.reward for sample in group.samples}) == 1:
-            return False
-        group = replace(group, samples=tuple(map(_shortened, group.samples)))
     batch = collate([group], temperature=1.0, mask_truncated=algorithm.truncated == "mask")
     return objective.has_spread(batch, algorithm)
-
-
-def _shortened(sample: Sample) -> Sample:
-    """Returns a sample of two tokens in its place: without steps, only their existence matters."""
-    trainable = torch.stack([torch.tensor(False), sample.trainable[1:].any()])
-    fields = dict.fromkeys(SAMPLE_TENSORS, torch.zeros(2)) | {"trainable": trainable}
-    return replace(sample, routes=None, **fields)
 
 
 def digest_samples(samples: Iterable[Sample]) -> str:
