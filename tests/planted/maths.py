@@ -36,6 +36,7 @@ FLAT = f"{SCHEDULE}::test_groups_without_spread_are_counted_whether_or_not_they_
 SKIPPED = f"{SCHEDULE}::test_prompts_whose_updates_were_all_skipped_are_not_trained"
 SAMPLED = f"{METRICS}::test_what_was_sampled_has_means_of_its_own"
 RATES = f"{OPTIMIZER}::test_after_the_warm_up_rates_are_megatrons_and_transformers"
+WHOLE = f"{OPTIMIZER}::test_without_clipping_a_step_has_the_whole_gradient_or_none"
 SELECTED = f"{LEARNER}::test_tokens_are_selected_by_the_policy_before_each_update"
 NO_TOKENS = f"{FP8}::test_a_product_of_no_tokens_has_no_rows_and_no_gradient"
 
@@ -278,6 +279,12 @@ MATHS = [
         '.get("groups/flat", 0) / len(rollout.groups)',
         SAMPLED,
     ),
+    (
+        "telemetry/metrics.py",
+        "fmean([row[name] for row in rows if name in row])",
+        "fmean([row.get(name, 0.0) for row in rows])",
+        f"{METRICS}::test_rollout_metrics_by_hand",
+    ),
     # prompts
     ("rollout/schedule.py", "all(one.skipped for one", "any(one.skipped for one", SKIPPED),
     (
@@ -311,6 +318,8 @@ MATHS = [
         "unit/data/test_tasks.py::test_a_stream_resumes_where_it_stood",
     ),
     # the trainer
+    ("trainer/optimizer.py", "if found_inf or not math.isfinite(norm):", "if found_inf:", WHOLE),
+    ("trainer/optimizer.py", "    if clip_grad > 0:", "    if clip_grad >= 0:", WHOLE),
     (
         "trainer/optimizer.py",
         "max(1, train.steps - train.warmup_steps)",

@@ -111,6 +111,13 @@ def opened(folder: Path, start: int = 0, rank: int = 0, **telemetry: Any) -> Tel
 def test_rollout_metrics_by_hand() -> None:
     metrics = rollout_metrics(rolled(groups()))
     assert metrics["reward/mean"] == metrics["reward/accuracy/mean"] == 0.75
+    mixed, flat = groups()
+    named = replace(
+        mixed, samples=(replace(mixed.samples[0], rewards={"format": 0.5}), mixed.samples[1])
+    )
+    means = rollout_metrics(rolled([named, flat]))
+    assert means["reward/format/mean"] == 0.5, "of the samples that have it"
+    assert means["reward/accuracy/mean"] == pytest.approx(2 / 3)
     assert metrics["reward/std"] == pytest.approx((0.75 * 0.25) ** 0.5)
     assert metrics["reward/frac_zero_std"] == 0.5
     assert metrics["length/mean"] == 3.5

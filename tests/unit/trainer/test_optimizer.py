@@ -123,3 +123,24 @@ def test_gradients_are_clipped_where_the_optimizer_keeps_them(is_decoupled: bool
     take_step(optimizer, lr=1.0, clip_grad=0.5, device=CPU)
     gradient = parameter.decoupled_grad if is_decoupled else parameter.grad  # type: ignore[attr-defined]
     torch.testing.assert_close(gradient, torch.full((4,), 0.25))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("entry", [1.0, float("nan"), float("inf")])
+def test_without_clipping_a_step_has_the_whole_gradient_or_none(entry: float) -> None:
+    """`clip_grad` 0 is no bound; a gradient that is not finite changes nothing, whoever finds it."""
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    parameter.grad = torch.tensor([1.0, entry, 1.0, 1.0])
+    stepped: list[bool] = []
+    optimizer: Any = SimpleNamespace(
+        param_groups=[],
+        config=SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=False),
+        prepare_grads=lambda: False,
+        get_main_grads_for_grad_norm=lambda: [parameter.grad],
+        get_parameters=lambda: [parameter],
+        step_with_ready_grads=lambda: stepped.append(True),
+    )
+    norm, skipped = take_step(optimizer, lr=1.0, clip_grad=0.0, device=CPU)
+    assert skipped == (entry != 1.0) and stepped == [True] * (entry == 1.0)
+    if entry == 1.0:
+        assert norm == 2.0 and parameter.grad.tolist() == [1.0] * 4
