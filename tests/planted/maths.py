@@ -318,6 +318,12 @@ MATHS = [
         "unit/data/test_tasks.py::test_a_stream_resumes_where_it_stood",
     ),
     # the trainer
+    (
+        "trainer/learner.py",
+        "needs_entropy=objective.algorithm.entropy_coef != 0",
+        "needs_entropy=False",
+        f"{LEARNER}::test_an_entropy_bonus_is_computed_where_entropy_is_not_reported",
+    ),
     ("trainer/optimizer.py", "if found_inf or not math.isfinite(norm):", "if found_inf:", WHOLE),
     ("trainer/optimizer.py", "    if clip_grad > 0:", "    if clip_grad >= 0:", WHOLE),
     (

@@ -272,6 +272,18 @@ def test_an_updates_own_log_probs_are_those_of_a_pass_before_it(tmp_path: Path) 
     assert difference_T.max() < 4 * ulp, "more than the order of sums explains"
 
 
+def test_an_entropy_bonus_is_computed_where_entropy_is_not_reported(tmp_path: Path) -> None:
+    norms = []
+    for coef in (0.0, 0.3):
+        objective = Objective(Algorithm(advantage="reinforce", entropy_coef=coef))
+        learner, scored = make_learner(tmp_path, objective, entropy_every=0)
+        (update,) = learner.update(scored).updates
+        assert ("entropy" in update.metrics) == (coef > 0)
+        norms.append(update.grad_norm)
+        learner.trainer.close()
+    assert norms[0] != pytest.approx(norms[1], rel=1e-3)
+
+
 def test_a_value_head_learns(tmp_path: Path) -> None:
     """A critic of one number a token, from 0, whatever the micro-batches."""
     batch, losses = make_batch(num_rows=8), {}
