@@ -377,8 +377,10 @@ def has_spread(batch: TrainBatch, algorithm: Algorithm) -> bool:
         compared = {"dr_grpo"}
     elif algorithm.advantage == "grpo_process":
         compared = {"grpo_process"}
-    steps = {"step_ends_T": batch.step_ends}
-    return any(bool(ADVANTAGES[name](rewards_T, *rows, **steps).any()) for name in compared)
+    for name in compared:
+        if ADVANTAGES[name](rewards_T, *rows, step_ends_T=batch.step_ends).any():
+            return True
+    return False
 
 
 def _with_outcomes(batch: TrainBatch, rewards_N: Tensor) -> Tensor:

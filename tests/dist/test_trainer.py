@@ -107,8 +107,9 @@ def test_result_is_independent_of_microbatching(found: dict[str, Any]) -> None:
 
 
 def test_experts_without_tokens_hold_up_no_rank_in_fp8(found: dict[str, Any]) -> None:
-    for name, (loss, norm, fewest, tokens) in found["fp8_without_tokens"].items():
-        assert 0 < loss < 10 and 0 < norm < 100 and fewest == 0, (name, tokens)
+    for recipe, (norm, tokens) in found["fp8_without_tokens"].items():
+        assert 0 < norm < 100 and all(fewest == 0 for fewest, _ in tokens), (recipe, tokens)
+    assert any(total == 0 for _, total in found["fp8_without_tokens"]["blockwise"][1])
 
 
 def test_bf16_keeps_the_loaded_weights_at_lr_zero(found: dict[str, Any]) -> None:
