@@ -335,7 +335,7 @@ MATHS = [
     (
         "trainer/lora.py",
         "weight.float().addmm(self.wide().float(), self.a.float(), alpha=self.scale)",
-        "weight.addmm(self.wide(), self.a, alpha=self.scale)",
+        "weight + self.scale * (self.wide() @ self.a)",
         "unit/trainer/test_lora.py::test_adapters_are_added_in_fp32_and_rounded_once",
     ),
     ("trainer/fp8.py", "len(weight_NK))", "-1)", NO_TOKENS),
