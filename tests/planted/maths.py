@@ -344,6 +344,18 @@ MATHS = [
         "",
         f"{FP8}::test_delayed_scales_change_with_updates_only_and_are_saved",
     ),
+    (
+        "trainer/fp8.py",
+        "            if row.any():\n                each.history",
+        "            if True:\n                each.history",
+        f"{FP8}::test_delayed_scales_change_with_updates_only_and_are_saved",
+    ),
+    (
+        "trainer/trainer.py",
+        "(every > 0 and self.scheduler.step % every == 0)",
+        "every > 0",
+        f"{LEARNER}::test_an_entropy_bonus_is_computed_where_entropy_is_not_reported",
+    ),
     ("trainer/fp8.py", "len(weight_NK))", "-1)", NO_TOKENS),
     ("trainer/fp8.py", "        if not x.numel():\n            return x.float()\n", "", NO_TOKENS),
 ]

@@ -282,6 +282,10 @@ def test_an_entropy_bonus_is_computed_where_entropy_is_not_reported(tmp_path: Pa
         norms.append(update.grad_norm)
         learner.trainer.close()
     assert norms[0] != pytest.approx(norms[1], rel=1e-3)
+    learner, scored = make_learner(tmp_path, entropy_every=2)
+    reported = ["entropy" in learner.update(scored).updates[0].metrics for _ in range(3)]
+    learner.trainer.close()
+    assert reported == [True, False, True]
 
 
 def test_a_value_head_learns(tmp_path: Path) -> None:
