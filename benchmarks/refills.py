@@ -55,8 +55,11 @@ class Stream:
 def measure(count: int, first: float, last: float, total: float) -> dict[str, float]:
     import torch
 
-    from megarl.rollout.schedule import Rollouts, has_spread
-    from megarl.types import Sample
+    from megarl.rollout.schedule import Rollouts
+    from megarl.types import Group, Sample
+
+    def has_spread(group: Group) -> bool:  # of samples without tokens
+        return len({sample.reward for sample in group.samples}) > 1
 
     draw, chances, step_now = random.Random(0), {}, 0
     empty = {

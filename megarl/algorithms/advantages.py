@@ -110,8 +110,14 @@ def opo(batch: _Batch, *, singleton: str = "zero") -> Tensor:
 
 
 def gpg(batch: _Batch, *, singleton: str = "zero") -> Tensor:
-    """GPG: A_i = (R_i - mean) x rows / rows with a score other than 0. arXiv 2504.02546."""
-    factor = (batch.rows.num_tokens_N > 0).sum() / (batch.scores_N != 0).sum().clamp(min=1)
+    """GPG: A_i = (R_i - mean) x rows / rows of groups whose scores differ, arXiv 2504.02546.
+
+    With singleton "raw", the rows of groups of one count as well.
+    """
+    learns_N = batch.groups.differ(batch.scores_N)
+    if singleton == "raw":
+        learns_N |= batch.groups.size_V == 1
+    factor = (batch.groups.size_V > 0).sum() / learns_N.double().sum().clamp(min=1)
     return dr_grpo(batch, singleton=singleton) * factor
 
 

@@ -30,7 +30,7 @@ class _Gap:
     mask_T: Tensor
     cu_seqlens: Tensor
     log_ratio_T: Tensor  # o - b
-    old_logprobs_T: Tensor
+    rollout_logprobs_T: Tensor  # b
     logprobs_T: Tensor | None
     advantages_T: Tensor | None
 
@@ -54,7 +54,7 @@ def _weights(
     mask_T = mask_T.bool()
     old_T = clean(old_logprobs_T, mask_T)
     rollout_T = torch.where(mask_T & rollout_logprobs_T.isfinite(), rollout_logprobs_T, old_T)
-    gap = _Gap(mask_T, cu_seqlens, old_T - rollout_T, old_T, logprobs_T, advantages_T)
+    gap = _Gap(mask_T, cu_seqlens, old_T - rollout_T, rollout_T, logprobs_T, advantages_T)
     return clean(rule(gap, **options), mask_T)
 
 
@@ -89,12 +89,14 @@ def seq_mask(gap: _Gap, *, low: float = 0.999, high: float = 1.001) -> Tensor:
 
 
 def opsm(gap: _Gap, *, delta: float = 1e-4) -> Tensor:
-    """Off-policy sequence masking: 0 for tokens of negative advantage in rows whose mean of o - l
+    """Off-policy sequence masking: 0 for tokens of negative advantage in rows whose mean of b - l
     exceeds `delta`, else 1. DeepSeek-V3.2, arXiv 2512.02556.
+
+    It is a mask, no importance weight, and also sees staleness and the engine's mismatch.
     """
     if gap.logprobs_T is None or gap.advantages_T is None:
         raise ValueError("correction=opsm needs logprobs_T and advantages_T")
-    is_off_policy_N = gap.rows.mean(gap.old_logprobs_T - gap.logprobs_T) > delta
+    is_off_policy_N = gap.rows.mean(gap.rollout_logprobs_T - gap.logprobs_T) > delta
     dropped_T = gap.rows.spread(is_off_policy_N) & (gap.advantages_T < 0)
     return (~dropped_T).to(gap.log_ratio_T.dtype)
 

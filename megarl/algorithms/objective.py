@@ -17,7 +17,7 @@ from math import nan
 import torch
 from torch import Tensor
 
-from megarl.algorithms.advantages import ADVANTAGES, returns
+from megarl.algorithms.advantages import ADVANTAGES, PER_ROW, returns
 from megarl.algorithms.aggregation import WEIGHTS
 from megarl.algorithms.corrections import CORRECTIONS
 from megarl.algorithms.critic import value_after_cut
@@ -349,21 +349,38 @@ def _outcomes(batch: TrainBatch, algorithm: Algorithm, seen: Stats) -> tuple[Ten
     """Returns outcome rewards [N] and baselines [N], both clipped and normalised, and statistics of
     all rewards.
     """
-    bounds = algorithm.reward_clip
-
-    def clipped(x_N: Tensor, stage: str) -> Tensor:
-        if bounds is None or stage != algorithm.reward_clip_stage:
-            return x_N
-        return x_N.clamp(*bounds)
-
-    rewards_N, baseline_N = (
-        clipped(x_N.double(), "raw") for x_N in (batch.rewards, batch.baseline)
-    )
+    clipped = partial(_clipped, algorithm)
+    rewards_N, baseline_N = (clipped(x_N, "raw") for x_N in (batch.rewards, batch.baseline))
     if algorithm.normalise_rewards:
         seen = seen.merge(whiten_stats(rewards_N, (batch.outcome_at >= 0) & rewards_N.isfinite()))
         scale = (seen.variance() + 1e-8) ** -0.5 if seen.variance() else 1.0
         rewards_N, baseline_N = ((x_N - seen.mean) * scale for x_N in (rewards_N, baseline_N))
     return clipped(rewards_N, "normalised").float(), clipped(baseline_N, "normalised").float(), seen
+
+
+def _clipped(algorithm: Algorithm, x_N: Tensor, stage: str) -> Tensor:
+    """[N] fp64"""
+    x_N = x_N.double()
+    if algorithm.reward_clip is None or stage != algorithm.reward_clip_stage:
+        return x_N
+    return x_N.clamp(*algorithm.reward_clip)
+
+
+def has_spread(batch: TrainBatch, algorithm: Algorithm) -> bool:
+    """Returns if rewards, clipped as for advantages, differ within a group by more than rounding:
+    scores, the rewards of steps where these are compared, or either with one advantage per token.
+    """
+    rewards_T = _with_outcomes(batch, _clipped(algorithm, batch.rewards, "raw").float())
+    rows = (batch.mask, batch.cu_seqlens, batch.group)
+    compared = {"dr_grpo", "grpo_process"}
+    if algorithm.advantage in PER_ROW:
+        compared = {"dr_grpo"}
+    elif algorithm.advantage == "grpo_process":
+        compared = {"grpo_process"}
+    for name in compared:
+        if ADVANTAGES[name](rewards_T, *rows, step_ends_T=batch.step_ends).any():
+            return True
+    return False
 
 
 def _with_outcomes(batch: TrainBatch, rewards_N: Tensor) -> Tensor:

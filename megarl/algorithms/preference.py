@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from megarl.algorithms.objective import Objective, planned_rows
-from megarl.algorithms.rows import Rows, at_least_fp32
+from megarl.algorithms.rows import Groups, Rows, at_least_fp32
 from megarl.config.schema import Dpo
 from megarl.platform.device import to_device
 from megarl.types import (
@@ -171,10 +171,11 @@ def best_and_worst(batch: ScoredBatch) -> list[int]:
     """Rows: of each prompt the best response and the worst, the first of equal ones; none if all
     rewards are equal.
     """
-    rewards = batch.rewards.tolist()
+    is_trained_N = Rows.of(batch.mask, batch.cu_seqlens).num_tokens_N > 0
+    rewards = Groups.of(batch.group, is_trained_N).centre(batch.rewards).tolist()
     group = batch.group.tolist()
     chosen = list[int]()
-    trained = (Rows.of(batch.mask, batch.cu_seqlens).num_tokens_N > 0).nonzero().flatten().tolist()
+    trained = is_trained_N.nonzero().flatten().tolist()
     for _, members in groupby(trained, key=group.__getitem__):
         rows = list(members)
         best = max(rows, key=rewards.__getitem__)

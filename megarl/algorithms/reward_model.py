@@ -37,11 +37,17 @@ def row_scores(outputs: TokenOutputs, mask_T: Tensor, cu_seqlens: Tensor, aggreg
         return outputs.values_T[cu_seqlens[1:] - 1]
     rows = Rows.of(response_positions(mask_T), cu_seqlens)
 
+    row_T = torch.arange(cu_seqlens.numel() - 1, device=mask_T.device).repeat_interleave(
+        rows.cu_seqlens.diff(), output_size=mask_T.numel()
+    )
+
     def extreme(x_T: Tensor, kind: str) -> Tensor:
-        masked_T = torch.where(rows.mask_T, x_T, torch.inf if kind == "min" else -torch.inf)
-        return clean(
-            torch.segment_reduce(masked_T, kind, offsets=rows.cu_seqlens), rows.num_tokens_N > 0
-        )
+        """[N]; a gradient is divided evenly among ties, which it is not by segment_reduce."""
+        least = torch.inf if kind == "min" else -torch.inf
+        masked_T = torch.where(rows.mask_T, x_T, least)
+        extreme_N = x_T.new_full(rows.num_tokens_N.shape, least)
+        extreme_N = extreme_N.scatter_reduce(0, row_T, masked_T, f"a{kind}")
+        return clean(extreme_N, rows.num_tokens_N > 0)
 
     if aggregate in ("max", "min"):
         return extreme(outputs.values_T, aggregate)

@@ -134,6 +134,10 @@ class Groups:
         differs_V = centred_V.abs() > 1e-12 * mean_V.abs().clamp(min=1)
         return torch.where((self.size_V > 0) & (self.sum(differs_V) > 0), centred_V, 0)
 
+    def differ(self, x_V: Tensor) -> Tensor:
+        """[V] bool: the group's values differ by more than rounding."""
+        return self.sum(self.centre(x_V) != 0) > 0
+
     def leave_one_out(self, centred_V: Tensor) -> Tensor:
         """x minus the mean of the group's other values, from x minus that of all; 0 for a group of
         one.

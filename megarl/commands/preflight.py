@@ -97,12 +97,9 @@ class ProblemCheck:
             _ = self._encode  # raises for settings
         size = source.size or 1
         every = -(-size // MAX_ENCODED)
-<<<<<<< HEAD
         if self.folder is not None and exceeds_vocabulary(self.folder):
             every = 1
-=======
         limit = self.config.rollout.max_prompt_tokens
->>>>>>> data/main
         lengths = []
         shapes = set()
         problems = source.problems() if source.size else [source.problem(0)]

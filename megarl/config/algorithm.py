@@ -117,7 +117,8 @@ class Algorithm(_Bounds):
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus."""
     filter_zero_std: bool = False
-    """Replaces groups of equal rewards with fresh prompts (DAPO's dynamic sampling)."""
+    """Replaces groups of equal rewards, once clipped, with fresh prompts (DAPO's dynamic
+    sampling)."""
     max_refills: NonNegativeInt = 4
     """Batches of fresh prompts in a step, at most; then the step has fewer groups."""
     overlong: Overlong = Overlong()
@@ -267,10 +268,10 @@ def _check_objective(config: Config) -> None:
     max_tokens = config.rollout.max_tokens
     refuse(
         (
-            algorithm.use_rollout_logprobs and algorithm.correction != "none",
+            algorithm.use_rollout_logprobs and algorithm.correction not in ("none", "opsm"),
             "algorithm.use_rollout_logprobs=true already includes the mismatch with the engine in "
             f"the loss's ratio, so correction={algorithm.correction} would count it twice; "
-            "set algorithm.correction=none",
+            "set algorithm.correction=none or opsm",
         ),
         (
             algorithm.loss == "gspo" and varies,
@@ -291,6 +292,14 @@ def _check_objective(config: Config) -> None:
             algorithm.reward_clip_stage == "normalised" and not algorithm.normalise_rewards,
             "algorithm.reward_clip_stage=normalised needs normalise_rewards=true; set it, or "
             "choose raw",
+        ),
+        (
+            clip is not None
+            and algorithm.filter_zero_std
+            and algorithm.reward_clip_stage == "normalised",
+            "algorithm.filter_zero_std=true chooses groups before rewards are normalised, so it "
+            "would keep groups that reward_clip_stage=normalised makes equal; choose raw, or set "
+            "filter_zero_std=false",
         ),
         (
             buffer > max_tokens,

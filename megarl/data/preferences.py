@@ -66,7 +66,7 @@ def rankings(groups: Sequence[Group], pairs: Literal["all", "best_worst"] = "all
     result = []
     for group in groups:
         samples = group.samples
-        labels = [float(sample.reward or 0.0) for sample in samples]
+        labels = torch.tensor([sample.reward or 0.0 for sample in samples]).tolist()  # fp32
         if len(set(labels)) > 1:
             ranked = (
                 range(len(labels))

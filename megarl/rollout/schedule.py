@@ -29,12 +29,15 @@ from functools import partial
 from itertools import chain
 from typing import Protocol
 
+from megarl.algorithms import objective
 from megarl.config.schema import Algorithm
+from megarl.data.collate import collate
 from megarl.data.ledger import Ledger
 from megarl.data.tasks import hash31
 from megarl.roles import Prompts
 from megarl.types import CheckFailed, Group, Prompt, Request, Rollout, Sample, StepReport
 
+DEFAULTS = Algorithm()
 MAX_EMPTY_STEPS = 3  # in a row
 KEPT = "groups/kept"  # of the last steps, in Prompts.kept
 ASKED = "groups/asked"  # each step halves the earlier ones
@@ -47,13 +50,12 @@ def request_seed(run_seed: int, step: int, prompt_id: int, index: int) -> int:
     return hash31(f"{run_seed}/{step}/{prompt_id}/{index}")
 
 
-def has_spread(group: Group, *, mask_truncated: bool = False) -> bool:
-    """Returns if outcome or step rewards differ within the group; else its advantages are zero."""
-    samples = [s for s in group.samples if not (mask_truncated and s.finish == "length")]
-    steps = set()
-    for sample in samples:
-        steps.update(reward for _, reward in sample.step_rewards)
-    return len({sample.reward for sample in samples}) > 1 or len(steps) > 1
+def has_spread(group: Group, algorithm: Algorithm = DEFAULTS) -> bool:
+    """Returns if the rewards that `algorithm` compares differ within the group; else its advantages
+    are zero.
+    """
+    batch = collate([group], temperature=1.0, mask_truncated=algorithm.truncated == "mask")
+    return objective.has_spread(batch, algorithm)
 
 
 def digest_samples(samples: Iterable[Sample]) -> str:
@@ -148,7 +150,9 @@ class Rollouts:
     # groups that are not kept are replaced by fresh prompts
     keep: Callable[[Group], bool] | None = None
     # at most this many times `count` fresh prompts per step
-    max_refills: int = Algorithm().max_refills
+    max_refills: int = DEFAULTS.max_refills
+    # of groups without it, counts has those that were generated
+    has_spread: Callable[[Group], bool] = has_spread
     shape: Callable[[Sample], Sample] = lambda sample: sample  # changes rewards (reward_shaping.py)
     # adds a greedy sample per prompt, whose reward is the group's baseline (ReMax)
     greedy_baseline: bool = False
@@ -241,10 +245,12 @@ class Rollouts:
             groups = self._groups(asked, samples, counts)
             batch.generated += groups
             for group in groups:
-                if self.keep is None or self.keep(group):
-                    kept.append(group)
-                else:
+                is_flat = not (self.keep or self.has_spread)(group)
+                counts["groups/flat"] += is_flat
+                if self.keep and is_flat:
                     batch.flat.append(group)
+                else:
+                    kept.append(group)
         if self.keep:
             self._carry_over(batch, prompts, count)
         counts["groups/surplus"] = max(len(kept) - count, 0)

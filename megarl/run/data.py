@@ -79,15 +79,14 @@ def make_rollouts(rank: Rank, generate: Generate, ledger: Ledger | None = None) 
     """Returns the rollouts of the config, whose samples come from `generate`."""
     config = rank.config
     algorithm = config.algorithm
-    keep = None
-    if algorithm.filter_zero_std:
-        keep = partial(has_spread, mask_truncated=algorithm.truncated == "mask")
+    spread = partial(has_spread, algorithm=algorithm)
     return Rollouts(
         generate,
         samples_per_prompt=config.rollout.samples_per_prompt,
         temperature=config.rollout.temperature,
         run_seed=config.run.seed,
-        keep=keep,
+        has_spread=spread,
+        keep=spread if algorithm.filter_zero_std else None,
         max_refills=algorithm.max_refills,
         shape=partial(shaped, algorithm, config.rollout.max_tokens),
         greedy_baseline=algorithm.needs_greedy_baseline,

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from math import isnan
-from operator import attrgetter
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any
@@ -26,20 +25,15 @@ from megarl.processes.files import write_atomic
 if TYPE_CHECKING:  # reading metrics needs no torch
     from megarl.types import Group, PublishReport, Rollout, StepReport
 
-OF_SAMPLES = (
-    "reward/mean",
-    "reward/std",
-    "reward/frac_zero_std",
-    "length/mean",
-    "length/truncated_frac",
-)
+OF_SAMPLES = ("reward/mean", "reward/std", "length/mean", "length/truncated_frac")
 MAX_INT = 2**53  # larger ones are no floats, so they cannot be drawn
 OF_UPDATES = ("kl/ref", "clip_frac", "entropy")
 
 
 def rollout_metrics(rollout: Rollout) -> dict[str, Any]:
     """Rewards, lengths, dropped samples and digest of one rollout; an empty one has the same keys,
-    without values. Groups without spread and singletons are counted before filtering.
+    without values. Means are of the groups that are trained on and, as `reward/sampled/mean` and
+    so on, of all that were sampled, among which those without spread and singletons are counted.
     """
     metrics = {
         **_sample_metrics(rollout.groups),
@@ -48,12 +42,18 @@ def rollout_metrics(rollout: Rollout) -> dict[str, Any]:
     }
     generated = rollout.generated
     if not generated:
-        return metrics | {"samples/count": 0} | dict.fromkeys(OF_SAMPLES)
-    flat = [len(set(map(attrgetter("reward"), group.samples))) <= 1 for group in generated]
+        empty = [*OF_SAMPLES, *map(_of_all, OF_SAMPLES), "reward/frac_zero_std"]
+        return metrics | {"samples/count": 0} | dict.fromkeys(empty)
+    for key, value in _sample_metrics(generated).items():
+        metrics[_of_all(key)] = value
     return metrics | {
-        "reward/frac_zero_std": fmean(flat),
+        "reward/frac_zero_std": rollout.counts.get("groups/flat", 0) / len(generated),
         "groups/singleton": sum(len(group.samples) == 1 for group in generated),
     }
+
+
+def _of_all(key: str) -> str:
+    return key.replace("/", "/sampled/", 1)
 
 
 def _sample_metrics(groups: Sequence[Group]) -> dict[str, Any]:

@@ -134,7 +134,7 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(x, weight_NK)
         ctx.rounding = rounding
         y_TN = rounding.round(x.flatten(0, -2), INPUT) @ rounding.round(weight_NK, WEIGHT).T
-        return y_TN.to(x.dtype).view(*x.shape[:-1], -1)
+        return y_TN.to(x.dtype).view(*x.shape[:-1], len(weight_NK))  # an expert may have no tokens
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None]:

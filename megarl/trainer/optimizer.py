@@ -34,14 +34,16 @@ class LrSchedule:
 
     @property
     def lr(self) -> float:
-        """Linear warm-up, then the schedule down to min_lr at the last step."""
+        """Linear warm-up, then the schedule: min_lr would be that of the step after the last one,
+        as Megatron's and transformers' schedulers have it.
+        """
         train = self.train
         step = self.step
         if step < train.warmup_steps:
             return train.lr * (step + 1) / train.warmup_steps
         if train.schedule == "constant":
             return train.lr
-        done = min(1.0, (step - train.warmup_steps) / max(1, train.steps - 1 - train.warmup_steps))
+        done = min(1.0, (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps))
         left = 1 - done if train.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
         return train.min_lr + (train.lr - train.min_lr) * left
 

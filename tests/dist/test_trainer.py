@@ -106,6 +106,12 @@ def test_result_is_independent_of_microbatching(found: dict[str, Any]) -> None:
             assert norm == pytest.approx(other_norm, rel=1e-5)
 
 
+def test_experts_without_tokens_hold_up_no_rank_in_fp8(found: dict[str, Any]) -> None:
+    for recipe, (norm, tokens) in found["fp8_without_tokens"].items():
+        assert 0 < norm < 100 and all(fewest == 0 for fewest, _ in tokens), (recipe, tokens)
+    assert any(total == 0 for _, total in found["fp8_without_tokens"]["blockwise"][1])
+
+
 def test_bf16_keeps_the_loaded_weights_at_lr_zero(found: dict[str, Any]) -> None:
     bf16 = found["bf16"]
     assert bf16["kept"] and bf16["moved"] and not bf16["replicas_differ"]

@@ -93,6 +93,7 @@ MODELS: dict[
         "Qwen3MoeConfig",
         {**_SIZES, **_MOE, "norm_topk_prob": True, "tie_word_embeddings": False},
     ),
+    "qwen3_moe_16_experts": ("Qwen3MoeConfig", {**_SIZES, **_MOE, "num_experts": 16}),
     "qwen3_moe_unnormalised": (
         "Qwen3MoeConfig",
         {**_SIZES, **_MOE, "norm_topk_prob": False, "tie_word_embeddings": True},
@@ -250,6 +251,7 @@ class Policy:
             layout or Layout.of(config.parallel.sizes, 1, 0),
             train=config.train,
             moe=config.moe,
+            fp8=config.precision.fp8,
             folder=folder,
             device=device,
             seed=config.run.seed,

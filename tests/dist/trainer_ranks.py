@@ -32,6 +32,7 @@ from trainer_cases import (
     save_model,
 )  # fmt: skip
 
+from megarl.config.precision import Precision
 from megarl.config.schema import Config
 from megarl.data.collate import collate
 from megarl.layout import Layout
@@ -272,6 +273,30 @@ def check_bf16(bench: Bench) -> dict[str, Any]:
     }
 
 
+def check_fp8_without_tokens(bench: Bench) -> dict[str, Any]:
+    """Updates in emulated FP8 on one short row, where all experts of a rank may be without tokens."""
+    found: dict[str, Any] = {}
+    batch = random_batch(num_rows=1, longest=5)
+    for recipe, parallel in (
+        ("blockwise", {"expert": 4}),
+        ("delayed", {"expert": 4}),
+        ("tensorwise", {"tensor": 2, "expert": 2}),
+    ):
+        fp8 = Precision.model_validate({"fp8": {"recipe": recipe, "emulate": True}})
+        config = config_of(parallel, {"advantage": "reinforce"})
+        config = config.model_copy(update={"precision": fp8})
+        policy = bench.policy("qwen3_moe_16_experts", config)
+        tokens: list[int] = []
+        for name, module in policy.trainer.model[0].module.named_modules():
+            if name.endswith("linear_fc1") and "experts" in name:
+                module.register_forward_hook(lambda _m, x, _y: tokens.append(len(x[0])))  # noqa: B023
+        step = policy.update(policy.score(batch)).updates[0]
+        of_ranks: list[list[int]] = [[]] * WORLD
+        dist.all_gather_object(of_ranks, [min(tokens), sum(tokens)])
+        found[recipe] = (step.grad_norm, of_ranks)
+    return found
+
+
 def check_reference(bench: Bench) -> dict[str, Any]:
     """After updates the reference still says what the first weights said, and the weights keep their bits."""
     kl = {"kl": {"estimator": "k3", "where": "loss", "coef": 0.1}}
@@ -462,6 +487,7 @@ CHECKS: dict[str, Callable[[Bench], Any]] = {
     "router_bias": check_router_bias,
     "microbatches": check_microbatches,
     "bf16": check_bf16,
+    "fp8_without_tokens": check_fp8_without_tokens,
     "reference": check_reference,
     "teacher": check_teacher,
     "skip": check_skip,

@@ -11,6 +11,7 @@ from planted.iterative import ITERATIVE
 from planted.jail import JAIL
 from planted.judging import JUDGED
 from planted.lora import LORA
+from planted.maths import MATHS
 from planted.models import MODELS
 from planted.preferences import PREFERENCES
 from planted.refills import REFILLS
@@ -39,6 +40,7 @@ MUTANTS = [
     *JAIL,
     *JUDGED,
     *LORA,
+    *MATHS,
     *MODELS,
     *PREFERENCES,
     *REFILLS,

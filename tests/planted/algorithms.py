@@ -166,8 +166,8 @@ ALGORITHMS = [
     ),
     (
         "algorithms/corrections.py",
-        "gap.rows.mean(gap.old_logprobs_T - gap.logprobs_T) > delta",
-        "gap.rows.mean(gap.logprobs_T - gap.old_logprobs_T) > delta",
+        "gap.rows.mean(gap.rollout_logprobs_T - gap.logprobs_T) > delta",
+        "gap.rows.mean(gap.logprobs_T - gap.rollout_logprobs_T) > delta",
         f"{FORMULAS}::test_opsm_drops_negative_tokens_of_rows_that_lost_likelihood",
     ),
     (

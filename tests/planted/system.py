@@ -193,7 +193,7 @@ SYSTEM = [
     ),
     (
         "config/algorithm.py",
-        'algorithm.use_rollout_logprobs and algorithm.correction != "none",',
+        'algorithm.use_rollout_logprobs and algorithm.correction not in ("none", "opsm"),',
         "False,",
         f"{VALIDATE}::test_refusals",
     ),

@@ -139,11 +139,8 @@ TRAINER = [
     ),
     (
         "algorithms/objective.py",
-        "    rewards_N, baseline_N = (\n"
-        '        clipped(x_N.double(), "raw") for x_N in (batch.rewards, batch.baseline)\n'
-        "    )\n",
-        '    rewards_N = clipped(batch.rewards.double(), "raw")\n'
-        "    baseline_N = batch.baseline.double()\n",
+        'rewards_N, baseline_N = (clipped(x_N, "raw") for x_N in (batch.rewards, batch.baseline))',
+        'rewards_N, baseline_N = clipped(batch.rewards, "raw"), batch.baseline.double()',
         f"{OPTIONS}::test_the_greedy_baseline_is_clipped_as_the_rewards_are",
     ),
     (
@@ -210,7 +207,7 @@ TRAINER = [
         "trainer/optimizer.py",
         "return train.lr * (step + 1) / train.warmup_steps",
         "return train.lr * step / train.warmup_steps",
-        f"{OPTIMIZER}::test_warm_up_then_down_to_the_last_step",
+        f"{OPTIMIZER}::test_warm_up_then_down_to_the_end",
     ),
     (
         "trainer/optimizer.py",

@@ -71,6 +71,14 @@ def test_a_group_of_one_is_zero_unless_raw(name):
     )
 
 
+def test_the_batchs_deviation_is_of_every_row():
+    """Those alone in their group as well: of 3, 0, 1 and 1, about the batch's mean 5/4."""
+    ours = per_row("grpo", [3, 0, 1, 1], group=[5, 9, 9, 9], scale="batch", eps=0.0)
+    deviation = (sum((x - 1.25) ** 2 for x in (3, 0, 1, 1)) / 3) ** 0.5
+    expected = [0.0, *(x / deviation for x in (-2 / 3, 1 / 3, 1 / 3))]
+    torch.testing.assert_close(ours, torch.tensor(expected, dtype=F64))
+
+
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 0.7, 1e6, -1e-8])
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
 @pytest.mark.parametrize("name", [*GROUPED, "reinforce_pp_baseline"])
@@ -219,6 +227,13 @@ def test_cispo_keeps_every_gradient(log_ratio):
     )
 
 
+@pytest.mark.parametrize(("gap", "sign"), [(1e-6, 0), (-1e-6, 0), (1e-3, 1), (-1e-3, -1)])
+def test_kl_cov_takes_no_sign_from_rounding(gap, sign):
+    """Two passes under the same weights differ by some 1e-6 nats, either way."""
+    _, slope = loss_and_slope("kl_cov", gap, 2.0, kl_coef=0.3, select_T=torch.tensor([True]))
+    assert slope == pytest.approx(-2.0 * math.exp(gap) + 0.3 * sign)
+
+
 def test_gspo_refuses_advantages_that_differ_within_a_row():
     zeros, mask = torch.zeros(4), torch.ones(4, dtype=torch.bool)
     with pytest.raises(ValueError, match="one advantage per row"):
@@ -285,6 +300,7 @@ def test_corrections_by_hand():
         ("icepop", ()): [0.0, 4.0, 1.0, 1.001],
         ("seq_mask", ()): [1.0, 1.0, 1.0, 1.0],
         ("seq_mask", (("high", 1.0001),)): [1.0, 1.0, 0.0, 0.0],
+        ("seq_mask", (("low", 1.0004),)): [0.0, 0.0, 1.0, 1.0],
     }
     for (name, options), value in expected.items():
         ours = CORRECTIONS[name](*at, **dict(options))
@@ -293,8 +309,9 @@ def test_corrections_by_hand():
         )
 
 
-def test_a_missing_rollout_log_prob_corrects_nothing():
-    old, rollout = torch.tensor([-1.0, -1.0]), torch.tensor([float("nan"), -0.5])
+@pytest.mark.parametrize("missing", [float("nan"), float("inf"), float("-inf")])
+def test_a_missing_rollout_log_prob_corrects_nothing(missing):
+    old, rollout = torch.tensor([-1.0, -1.0]), torch.tensor([missing, -0.5])
     ours = CORRECTIONS["tis"](old, rollout, torch.tensor([True, True]), torch.tensor([0, 2]))
     torch.testing.assert_close(ours, torch.tensor([1.0, math.exp(-0.5)]))
 
@@ -344,3 +361,23 @@ def test_selection_is_by_covariance_about_both_means():
     mask_T = torch.tensor([True, True, True, False])
     chosen_T = SELECT["kl_cov"](logprobs_T, logprobs_T, advantages_T, mask_T, share=0.3)
     assert chosen_T.tolist() == [True, False, False, False]
+
+
+def test_clip_cov_chooses_at_least_one_token_and_none_that_is_clipped():
+    """Covariances 0, 12, 3 and 3, of which only the 3s are within the bounds; one of them is clipped."""
+    new = torch.tensor([-2.0, -4.0, -1.0, -1.0])
+    advantages = torch.tensor([0.0, -6.0, 3.0, 3.0])
+    old = new - torch.tensor([0.0, 0.0, 0.0, 0.5])
+    mask = torch.ones(4, dtype=torch.bool)
+    bounds = {"low": 1.0, "high": 5.0, "share": 1e-3}
+    drawn = set()
+    for seed in range(8):
+        for before in (old, new):
+            generator = torch.Generator().manual_seed(seed)
+            chosen = SELECT["clip_cov"](
+                new, before, advantages, mask, generator=generator, **bounds
+            )
+            (token,) = chosen.nonzero().flatten().tolist()
+            drawn.add((token, before is old))
+    assert drawn == {(2, True), (2, False), (3, False)}
+    assert not SELECT["clip_cov"](new, old, advantages, mask, low=3.1, high=5.0).any()

@@ -32,6 +32,10 @@ LEFT_OUT = {
         r"verl\.loss\.bypass\.(?!grpo\.(ppo_clip|reinforce)\.None\.None).*",
         ".*",
     ),
+    "a factor that counts scores other than 0, wherever 0 lies": (
+        r"verl\.adv\.gpg",
+        "basic|multiturn|zero_variance|onpolicy",
+    ),
     "rejects by other statistics": (r"verl\.rc\.(rs\.|is\.sequence\.0\.5).*", ".*"),
     "weights normalised by the batch, or by a geometric mean": (
         r"verl\.(rc\.is.*bn1|loss\.geo_mean\.grpo\.is)",

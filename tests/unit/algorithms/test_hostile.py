@@ -243,3 +243,19 @@ def test_value_loss_has_the_half() -> None:
         torch.tensor([3.0]), torch.tensor([3.0]), torch.tensor([1.0]), torch.ones(1)
     )
     assert loss_T.item() == 2.0
+
+
+@pytest.mark.parametrize("spoilt", [float("nan"), float("inf"), 1e38])
+def test_a_row_whose_value_or_baseline_is_out_of_range_takes_no_part(spoilt):
+    rewards = torch.tensor([0.0, 1.0, 0.0, 3.0, 0.0, 2.0])
+    rows = (torch.ones(6, dtype=torch.bool), torch.tensor([0, 2, 4, 6]), torch.arange(3))
+    values = torch.tensor([0.5, 0.25, 0.0, spoilt, 1.0, 0.0])
+    ours = ADVANTAGES["gae"](rewards, *rows, values_T=values)
+    kept = torch.tensor([0, 1, 4, 5])
+    rest = (torch.ones(4, dtype=torch.bool), torch.tensor([0, 2, 4]), torch.arange(2))
+    expected = ADVANTAGES["gae"](rewards[kept], *rest, values_T=values[kept])
+    torch.testing.assert_close(ours[kept], expected)
+    assert not ours[2:4].any()
+    baselines = torch.tensor([0.5, spoilt, 1.0])
+    ours = ADVANTAGES["remax"](rewards, *rows, baseline_N=baselines)
+    assert ours.tolist() == [0.5, 0.5, 0.0, 0.0, 1.0, 1.0]

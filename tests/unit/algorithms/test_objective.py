@@ -171,7 +171,9 @@ def test_kl_to_the_old_policy_needs_no_reference_and_adapts_after_the_updates():
         )
         after = objective.after_updates(scored, StepReport(updates), state)
         assert after == replace(state, kl_coef=pytest.approx(0.3 * factor))
-        assert Objective(algorithm()).after_updates(scored, StepReport(updates), state) == state
+        reference = {"coef": 0.3, "target": 0.1}  # adapted before the updates
+        for other in (algorithm(), algorithm(kl=reference)):
+            assert Objective(other).after_updates(scored, StepReport(updates), state) == state
 
 
 def test_nan_log_probs_outside_the_mask_change_nothing():
@@ -249,7 +251,7 @@ def test_clip_frac_counts_the_tokens_a_bound_acts_on(loss):
         batch.mask,
         batch.cu_seqlens,
     )
-    bounds = {"clip_low": 0.1, "clip_high": 0.1}
+    bounds = {"clip_low": 0.1, "clip_high": 0.3}
     far = {"clip_low": 1e9, "clip_high": 1e9}
     clipped = LOSS_AND_CLIP[loss](*at, **bounds)[1]
     if loss == "gmpo":  # one number a row: rows that are touched
@@ -269,6 +271,15 @@ def test_clip_frac_counts_the_tokens_a_bound_acts_on(loss):
     )
     done = losses_of(at[0], scored, rules)
     assert done.sums["clip_frac"] == LOSS_AND_CLIP[loss](*at, **bounds)[1].sum()
+
+
+def test_clip_frac_counts_the_tokens_beyond_the_dual_clip():
+    """Ratios 1, 2, 4 and 4, of which the last has a positive advantage and is beyond the upper bound."""
+    new = torch.tensor([1.0, 2.0, 4.0, 4.0]).log()
+    advantages = torch.tensor([-1.0, -1.0, -1.0, 1.0])
+    rows = (torch.ones(4, dtype=torch.bool), torch.tensor([0, 4]))
+    clipped = LOSS_AND_CLIP["ppo_clip"](new, 0 * new, advantages, *rows, dual_clip=3.0)[1]
+    assert clipped.tolist() == [False, False, True, True]
 
 
 def test_sums_are_over_trained_tokens():

@@ -20,9 +20,11 @@ from megarl.types import (
     ObjectiveState,
     Prompt,
     ScoredBatch,
+    StepReport,
     TokenLosses,
     TokenScores,
     TrainBatch,
+    UpdateReport,
 )
 
 
@@ -84,6 +86,8 @@ def test_rewards_are_normalised_by_all_seen_so_far_and_clipped_at_the_stage_aske
         with_rewards(batch, second), state, normalise_rewards=True, reward_clip=(-1, 4)
     )
     assert after.reward_stats[1] == pytest.approx((8.0 + 3 + 3 + 4 + 4) / 8), "clipped first"
+    _, after = outcomes(with_rewards(batch, [0.0, math.inf, 2.0, math.nan]), normalise_rewards=True)
+    assert after.reward_stats == pytest.approx((2, 1.0, 2.0)), "of finite rewards"
     same, _ = outcomes(with_rewards(batch, [2.0] * 4), normalise_rewards=True)
     assert same.tolist() == [0, 0, 0, 0]
 
@@ -117,18 +121,30 @@ def test_only_outcomes_are_touched():
     assert state.reward_stats[0] == 3 and got.tolist() == [1, 0, 0, 0]
 
 
+def test_a_step_that_ends_with_the_outcome_keeps_its_reward():
+    """Only the outcome, 9, is clipped to 1; the steps, of 2 and 3, are not."""
+    row = sample("..xxx", reward=9.0, step_rewards=((2, 2.0), (4, 3.0)))
+    batch = collate([Group(Prompt(0, (), ""), (row,))], temperature=1.0)
+    for clip, last in ((None, 12.0), ((0.0, 1.0), 4.0)):
+        rules = algorithm(advantage="reinforce", reward_clip=clip)
+        scores = TokenScores(torch.zeros(batch.num_tokens), None)
+        scored, _ = advantages_of(batch, rules, logprobs=scores)
+        assert scored.advantages.tolist() == [0, 2 + last, last, last, 0]
+
+
 # --- old log-probs ------------------------------------------------------------------------------------------------
 
 
-def test_bypass_takes_the_engines_log_probs_and_does_not_correct_again():
+@pytest.mark.parametrize("missing", [float("nan"), float("-inf")])
+def test_bypass_takes_the_engines_log_probs_and_does_not_correct_again(missing):
     batch = make_batch()
     spoilt = batch.rollout_logprobs.clone()
-    spoilt[last_trained(batch)[0]] = float("nan")  # the trainer's own stand in
+    spoilt[last_trained(batch)[0]] = missing  # the trainer's own stand in
     batch, logprobs = replace(batch, rollout_logprobs=spoilt), make_logprobs(batch)
     rules = algorithm(use_rollout_logprobs=True, clip_low=1e9, clip_high=1e9, dual_clip=None)
     scored, _ = advantages_of(batch, rules, logprobs=logprobs)
     taken = torch.where(
-        batch.rollout_logprobs.isnan(), logprobs.old_logprobs, batch.rollout_logprobs
+        batch.rollout_logprobs.isfinite(), batch.rollout_logprobs, logprobs.old_logprobs
     )
     assert torch.equal(scored.old_logprobs, logprobs.old_logprobs), (
         "the trainer's own, for the parity gate"
@@ -164,6 +180,32 @@ def test_correction_figures():
     assert 0.2 < means["correction/clipped"] < 1 and means["correction/ess"] < 1
     assert means["correction/weight"] == pytest.approx(float(plain.clamp(0.9, 1.1).mean()))
     assert not any(name.startswith("importance_weight") for name in means)
+
+
+def test_rows_of_a_truncated_product_count_as_clipped():
+    batch = make_batch()
+    rules = algorithm(correction="seq_tis", correction_options={"cap": 1.0})
+    scored = scored_by(batch, rules)
+    gap = torch.where(batch.mask, scored.old_logprobs - scored.rollout_logprobs, 0.0)
+    rows = torch.arange(batch.num_rows).repeat_interleave(batch.cu_seqlens.diff())
+    products = torch.zeros(batch.num_rows).index_add(0, rows, gap)
+    clipped = (products > 0)[rows] & batch.mask
+    done = losses_of(scored.old_logprobs, scored, rules)
+    assert done.sums["correction/clipped"] == clipped.sum() and 0 < clipped.sum() < batch.mask.sum()
+
+
+def test_the_teachers_log_ratio_is_part_of_each_advantage():
+    """At most 20 nats, where it is certain that a token is wrong."""
+    batch = make_batch()
+    rules = algorithm(advantage="reinforce", loss="reinforce", distill_coef=0.5)
+    gap = torch.where(torch.arange(batch.num_tokens) % 2 == 0, 0.3, 35.0)
+    scored = scored_by(batch, rules)
+    scored = replace(scored, teacher_logprobs=scored.old_logprobs - gap)
+    new = scored.old_logprobs.clone().requires_grad_()
+    done = losses_of(new, scored, rules)
+    done.loss.sum().backward()
+    expected = -(scored.advantages - 0.5 * gap.clamp(max=20.0))
+    torch.testing.assert_close(new.grad, torch.where(batch.mask, expected, 0.0))
 
 
 def test_dropped_rows_count_as_clipped():
@@ -216,6 +258,27 @@ def test_the_coefficient_follows_the_mean_over_rows(short, long, rises):
     rules = algorithm(advantage="reinforce", kl={"coef": 0.1, "target": target, "horizon": 8})
     _, state = advantages_of(batch, rules, logprobs=TokenScores(old, old - gap))
     assert (state.kl_coef > 0.1) == rises
+
+
+@pytest.mark.parametrize("against", ["reference", "old"])
+def test_rows_without_a_trained_token_do_not_count_for_the_coefficient(against):
+    """Neither in the mean, which they would dilute below the target, nor as samples of the horizon."""
+    rows = [sample("..xxx", index=index) for index in range(4)]
+    batch = collate([Group(Prompt(0, (), ""), tuple(rows))], temperature=1.0)
+    masked = batch.mask & (torch.arange(batch.num_tokens) < int(batch.cu_seqlens[1]))
+    batch = replace(
+        batch, mask=masked, outcome_at=torch.tensor([int(batch.outcome_at[0]), -1, -1, -1])
+    )
+    old = torch.where(masked, -1.0, 0.0)
+    kl = float(KL["k3"](old, old - 0.5).max())
+    term = {"coef": 0.1, "target": kl / 1.1, "horizon": 8, "against": against, "estimator": "k2"}
+    rules = algorithm(advantage="reinforce", kl=term)
+    scored, state = advantages_of(batch, rules, logprobs=TokenScores(old, old - 0.5))
+    if against == "old":
+        assert state.kl_coef == 0.1
+        update = UpdateReport(0.0, 0.0, 0.0, False, {"kl/old": kl})
+        state = Objective(rules).after_updates(scored, StepReport((update,)), state)
+    assert state.kl_coef == pytest.approx(0.1 * (1 + 0.1 * 1 / 8))
 
 
 def test_a_batch_without_a_token_leaves_the_state():

@@ -256,13 +256,13 @@ def test_every_pair_or_every_prompt_counts_equally() -> None:
 
 def test_the_best_and_the_worst_of_each_prompt() -> None:
     """Of equal ones the first; nothing of a prompt without spread, and no row without tokens."""
-    rewards = [0.5, 1.0, 1.0, 0.0, 0.0, 0.7, 0.7, 3.0, 1.0, 9.0, 2.0]
-    group = torch.tensor([0] * 5 + [1] * 2 + [2] + [3] * 3)
-    mask = torch.ones(22, dtype=torch.bool)
+    rewards = [0.5, 1.0, 1.0, 0.0, 0.0, 0.7, 0.7, 3.0, 1.0, 9.0, 2.0, 1e-13, 0.0]
+    group = torch.tensor([0] * 5 + [1] * 2 + [2] + [3] * 3 + [4] * 2)  # the last differ by rounding
+    mask = torch.ones(26, dtype=torch.bool)
     mask[18:20] = False  # the row with reward 9
     batch = ScoredBatch.__new__(ScoredBatch)
     for name, value in {
-        "rewards": torch.tensor(rewards), "group": group, "mask": mask, "cu_seqlens": torch.arange(12) * 2
+        "rewards": torch.tensor(rewards), "group": group, "mask": mask, "cu_seqlens": torch.arange(14) * 2
     }.items():  # fmt: skip
         object.__setattr__(batch, name, value)
     assert best_and_worst(batch) == [1, 3, 10, 8]

@@ -553,6 +553,18 @@ def test_torchrun_sets_the_world() -> None:
         ({"algorithm": {"reward_clip": [1, 0]}}, {}, ["reward_clip=[1.0, 0.0]"]),
         ({"algorithm": {"reward_clip_stage": "normalised"}}, {}, ["normalise_rewards=true"]),
         (
+            {
+                "algorithm": {
+                    "filter_zero_std": True,
+                    "normalise_rewards": True,
+                    "reward_clip": [-1, 1],
+                    "reward_clip_stage": "normalised",
+                }
+            },
+            {},
+            ["filter_zero_std=true", "choose raw"],
+        ),
+        (
             {"algorithm": {"overlong": {"buffer": 300}}},
             {},
             ["overlong.buffer=300", "max_tokens=256"],

@@ -9,7 +9,7 @@ import torch
 from sample_rows import batch_of, sample
 
 from megarl.data.collate import collate, take_rows
-from megarl.types import Group, Prompt
+from megarl.types import FINISH, Group, Prompt
 
 
 def test_shift_labels_mask_and_logprobs():
@@ -141,3 +141,13 @@ def test_rows_of_a_batch_are_the_batch_of_these_rows():
             assert (
                 torch.equal(ours, theirs) if isinstance(theirs, torch.Tensor) else ours == theirs
             ), field.name
+
+
+def test_only_what_reached_the_token_limit_is_masked():
+    samples = [sample(".xx", index=i, finish=finish) for i, finish in enumerate(FINISH)]
+    group = Group(Prompt(0, (), ""), tuple(samples))
+    for is_masked, rows in ((False, [True, True, True]), (True, [True, False, True])):
+        batch = collate([group], temperature=1.0, mask_truncated=is_masked)
+        assert FINISH == ("stop", "length", "abort")
+        assert batch.mask.view(3, 3).any(1).tolist() == rows
+        assert (batch.outcome_at >= 0).tolist() == rows

@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sample_rows import sample
 
 from megarl.commands.preflight import preflight
 from megarl.config.load import parse_config
 from megarl.data.feedback import check_feedback
-from megarl.data.preferences import preference_batch
+from megarl.data.preferences import preference_batch, rankings
 from megarl.data.tasks import Problem, Source
 from megarl.data.tokenizer import TokenIds
 from megarl.platform.env import Env
-from megarl.types import Prompt
+from megarl.types import Group, Prompt
 
 EOS = 9
 IDS = TokenIds((EOS,), vocab=20)
@@ -212,3 +213,13 @@ def test_an_endless_task_is_checked_by_its_first_problem() -> None:
         ValueError, match="a generated problem has no responses, but preferences are learned from"
     ):
         check_feedback(Source(lambda index: Problem(f"{index}?"), None), steps=False)
+
+
+def test_rewards_that_differ_by_rounding_are_not_ranked() -> None:
+    def group(*rewards: float) -> Group:
+        samples = [sample(".xx", index=i, reward=reward) for i, reward in enumerate(rewards)]
+        return Group(Prompt(0, (), ""), tuple(samples))
+
+    assert rankings([group(0.3, 0.1 + 0.2)]) == rankings([group(0.7, 0.7)]) == []
+    (ranking,) = rankings([group(0.1, 0.3, 0.2)], "best_worst")
+    assert ranking.labels == (pytest.approx(0.3), pytest.approx(0.1))

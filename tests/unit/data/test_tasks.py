@@ -267,9 +267,11 @@ def stream(task: Task = LISTED, **more) -> PromptStream:
 def test_a_stream_resumes_where_it_stood():
     whole, part = stream(), stream()
     part.take(7)
+    part.kept["groups/kept"] = 3.5
     state = json.loads(json.dumps(part.state()))
     resumed = stream()
     resumed.restore(state)
+    assert resumed.kept == {"groups/kept": 3.5}
     assert whole.take(25)[7:] == resumed.take(18)
 
 

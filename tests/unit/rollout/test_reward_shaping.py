@@ -37,7 +37,9 @@ def test_what_was_cut_gets_the_reward_asked_for_and_no_steps() -> None:
     done = shaping(truncated="penalise", truncated_reward=-1.0)(cut)
     assert (done.reward, done.step_rewards, done.has_outcome) == (-1.0, (), True)
     whole = sample(".xx", reward=1.0)
-    assert shaping(truncated="penalise", truncated_reward=-1.0)(whole) is whole
+    aborted = sample(".xx", finish="abort", reward=1.0)  # not by length
+    for other in (whole, aborted):
+        assert shaping(truncated="penalise", truncated_reward=-1.0)(other) is other
     assert shaping(truncated="train")(cut) is cut and shaping(truncated="mask")(cut) is cut
     both = shaping(
         max_tokens=2, truncated="penalise", truncated_reward=-1.0, overlong={"buffer": 1}

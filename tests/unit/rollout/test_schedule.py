@@ -7,12 +7,35 @@ import random
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from megarl.rollout.schedule import ASKED, KEPT, Rollouts, digest_samples, has_spread, request_seed
-from megarl.types import CheckFailed, Group, Prompt, Request, Sample
+from megarl.algorithms.objective import Objective
+from megarl.config.schema import Algorithm
+from megarl.data.collate import collate
+from megarl.data.ledger import Ledger
+from megarl.rollout.schedule import (
+    ASKED,
+    KEPT,
+    Rollouts,
+    digest_samples,
+    has_spread,
+    oldest_version,
+    request_seed,
+)
+from megarl.types import (
+    CheckFailed,
+    Group,
+    Prompt,
+    Request,
+    Sample,
+    StepReport,
+    TokenScores,
+    UpdateReport,
+)
 
 
 class Counting:
@@ -66,6 +89,11 @@ def generator(reward):
     return generate
 
 
+def differs(group: Group) -> bool:
+    """Of thousands of groups, quicker than `has_spread`."""
+    return len({sample.reward for sample in group.samples}) > 1
+
+
 def rollouts(reward, **more) -> Rollouts:
     return Rollouts(generator(reward), samples_per_prompt=3, temperature=0.5, run_seed=7, **more)
 
@@ -114,7 +142,7 @@ def test_a_group_without_any_sample_is_left_out():
 
 
 def test_filtered_groups_are_replaced_by_fresh_prompts():
-    roll = rollouts(lambda prompt, index: float(prompt % 2 and index), keep=has_spread)
+    roll = rollouts(lambda prompt, index: float(prompt % 2 and index), keep=differs)
     prompts = Counting()
     rollout = roll.collect(prompts, 4, version=0)
     assert [group.prompt.prompt_id for group in rollout.groups] == [1, 3, 5, 7]
@@ -135,7 +163,7 @@ def test_what_is_trained_on_does_not_depend_on_how_many_are_asked_for(seed):
         rate = 0.9 - 0.7 * prompt / 500  # falls, so that the last steps do not foretell this one
         return float(has_spread_of.setdefault(prompt, draw.random() < rate) and index)
 
-    roll, prompts, position = rollouts(reward, keep=has_spread, max_refills=30), Counting(), 0
+    roll, prompts, position = rollouts(reward, keep=differs, max_refills=30), Counting(), 0
     for step in range(20):
         if step % 5 == 4:
             prompts.kept.update({KEPT: draw.uniform(0, 50), ASKED: draw.uniform(50, 100)})
@@ -149,7 +177,7 @@ def test_what_is_trained_on_does_not_depend_on_how_many_are_asked_for(seed):
         )
         assert (
             rollout.counts["groups/surplus"]
-            == sum(has_spread(group) for group in rollout.generated) - 12
+            == sum(differs(group) for group in rollout.generated) - 12
         )
         position = prompts.position
 
@@ -161,7 +189,7 @@ def test_a_few_prompts_are_enough_at_the_end_of_the_budget():
         prompts.kept.update(history)
         roll = rollouts(
             lambda prompt, index: float(prompt in (0, 1, 2, 11) and index),
-            keep=has_spread,
+            keep=differs,
             max_refills=2,
         )
         rollout = roll.collect(prompts, 4, version=0)
@@ -178,7 +206,7 @@ def test_after_the_first_step_most_steps_need_no_refill():
     draw = random.Random(0)
     has_spread_of = [draw.random() < 0.5 for _ in range(10_000)]
     roll, prompts = (
-        rollouts(lambda prompt, index: float(has_spread_of[prompt] and index), keep=has_spread),
+        rollouts(lambda prompt, index: float(has_spread_of[prompt] and index), keep=differs),
         Counting(),
     )
     counts = [roll.collect(prompts, 32, version=step).counts for step in range(60)]
@@ -188,7 +216,7 @@ def test_after_the_first_step_most_steps_need_no_refill():
 
 
 def test_where_every_group_is_kept_no_more_than_the_batch_is_asked_for():
-    roll, prompts = rollouts(lambda prompt, index: float(index), keep=has_spread), Counting()
+    roll, prompts = rollouts(lambda prompt, index: float(index), keep=differs), Counting()
     for step in range(3):
         assert len(roll.collect(prompts, 8, version=step).generated) == 8
         assert prompts.position == 8 * (step + 1)
@@ -206,24 +234,22 @@ def test_a_resumed_run_asks_for_as_many():
     prompts, again = Counting(), Counting()
     reward = lambda prompt, index: float(has_spread_of[prompt] and index)  # noqa: E731
     for step in range(3):
-        rollouts(reward, keep=has_spread).collect(prompts, 8, version=step)
+        rollouts(reward, keep=differs).collect(prompts, 8, version=step)
     again.restore(json.loads(json.dumps(prompts.state())))
-    assert steps(rollouts(reward, keep=has_spread), again, 3) == steps(
-        rollouts(reward, keep=has_spread), prompts, 3
+    assert steps(rollouts(reward, keep=differs), again, 3) == steps(
+        rollouts(reward, keep=differs), prompts, 3
     )
 
 
 def test_refills_are_bounded():
-    roll = rollouts(
-        lambda prompt, index: float(prompt == 0 and index), keep=has_spread, max_refills=2
-    )
+    roll = rollouts(lambda prompt, index: float(prompt == 0 and index), keep=differs, max_refills=2)
     prompts = Counting()
     assert len(roll.collect(prompts, 2, version=0).groups) == 1
     assert prompts.position == 2 + 2 + 2, "at most as many again as were asked for"
 
 
 def test_when_every_group_is_flat_the_step_goes_on_with_as_many_as_asked():
-    roll = rollouts(lambda *_: 1.0, keep=has_spread, max_refills=2)
+    roll = rollouts(lambda *_: 1.0, keep=differs, max_refills=2)
     rollout = roll.collect(Counting(), 2, version=0)
     assert [group.prompt.prompt_id for group in rollout.groups] == [0, 1]
     names = ("groups/kept_flat", "groups/filtered", "rollout/refills")
@@ -231,7 +257,7 @@ def test_when_every_group_is_flat_the_step_goes_on_with_as_many_as_asked():
 
 
 def test_no_group_at_the_start_says_why():
-    roll = rollouts(lambda *_: None, keep=has_spread, max_refills=1)
+    roll = rollouts(lambda *_: None, keep=differs, max_refills=1)
     with pytest.raises(
         ValueError, match=r"step 5: none of 4 groups can be trained on .*reward/f/error"
     ):
@@ -254,21 +280,149 @@ def test_later_an_empty_step_changes_nothing_until_the_third_in_a_row():
         roll.collect(prompts, 2, version=2)
 
 
-def test_spread_is_of_what_is_trained():
-    def group(*rewards, finish="stop", steps=()):
-        tokens, zeros = torch.tensor([1, 2]), torch.zeros(2)
-        samples = tuple(
-            Sample(
-                0, i, tokens, tokens > 1, zeros, zeros.int(), finish, reward=r, step_rewards=steps
-            )
-            for i, r in enumerate(rewards)
-        )
-        return Group(Prompt(0, (1,), ""), samples)
+def test_the_oldest_version_is_of_every_trained_token():
+    """Also of one in the middle; prompts and tools have version -1."""
+    mixed = replace(group_of(1.0).samples[0], versions=torch.tensor([-1, 4, 3, 5]).int())
+    assert oldest_version([replace(group_of(1.0), samples=(mixed,))]) == 3
+    assert oldest_version([]) is None
 
-    assert has_spread(group(0.0, 1.0)) and not has_spread(group(1.0, 1.0))
-    assert has_spread(group(1.0, 1.0, steps=((1, 0.5), (1, 0.25))))
-    cut = group(0.0, 1.0, finish="length")
-    assert has_spread(cut) and not has_spread(cut, mask_truncated=True)
+
+def test_the_share_of_kept_groups_forgets_half_of_earlier_steps():
+    roll, prompts = rollouts(lambda prompt, index: float(index), keep=differs), Counting()
+    for step, seen in enumerate((4.0, 6.0, 7.0)):
+        roll.collect(prompts, 4, version=step)
+        assert prompts.kept == {KEPT: seen, ASKED: seen}
+
+
+def test_each_refill_asks_for_twice_as_many_where_earlier_steps_promised_more():
+    roll, prompts = rollouts(lambda *_: 1.0, keep=differs, max_refills=15), Counting()
+    prompts.kept = {KEPT: 1000.0, ASKED: 1000.0}
+    counts = roll.collect(prompts, 1, version=0).counts
+    assert prompts.position == 16 and counts["rollout/refills"] == 4  # 1, 1, 2, 4, 8
+
+
+def group_of(*rewards: float, finish="stop", steps=(), has_outcome=True) -> Group:
+    """`steps`: (token, reward) of each sample; tokens 1 to 3 are trained."""
+    tokens = torch.arange(4)
+    steps = steps or [()] * len(rewards)
+    samples = tuple(
+        Sample(
+            0,
+            index,
+            tokens,
+            tokens > 0,
+            torch.zeros(4),
+            torch.zeros(4).int(),
+            finish,
+            reward=reward,
+            step_rewards=tuple(steps[index]),
+            has_outcome=has_outcome,
+        )
+        for index, reward in enumerate(rewards)
+    )
+    return Group(Prompt(0, (1,), ""), samples)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "clip", "spread"),
+    [
+        ([0.0, 1.0], None, True),
+        ([1.0, 1.0], None, False),
+        ([7.0, 9.0, 8.0, 6.0], (-5, 5), False),
+        ([7.0, 9.0, 4.0, 6.0], (-5, 5), True),
+        ([0.3, 0.1 + 0.2], None, False),
+        ([2.0**24, 2.0**24 + 1], None, False),  # equal in fp32
+        ([1e-13, 0.0], None, False),  # differ by less than rounding of 1
+        ([3e38, 1.0, 1.0], None, False),  # beyond the range of statistics: it takes no part
+        ([5.0], None, False),
+    ],
+)
+def test_spread_is_that_of_the_advantages(rewards, clip, spread):
+    algorithm = Algorithm(reward_clip=clip)
+    group = group_of(*rewards)
+    assert has_spread(group, algorithm) == spread == has_advantages(group, algorithm)
+    cut = group_of(*rewards, finish="length")
+    assert not has_spread(cut, Algorithm(truncated="mask"))
+    assert has_spread(cut, algorithm) == spread
+
+
+def has_advantages(group: Group, algorithm: Algorithm) -> bool:
+    batch = collate([group], temperature=1.0, mask_truncated=algorithm.truncated == "mask")
+    objective = Objective(algorithm)
+    none = TokenScores(torch.zeros(batch.num_tokens), None)
+    scored, _ = objective.advantages(batch, none, objective.initial_state())
+    return bool(scored.advantages.any())
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "rloo", "dr_grpo", "opo", "gpg", "grpo_process"])
+def test_groups_with_spread_are_those_with_advantages(advantage):
+    """Rewards of few values, so that some are equal; steps of any, which add up or are compared."""
+    draw = random.Random(7)
+    seen = set()
+    for _ in range(60):
+        values = draw.choice([(0.5,), (0.0, 1.0), (0.25, 0.5)])
+        steps = [
+            [(token, draw.choice(values)) for token in (1, 3)[: draw.choice((1, 2))]]
+            for _ in range(3 * draw.randrange(2))
+        ]
+        clip = draw.choice([None, (0.0, 0.25)])
+        algorithm = Algorithm(advantage=advantage, reward_clip=clip)
+        rewards = [draw.choice(values) for _ in range(3)]
+        has_outcome = not steps or draw.random() < 0.5
+        if not has_outcome:
+            rewards = [sum(reward for _, reward in one) for one in steps]
+        group = group_of(*rewards, steps=steps, has_outcome=has_outcome)
+        seen.add(has_spread(group, algorithm))
+        assert has_spread(group, algorithm) == has_advantages(group, algorithm), group
+    assert seen == {True, False}
+
+
+def test_steps_that_differ_are_spread_where_tokens_have_advantages_of_their_own():
+    group = group_of(1.0, 1.0, steps=[[(1, 0.75), (3, 0.25)], [(1, 0.25), (3, 0.75)]])
+    expected = {"grpo": False, "reinforce": True, "gae": True, "grpo_process": True}
+    for advantage, spread in expected.items():
+        assert has_spread(group, Algorithm(advantage=advantage)) == spread, advantage
+    longer = group_of(1.0, 0.5, steps=[[(1, 0.5), (3, 0.5)], [(1, 0.5)]], has_outcome=False)
+    expected = {"grpo": True, "reinforce": True, "grpo_process": False}
+    for advantage, spread in expected.items():
+        assert has_spread(longer, Algorithm(advantage=advantage)) == spread, advantage
+
+
+def test_groups_without_spread_are_counted_whether_or_not_they_are_replaced():
+    def reward(prompt: int, index: int) -> float:
+        return 7.0 + index * (prompt % 2)
+
+    for clip, flat in ((None, 2), ((-5.0, 5.0), 4)):
+        spread = partial(has_spread, algorithm=Algorithm(reward_clip=clip))
+        rollout = rollouts(reward, has_spread=spread).collect(Counting(), 4, version=0)
+        assert rollout.counts["groups/flat"] == flat and len(rollout.groups) == 4
+    filtered = rollouts(reward, has_spread=spread, keep=spread, max_refills=1)
+    counts = filtered.collect(Counting(), 4, version=0).counts
+    assert counts["groups/flat"] == 8 and counts["groups/kept_flat"] == 4
+
+
+@pytest.mark.parametrize(
+    ("skipped", "outcome"),
+    [
+        ((), "trained"),
+        ((False,), "trained"),
+        ((True, False), "trained"),
+        ((True, True), "dropped/update_skipped"),
+    ],
+)
+def test_prompts_whose_updates_were_all_skipped_are_not_trained(skipped, outcome, tmp_path):
+    ledger = Ledger(Counting())
+    ledger.open(tmp_path / "ledger.jsonl", step=0)
+    roll = rollouts(lambda prompt, index: float(prompt and index), keep=has_spread, ledger=ledger)
+    roll.collect(ledger, 2, version=0)
+    updates = tuple(UpdateReport(0.0, 0.0, 0.0, skipped=one) for one in skipped)
+    roll.trained(0, StepReport(updates))
+    events = [
+        json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().split("\n") if line
+    ]
+    (settled,) = [event for event in events if event["event"] == "settled"]
+    assert settled["outcomes"] == {outcome: [[1, 2]], "filtered/no_spread": [[0, 0]]}
+    assert settled["oldest"] == 0 and settled["by"] == "policy"
 
 
 def test_the_greedy_sample_is_the_baseline_and_is_not_trained():

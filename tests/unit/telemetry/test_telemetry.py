@@ -71,7 +71,8 @@ def groups() -> list[Group]:
 
 
 def rolled(kept: list[Group], **counts: int) -> Rollout:
-    return Rollout(tuple(kept), tuple(kept), {"samples/dropped": 1} | counts, "ab")
+    counts = {"samples/dropped": 1, "groups/flat": 1} | counts
+    return Rollout(tuple(kept), tuple(kept), counts, "ab")
 
 
 def update(loss: float, *, skipped: bool = False) -> UpdateReport:
@@ -110,6 +111,13 @@ def opened(folder: Path, start: int = 0, rank: int = 0, **telemetry: Any) -> Tel
 def test_rollout_metrics_by_hand() -> None:
     metrics = rollout_metrics(rolled(groups()))
     assert metrics["reward/mean"] == metrics["reward/accuracy/mean"] == 0.75
+    mixed, flat = groups()
+    named = replace(
+        mixed, samples=(replace(mixed.samples[0], rewards={"format": 0.5}), mixed.samples[1])
+    )
+    means = rollout_metrics(rolled([named, flat]))
+    assert means["reward/format/mean"] == 0.5, "of the samples that have it"
+    assert means["reward/accuracy/mean"] == pytest.approx(2 / 3)
     assert metrics["reward/std"] == pytest.approx((0.75 * 0.25) ** 0.5)
     assert metrics["reward/frac_zero_std"] == 0.5
     assert metrics["length/mean"] == 3.5
@@ -124,10 +132,23 @@ def test_rollout_metrics_by_hand() -> None:
     assert metrics["rollout/digest"] == "ab"
 
 
+def test_what_was_sampled_has_means_of_its_own() -> None:
+    """Beside those of the groups that are trained on, which a filter chose."""
+    mixed, flat = groups()
+    metrics = rollout_metrics(replace(rolled([mixed]), generated=(flat, mixed)))
+    means = ("reward/mean", "length/mean", "length/truncated_frac")
+    assert [metrics[name] for name in means] == [0.5, 4.0, 0.5]
+    sampled = [metrics[name.replace("/", "/sampled/")] for name in means]
+    assert sampled == [0.75, 3.5, 0.25] and metrics["reward/frac_zero_std"] == 0.5
+
+
 def test_spread_is_of_all_that_was_generated() -> None:
     def spread(generated: list[Group]) -> list[float]:
         metrics = rollout_metrics(replace(rolled(groups()), generated=tuple(generated)))
         return [metrics.get(name) for name in ("reward/frac_zero_std", "groups/singleton")]
+
+    none = rollout_metrics(replace(rolled(groups()), generated=()))
+    assert none["reward/sampled/mean"] is none["length/sampled/truncated_frac"] is None
 
     assert spread(groups()) == [0.5, 0]
     assert spread([replace(groups()[0], samples=groups()[0].samples[:1])]) == [1.0, 1]

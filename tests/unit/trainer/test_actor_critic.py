@@ -151,10 +151,10 @@ def test_only_the_critic_learns_while_it_warms_up(tmp_path: Path) -> None:
     )
     assert torch.equal(seen[0], learner.actor.trainer.logprobs(batch))
     report = learner.update(scored, gate=gate)
-    assert [update.lr for update in report.updates] == [pytest.approx(5e-3)], (
+    assert [update.lr for update in report.updates] == [pytest.approx(2e-2 / 3)], (
         "its schedule has gone on"
     )
-    assert report.metrics["value/lr"] == pytest.approx(1.5e-2)
+    assert report.metrics["value/lr"] == pytest.approx(2e-2)
     assert not same(actor[:-1], state_of(learner.actor.trainer)[:-1])
     close(learner)
 

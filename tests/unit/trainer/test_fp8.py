@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megarl.algorithms.objective import loss_weights, supervised_loss
 from megarl.checkpoint.torch_dist import stored_objects
-from megarl.config.schema import Fp8
+from megarl.config.schema import Fp8, Lora
 from megarl.data.packing import plan_microbatches
 from megarl.models.fp8 import fp8_format, with_scales
 from megarl.models.shards import slices_of
@@ -73,6 +73,19 @@ def test_products_are_those_of_operands_rounded_by_blocks(recipe):
     torch.testing.assert_close(x.grad.double() / columns, expected / columns, rtol=1e-5, atol=1e-2)
     expected = rounded(dy, col, grad).T @ rounded(x, col)
     torch.testing.assert_close(w.grad.double() / columns, expected / columns, rtol=1e-5, atol=1e-2)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("recipe", [*RECIPES, "delayed"])
+def test_a_product_of_no_tokens_has_no_rows_and_no_gradient(recipe, is_frozen):
+    rounding = RECIPES.get(recipe) or Delayed()
+    x = torch.zeros(3, 0, 200, requires_grad=True)
+    w = torch.randn(150, 200, requires_grad=not is_frozen)
+    y = _Product.apply(x, w, rounding)
+    assert y.shape == (3, 0, 150)
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+    assert w.grad is None if is_frozen else torch.equal(w.grad, torch.zeros_like(w))
 
 
 def gradients(trainer: Trainer, rows: int) -> dict[str, Tensor]:
@@ -166,6 +179,35 @@ def test_experts_are_rounded_and_those_without_tokens_have_no_gradient(tmp_path)
 
 
 @pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("recipe", "settings"),
+    [
+        (None, {"dtype": "bf16"}),
+        (None, {"lora": Lora(rank=4, alpha=8.0)}),
+        ("blockwise", {"dtype": "bf16"}),
+        ("mxfp8", {"recompute": "full"}),
+        ("tensorwise", {"lora": Lora(rank=4, alpha=8.0)}),
+        ("delayed", {"recompute": "selective", "recompute_modules": ("mlp",)}),
+    ],
+)
+def test_micro_batches_of_fewer_tokens_than_experts(tmp_path, recipe, settings):
+    """Experts without a token have a gradient of exactly 0; the step is made."""
+    create = {"family": "qwen3_moe", "experts": 16, "experts_per_token": 2, "moe_intermediate": 16}
+    fp8 = Fp8(recipe=recipe, emulate=True) if recipe else None
+    trainer = build(tmp_path, create, fp8=fp8, max_tokens_per_microbatch=24, **settings)
+    counts: list[int] = []
+    for name, module in trainer.model[0].module.named_modules():
+        if name.endswith("linear_fc1") and "experts" in name:
+            module.register_forward_hook(lambda _m, inputs, _y: counts.append(len(inputs[0])))
+    batch = make_batch(num_rows=1, seed=3)
+    plan = plan_microbatches(batch, trainer.layout, trainer.train)
+    report = trainer.step(batch, plan, supervised_loss, loss_weights(batch, plan))
+    trainer.close()
+    assert 0 in counts and max(counts) > 0
+    assert not report.skipped and 0 < report.grad_norm < torch.inf
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_layers_at_both_ends_stay_as_they_are(tmp_path):
     trainer = build(tmp_path, SMALL | WIDE, fp8=Fp8(emulate=True, first_last_bf16=1))
     patched = [
@@ -236,6 +278,12 @@ def test_delayed_scales_change_with_updates_only_and_are_saved(tmp_path):
         {**saved, **{key: entry.data for key, entry in saved.items()}}, strict=False
     )
     assert trainer.logprobs(batch).equal(before)
+    histories = [each.history.clone() for each in delayed]
+    for each in delayed:  # an update that is skipped, for its gradient is not finite
+        each.largest.copy_(torch.tensor([float("inf"), 0.0, float("nan")]))
+    trainer.emulation.after_update()
+    assert not any(each.largest.any() for each in delayed)
+    assert all(map(torch.equal, histories, [each.history for each in delayed]))
     trainer.close()
 
 

@@ -54,7 +54,7 @@ def test_the_learning_rate_advances_once_a_batch(tmp_path: Path) -> None:
         tmp_path, updates_per_step=2, steps=5, lr=1e-2, schedule="linear"
     )
     lrs = [[update.lr for update in learner.update(scored).updates] for _ in range(3)]
-    assert lrs == [pytest.approx([lr, lr]) for lr in (1e-2, 7.5e-3, 5e-3)]
+    assert lrs == [pytest.approx([lr, lr]) for lr in (1e-2, 8e-3, 6e-3)]
     learner.trainer.close()
 
 
@@ -210,9 +210,11 @@ class Watched(Objective):
     """Keeps the log-probs that tokens are selected by."""
 
     selected_by: list[Tensor] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
 
     def select(self, batch, logprobs_T, plan, *, seed) -> Tensor:
         self.selected_by.append(logprobs_T)
+        self.seeds.append(seed)
         return super().select(batch, logprobs_T, plan, seed=seed)
 
 
@@ -230,6 +232,8 @@ def test_tokens_are_selected_by_the_policy_before_each_update(tmp_path: Path) ->
     assert float((objective.selected_by[1] - scored.old_logprobs).abs().max()) > 1e-2, (
         "the first update moved them"
     )
+    learner.update(scored)
+    assert len(set(objective.seeds)) == 4, "each update of each step draws anew"
     learner.trainer.close()
 
 
@@ -266,6 +270,22 @@ def test_an_updates_own_log_probs_are_those_of_a_pass_before_it(tmp_path: Path) 
     ulp = torch.finfo(before_T.dtype).eps * float(before_T[scored.mask].abs().max())
     assert scored.old_logprobs is None
     assert difference_T.max() < 4 * ulp, "more than the order of sums explains"
+
+
+def test_an_entropy_bonus_is_computed_where_entropy_is_not_reported(tmp_path: Path) -> None:
+    norms = []
+    for coef in (0.0, 0.3):
+        objective = Objective(Algorithm(advantage="reinforce", entropy_coef=coef))
+        learner, scored = make_learner(tmp_path, objective, entropy_every=0)
+        (update,) = learner.update(scored).updates
+        assert ("entropy" in update.metrics) == (coef > 0)
+        norms.append(update.grad_norm)
+        learner.trainer.close()
+    assert norms[0] != pytest.approx(norms[1], rel=1e-3)
+    learner, scored = make_learner(tmp_path, entropy_every=2)
+    reported = ["entropy" in learner.update(scored).updates[0].metrics for _ in range(3)]
+    learner.trainer.close()
+    assert reported == [True, False, True]
 
 
 def test_a_value_head_learns(tmp_path: Path) -> None:

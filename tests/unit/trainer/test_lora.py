@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from megarl.config.random_model import hf_config
 from megarl.config.schema import Create, Lora
@@ -17,7 +18,7 @@ from megarl.models.lora import PREFIX, adapter_table
 from megarl.models.registry import FAMILIES, megatron_table, padded_vocab, parse_model
 from megarl.models.shape import ModelShape
 from megarl.models.shards import ShardSlice, shapes_of, slices_of
-from megarl.trainer.lora import Adapters, Merged
+from megarl.trainer.lora import Adapters, LayerAdapter, Merged
 
 SIZES = {
     "layers": 3,
@@ -116,3 +117,19 @@ def test_merged_weights_are_those_of_each_projection(family: str, spec: Any) -> 
     assert any(".experts." in name for name in of_adapters) == (
         shape.is_moe and family != "gpt_oss"
     )
+
+
+def test_adapters_are_added_in_fp32_and_rounded_once() -> None:
+    """bf16 has 8 bits: a product of rank 8 rounded before it is added would be off by an ulp or more."""
+    random = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random, dtype=torch.float64).bfloat16()
+
+    weight, a, b = draw(16, 12), Parameter(draw(8, 12)), Parameter(draw(16, 8))
+    rows = torch.arange(16)
+    layer = LayerAdapter(a, b, rows, torch.zeros_like(rows), 16, 0.3, torch.nn.Identity())
+    exact = weight.double() + 0.3 * (b.double() @ a.double())
+    # of two roundings, fp32 in between: beside half of bf16's ulp, what nine fp32 sums can lose
+    ulp = torch.exp2(exact.abs().log2().floor() - 7)
+    assert ((layer.merged(weight).double() - exact).abs() <= 0.5 * ulp + 2**-18).all()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_trainer import build
+from transformers import get_scheduler
 
 from megarl.config.schema import Train
 from megarl.trainer.optimizer import LrSchedule, sum_of_squares, take_step, zero_grad
@@ -20,16 +21,45 @@ CPU = torch.device("cpu")
     ("schedule", "rates"),
     [
         ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
-        ("linear", [0.5, 1.0, 1.0, 0.7, 0.4, 0.1]),
-        ("cosine", [0.5, 1.0, 1.0, 0.775, 0.325, 0.1]),
+        ("linear", [0.5, 1.0, 1.0, 0.775, 0.55, 0.325]),
+        ("cosine", [0.5, 1.0, 1.0, 0.8681981, 0.55, 0.2318019]),
     ],
 )
-def test_warm_up_then_down_to_the_last_step(schedule: str, rates: list[float]) -> None:
+def test_warm_up_then_down_to_the_end(schedule: str, rates: list[float]) -> None:
     train = Train.model_validate(
         {"lr": 1.0, "min_lr": 0.1, "steps": 6, "warmup_steps": 2, "schedule": schedule}
     )
     assert [LrSchedule(train, step).lr for step in range(6)] == pytest.approx(rates)
-    assert LrSchedule(train, 100).lr == pytest.approx(rates[-1])
+    end = 1.0 if schedule == "constant" else 0.1
+    assert LrSchedule(train, 6).lr == LrSchedule(train, 100).lr == pytest.approx(end)
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [(0, 1), (0, 9), (3, 9), (8, 9)])
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_after_the_warm_up_rates_are_megatrons_and_transformers(
+    schedule: str, warmup: int, steps: int
+) -> None:
+    """The last step still learns."""
+    # imported by megarl.trainer first, which patches it
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    values = {"lr": 0.3, "steps": steps, "warmup_steps": warmup, "schedule": schedule}
+    ours = [LrSchedule(Train.model_validate(values), step).lr for step in range(steps + 1)]
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.3)
+    theirs = get_scheduler(schedule, optimizer, warmup, steps)
+    group = {"max_lr": 0.3, "min_lr": 0.0, "lr": 0.3}
+    megatron = OptimizerParamScheduler(
+        SimpleNamespace(param_groups=[group]),  # type: ignore[arg-type]
+        *(0.0, 0.3, 0.0, warmup, steps, schedule, 0.0, 0.0, steps, "constant"),
+    )
+    for step, lr in enumerate(ours):
+        if step >= warmup:
+            assert lr == pytest.approx(theirs.get_last_lr()[0], abs=1e-16)
+            assert lr == pytest.approx(megatron.get_lr(group), abs=1e-16)
+        optimizer.step()
+        theirs.step()
+        megatron.step(1)
+    assert ours[steps - 1] > 0 == ours[steps]
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -93,3 +123,24 @@ def test_gradients_are_clipped_where_the_optimizer_keeps_them(is_decoupled: bool
     take_step(optimizer, lr=1.0, clip_grad=0.5, device=CPU)
     gradient = parameter.decoupled_grad if is_decoupled else parameter.grad  # type: ignore[attr-defined]
     torch.testing.assert_close(gradient, torch.full((4,), 0.25))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("entry", [1.0, float("nan"), float("inf")])
+def test_without_clipping_a_step_has_the_whole_gradient_or_none(entry: float) -> None:
+    """`clip_grad` 0 is no bound; a gradient that is not finite changes nothing, whoever finds it."""
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    parameter.grad = torch.tensor([1.0, entry, 1.0, 1.0])
+    stepped: list[bool] = []
+    optimizer: Any = SimpleNamespace(
+        param_groups=[],
+        config=SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=False),
+        prepare_grads=lambda: False,
+        get_main_grads_for_grad_norm=lambda: [parameter.grad],
+        get_parameters=lambda: [parameter],
+        step_with_ready_grads=lambda: stepped.append(True),
+    )
+    norm, skipped = take_step(optimizer, lr=1.0, clip_grad=0.0, device=CPU)
+    assert skipped == (entry != 1.0) and stepped == [True] * (entry == 1.0)
+    if entry == 1.0:
+        assert norm == 2.0 and parameter.grad.tolist() == [1.0] * 4

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "dist"))
 from trainer_cases import random_batch
 
 from megarl.commands.random_model import create_model
-from megarl.config.schema import Create, Fp8, Moe, Train
+from megarl.config.schema import Create, Fp8, Lora, Moe, Train
 from megarl.layout import Layout, Parallel
 from megarl.models.registry import read_model
 from megarl.trainer.heads import Head
@@ -36,6 +36,7 @@ def build(
     head: Head | None = None,
     moe: Moe | None = None,
     fp8: Fp8 | None = None,
+    lora: Lora | None = None,
     megatron_options: dict | None = None,
     beside: Trainer | None = None,
     **train,
@@ -54,6 +55,7 @@ def build(
         folder=model,
         device=device,
         fp8=fp8,
+        lora=lora,
         megatron_options=megatron_options,
         beside=beside,
     )
