@@ -5,6 +5,7 @@ A command is a file of commands/. Work that needs torch runs in the ranks.
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -81,6 +82,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def run() -> NoReturn:
     """Runs the `megarl` command."""
+    # if the shell ignores it (trap '' CHLD), every child seems to end with status 0
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     code = main()
     if Env.read().has_launcher:
         # without the destructors, as in run/rank_process.py

@@ -163,9 +163,11 @@ def same(actual: Any, expected: Any) -> bool:
         ((kind, content),) = actual.items()
         if kind == "dict":
             return isinstance(expected, dict) and _same_items(content, expected)
-        if kind not in ("tuple", "int"):
+        if kind not in ("tuple", "named", "int"):
             return False
         actual = content
+        if kind == "named":
+            actual = [item for _, item in content]
         if kind == "int":
             actual = None
             with suppress(ValueError):

@@ -280,6 +280,10 @@ def _run_child(server: int, control: int, descriptors: Sequence[int]) -> None:
 
 
 def main() -> None:
+    # what the caller ignores or blocks is inherited: children would not be reaped, nor time limited
+    for number in (signal.SIGCHLD, signal.SIGPROF, signal.SIGXCPU):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     requests = socket.socket(fileno=int(sys.argv[1]))
     parent_pid = int(sys.argv[2])
     parent = os.pidfd_open(parent_pid)

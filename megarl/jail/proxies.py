@@ -4,9 +4,11 @@
                                <--reply on the standard input-- trainer <-- plain values
     report {"verdict": kind of failure, "why"}
 
-No code or object of the solution is in this process, and no expected value leaves it. Functions
-return plain data; only classes (capitalised names) give objects, which are used in the solution's
-jail. One equals nothing but itself.
+No code or object of the solution is in this process, and no expected value leaves it. An object is
+a proxy that asks for its data: its attributes, length, items, text and results of its methods.
+Objects of classes that the tests name (capitalised) also answer `in`, calculate with one another
+and have methods with the names of those of plain data. Whatever else Python asks of an object, such
+as `==`, fails the test, and so do exceptions that would end a loop or the process.
 """
 
 from __future__ import annotations
@@ -14,36 +16,58 @@ from __future__ import annotations
 import builtins
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partialmethod
 from itertools import product
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
+from megarl.jail.influence import CONTROL
 from megarl.jail.values import JailMessage, decode, encode, failure
 
-# of plain data
-PREDICATES = [
-    name for name in dir(str) + dir(set) + dir(float) if name.startswith(("is", "start", "end"))
-]
+# attributes of plain data, which a function was to return
+PLAIN = {name for kind in (str, int, float, list, dict, set, bytes) for name in dir(kind)}
+# an object gives its data without knowing what the tests expect
+GIVING = """len str repr format int float complex round next bool getitem setitem delitem index neg
+pos abs invert"""
+CALCULATING = "add sub mul matmul truediv floordiv mod pow divmod and or xor lshift rshift"
+REFUSED = "lt le gt ge hash reduce_ex instancecheck subclasscheck enter exit dir"
 
 
 class Unjudgeable(BaseException):
-    """The tests need what only the solution's own process could decide."""
+    """An argument cannot be sent to the solution."""
+
+
+class Refused(BaseException):
+    """The solution does not pass the test, even if the test goes on."""
 
 
 class Link:
     """The way to the solution's jail, through the trainer, which checks what passes."""
 
-    def __init__(self, requests: BinaryIO, report: int, errors: Sequence[str]) -> None:
+    def __init__(self, requests: BinaryIO, report: int, first: JailMessage) -> None:
         self.requests = requests
         self.report = report
+        self.names = first["names"]
         # classes that the tests expect
-        self.errors = {name: type(name, (Exception,), {}) for name in errors}
+        self.errors = {name: type(name, (Exception,), {}) for name in first["errors"]}
         self.objects: dict[int, Remote] = {}
+        self.num_replies = 0  # in this test
+        self.refusal = ""
 
     def send(self, line: JailMessage) -> None:
         data = json.dumps(line).encode() + b"\n"
         while data:
             data = data[os.write(self.report, data) :]
+
+    def refuse(self, kind: str, why: str) -> NoReturn:
+        self.refusal = kind
+        raise Refused(why)
+
+    def refuse_error(self, error: Exception) -> None:
+        """Refuses an exception of the solution that would skip an assertion."""
+        kind = getattr(error, "kind_of_solution", "")
+        if kind:
+            self.refuse(kind, str(error))
 
     def ask(
         self,
@@ -52,10 +76,9 @@ class Link:
         arguments: tuple[Any, ...],
         keywords: dict[str, Any] | None = None,
         *,
-        level: int | None = None,
         in_place: bool = False,
     ) -> Any:
-        """Returns plain data, or with `level` an object of that level.
+        """Returns plain data or an object.
 
         With `in_place`, lists, dicts and sets among `arguments` get the items that the solution
         gave them.
@@ -66,16 +89,17 @@ class Link:
             "target": remote._target,
             "arguments": [encode(argument, _number) for argument in arguments],
             "keywords": {name: encode(value, _number) for name, value in keywords.items()},
-            "with_objects": level is not None,
             "in_place": in_place,
         }
         self.send({"ask": operation})
         reply = json.loads(self.requests.readline())
+        self.num_replies += 1
         if "raised" in reply:
             raise self.error(reply)
 
-        def resolve(number: int) -> Remote:
-            return self.objects.setdefault(number, Remote(self, number, level or 0))
+        def resolve(number: int, kind: str) -> Remote:
+            is_instance = kind in self.names and kind[0].isupper()
+            return self.objects.setdefault(number, Remote(self, number, is_instance))
 
         try:
             value = decode(reply["value"], resolve)
@@ -92,6 +116,8 @@ class Link:
 
     def error(self, reply: JailMessage) -> Exception:
         """Returns the solution's exception, as the nearest class that the tests know."""
+        if "Exception" not in reply["raised"] or CONTROL.intersection(reply["raised"]):
+            self.refuse(reply["kind"], reply["text"])
         kind: type[Exception] = RuntimeError
         for name in reply["raised"]:
             known = self.errors.get(name) or getattr(builtins, name, None)
@@ -102,59 +128,82 @@ class Link:
             error = kind(reply["text"])
         except TypeError:  # UnicodeDecodeError
             error = RuntimeError(reply["text"])
+        if str(error) != reply["text"]:  # KeyError quotes it
+            error = type(kind.__name__, (kind,), {"__str__": lambda _: reply["text"]})(
+                reply["text"]
+            )
         error.kind_of_solution = reply["kind"]  # type: ignore[attr-defined]
         return error
 
 
 class Remote:
-    """A name or object of the solution.
+    """A name or object of the solution."""
 
-    `level` counts the attributes read since the name or the instance. Comparison, arithmetic and
-    `in` would give the solution an expected value, so they are not forwarded.
-    """
-
-    __slots__ = ("_level", "_link", "_target")
-    _level: int
+    __slots__ = ("_is_instance", "_link", "_target")
+    _is_instance: bool  # a name, or an object of a class that the tests name
     _link: Link
     _target: str | int
 
-    def __init__(self, link: Link, target: str | int, level: int = 0) -> None:
+    def __init__(self, link: Link, target: str | int, is_instance: bool = True) -> None:
         object.__setattr__(self, "_link", link)
         object.__setattr__(self, "_target", target)
-        object.__setattr__(self, "_level", level)
+        object.__setattr__(self, "_is_instance", is_instance)
 
     def __call__(self, *arguments: Any, _in_place: bool = False, **keywords: Any) -> Any:
-        if self._level > 1:
-            raise TypeError("of the objects that a class returned, only methods can be called")
-        is_class = isinstance(self._target, str) and self._target[:1].isupper()
-        return self._link.ask(
-            self,
-            "call",
-            arguments,
-            keywords,
-            level=0 if is_class else None,
-            in_place=_in_place,
-        )
+        return self._link.ask(self, "call", arguments, keywords, in_place=_in_place)
 
     def __getattr__(self, name: str) -> Any:
-        # a predicate of plain data is not the solution's to answer
-        if name.startswith("__") or name in PREDICATES:
+        if name.startswith("__"):
             raise AttributeError(name)
-        return self._link.ask(self, "getattr", (name,), level=self._level + 1)
+        if name in PLAIN and not self._is_instance:
+            _refuse(self, name)
+        return self._link.ask(self, "getattr", (name,))
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._link.ask(self, "setattr", (name, value))
 
-    def __instancecheck__(self, other: Any) -> bool:
-        raise Unjudgeable(f"isinstance(..., {self._target}) asks for a class of the solution")
+    def __delattr__(self, name: str) -> None:
+        self._link.ask(self, "delattr", (name,))
+
+    def __iter__(self) -> Any:
+        return iter(self._link.ask(self, "iter", ()))
+
+    def __reversed__(self) -> Any:
+        return iter(self._link.ask(self, "reversed", ()))
+
+    def __contains__(self, item: Any) -> bool:
+        if not self._is_instance:
+            _refuse(self, "in")
+        return self._link.ask(self, "contains", (item,))
+
+    def __eq__(self, other: object) -> bool:
+        return other is not None and _refuse(self, "==")
 
 
-def _forward(operation: str) -> Callable[..., Any]:
+def _refuse(remote: Remote, operation: str, *_: Any) -> NoReturn:
+    remote._link.refuse("wrong_answer", f"{operation} of an object that the solution returned")
+
+
+def _give(operation: str) -> Callable[..., Any]:
     return lambda self, *arguments: self._link.ask(self, operation, arguments)
 
 
-for _operation in ("len", "iter", "getitem", "setitem", "str", "repr"):
-    setattr(Remote, f"__{_operation}__", _forward(_operation))
+def _calculate(operation: str) -> Callable[..., Any]:
+    def method(self: Remote, other: Any) -> Any:
+        if not (self._is_instance and isinstance(other, Remote)):
+            _refuse(self, operation)
+        return self._link.ask(self, operation, (other,))
+
+    return method
+
+
+for _name in GIVING.split():
+    setattr(Remote, f"__{_name}__", _give(_name))
+for _name in CALCULATING.split():
+    for _method in (f"__{_name}__", f"__i{_name}__", f"__r{_name}__"):
+        setattr(Remote, _method, _calculate(_method))
+for _name in REFUSED.split():
+    setattr(Remote, f"__{_name}__", partialmethod(_refuse, _name))
 
 
 def _number(value: Any) -> int:
@@ -182,11 +231,12 @@ def _call_test(function: Callable[..., Any]) -> None:
         function(**row)
 
 
-def _verdict(error: BaseException) -> str:
+def _verdict(error: BaseException, link: Link) -> str:
     kind = getattr(error, "kind_of_solution", "")
     if kind:
         return kind
-    if isinstance(error, Unjudgeable):
+    # after a reply, it may be the solution's choice
+    if isinstance(error, Unjudgeable) and not link.num_replies:
         return "unjudgeable"
     if isinstance(error, SystemExit) and not error.code:
         return ""
@@ -197,18 +247,20 @@ def _verdict(error: BaseException) -> str:
 
 def run_tests(requests: BinaryIO, report: int) -> None:
     """Executes requests: {"names", "errors"} of the solution first, then {"run": text} each."""
-    first = json.loads(requests.readline())
-    link = Link(requests, report, first["errors"])
+    link = Link(requests, report, json.loads(requests.readline()))
     namespace = {"__name__": "tests", "_call_test": _call_test, **link.errors}
-    namespace |= {name: Remote(link, name) for name in first["names"]}
+    namespace["_refuse_error"] = link.refuse_error
+    namespace |= {name: Remote(link, name) for name in link.names}
     link.send({"ready": True})
     for line in requests:
         verdict = ""
         why = ""
+        link.num_replies = 0
+        link.refusal = ""
         try:
             text = json.loads(line)["run"]
             exec(compile(text, "tests.py", "exec", annotations.compiler_flag), namespace)
         except BaseException as error:  # noqa: BLE001 (tests may raise anything)
-            verdict = _verdict(error)
+            verdict = _verdict(error, link)
             why = f"{type(error).__name__}: {error}"[:200]
-        link.send({"verdict": verdict, "why": why})
+        link.send({"verdict": link.refusal or verdict, "why": why})

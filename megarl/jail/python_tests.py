@@ -4,9 +4,8 @@
                                        each, where they can be split so far)
           --names that the tests use and do not define--> proxies of the solution in the tests' jail
 
-Tests are refused if only the solution's process could reach their verdict: both sides of a
-comparison come from it, or they need its classes as types, or functions of it other than the named
-one.
+Tests are refused if the solution would decide their verdict (influence.py), or if they need
+functions of it other than the named one.
 """
 
 import ast
@@ -19,7 +18,8 @@ import typing
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
+
+from megarl.jail.influence import RAISES, UnreadableTests, called, check, expects_error, nodes
 
 # names that tests use without an import
 IMPORTS = {
@@ -32,12 +32,6 @@ IMPORTS |= {name: f"from collections import {name}" for name in collections.__al
 DEFINITIONS = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 # ast.parse in two threads at once raises SystemError (CPython issue 106905)
 ONE_PARSER = threading.Lock()
-RAISES = ("raises", "assertRaises", "assertRaisesRegex")
-Node = TypeVar("Node", bound=ast.AST)
-
-
-class UnreadableTests(ValueError):
-    """The solution would decide its own verdict."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +54,13 @@ def read_script(texts: tuple[str, ...], entry: str | None = None) -> Script:
                 body += _flatten(_parse(text), entry)
             module = ast.Module(body, [])
             names, errors, imports = _solution_names(module, entry)
-            _check_judgeable(module, names, entry)
+            _check_entry(names, entry)
             _mark_in_place(module, names)
+            module.body[:0] = _parse("\n".join(imports))
+            check(module, names)
+            _guard_assertions(module)
             ast.fix_missing_locations(module)
-            return _split(module.body, imports, names, errors)
+            return _split(module.body, names, errors)
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"{type(error).__name__}: {error}, in {texts[0][:60]!r}") from None
 
@@ -96,22 +93,33 @@ def _flatten(body: Sequence[ast.stmt], entry: str | None) -> Iterator[ast.stmt]:
                     yield from _parse(f"{parameter.arg} = {argument}")
                 yield from item.body
             else:
+                if caller != "check":
+                    _check_fixtures(item)
                 yield item
                 yield from _parse(f"{caller}({argument})")
         elif isinstance(item, ast.ClassDef):
             yield item
             is_case = any("TestCase" in ast.unparse(base) for base in item.bases)
             for method in item.body:
-                if (
-                    is_case
-                    and isinstance(method, ast.FunctionDef)
-                    and method.name.startswith("test")
-                ):
+                if not isinstance(method, ast.FunctionDef) or not method.name.startswith("test"):
+                    continue
+                if is_case:
                     yield from _parse(
                         f"__import__('unittest').TestSuite([{item.name}({method.name!r})]).debug()"
                     )
+                elif item.name.startswith("Test"):
+                    _check_fixtures(method)
+                    yield from _parse(f"_call_test({item.name}().{method.name})")
         elif not _runs_tests(item, functions):
             yield item
+
+
+def _check_fixtures(function: ast.FunctionDef) -> None:
+    """Raises ValueError if a test has a parameter that pytest would get from a fixture."""
+    marks = " ".join(map(ast.unparse, function.decorator_list))
+    for parameter in function.args.args:
+        if parameter.arg != "self" and parameter.arg not in marks:
+            raise ValueError(f"{function.name} needs {parameter.arg}; fixtures are not supported")
 
 
 def _can_be_inlined(function: ast.FunctionDef) -> bool:
@@ -150,7 +158,7 @@ def _solution_names(module: ast.Module, entry: str | None) -> tuple[set[str], se
     The names are those of the solution, and those of its exceptions.
     """
     free = _free_names(module)
-    owners = {ast.unparse(node.value) for node in _nodes(module, ast.Attribute)}
+    owners = {ast.unparse(node.value) for node in nodes(module, ast.Attribute)}
     modules = owners & sys.stdlib_module_names
     entries = set()
     if entry:
@@ -160,11 +168,11 @@ def _solution_names(module: ast.Module, entry: str | None) -> tuple[set[str], se
     imports += [IMPORTS[name] for name in free & importable]
     names = free - modules - importable - (set(dir(builtins)) - entries)
     errors = set()
-    for handler in _nodes(module, ast.ExceptHandler):
+    for handler in nodes(module, ast.ExceptHandler):
         if handler.type:
             errors |= _names(handler.type) & names
-    for call in _nodes(module, ast.Call):
-        if call.args and _called(call) in RAISES:
+    for call in nodes(module, ast.Call):
+        if call.args and called(call) in RAISES:
             errors |= _names(call.args[0]) & names
     return (names - errors) or _shadowed(module, free), errors, imports
 
@@ -193,56 +201,26 @@ def _shadowed(module: ast.Module, free: set[str]) -> set[str]:
         return set()
     names = free
     for assertion in assertions:
-        names = names & {ast.unparse(call.func) for call in _nodes(assertion, ast.Call)}
+        names = names & {ast.unparse(call.func) for call in nodes(assertion, ast.Call)}
     if len(names) > 1:
         raise ValueError(f"is {' or '.join(sorted(names))} the function under test? set fn_name")
     return names
 
 
-def _called(call: ast.Call) -> str:
-    """Returns the name of a called function or method."""
-    return ast.unparse(call.func).rpartition(".")[2]
-
-
-def _nodes(tree: ast.AST, kind: type[Node]) -> list[Node]:
-    return [node for node in ast.walk(tree) if isinstance(node, kind)]
-
-
 def _names(tree: ast.AST) -> set[str]:
-    return {node.id for node in _nodes(tree, ast.Name)}
+    return {node.id for node in nodes(tree, ast.Name)}
 
 
-def _check_judgeable(
-    module: ast.Module,
-    names: set[str],
-    entry: str | None,
-) -> None:
+def _check_entry(names: set[str], entry: str | None) -> None:
     if entry and (others := names - _names(ast.parse(entry)) - {"Solution"}):
         raise UnreadableTests(
             f"they use {', '.join(sorted(others))}, which neither they nor {entry} define; add it"
         )
-    names = names | {"candidate"}
-    for node in ast.walk(module):
-        sides = []
-        if isinstance(node, ast.Compare):
-            sides = [node.left, *node.comparators]
-        elif isinstance(node, ast.Call):
-            called = _called(node)
-            if called.startswith("assert") and called not in RAISES and len(node.args) > 1:
-                sides = node.args[:2]
-            is_type_check = called in ("isinstance", "issubclass") and len(node.args) == 2
-            if is_type_check and _names(node.args[1]) & names:
-                raise UnreadableTests(f"{ast.unparse(node)[:80]} needs a class of the solution")
-            has_lambda = any(isinstance(argument, ast.Lambda) for argument in node.args)
-            if has_lambda and _names(node.func) & names:
-                raise UnreadableTests(f"{ast.unparse(node)[:80]} passes a function to the solution")
-        if sides and all(_names(side) & names for side in sides):
-            raise UnreadableTests(f"{ast.unparse(node)[:80]}: both sides are the solution's")
 
 
 def _mark_in_place(module: ast.Module, names: set[str]) -> None:
     """Marks calls whose result is not used, such as that of a function that sorts its argument."""
-    for expression in _nodes(module, ast.Expr):
+    for expression in nodes(module, ast.Expr):
         call = expression.value
         if not isinstance(call, ast.Call):
             continue
@@ -252,20 +230,31 @@ def _mark_in_place(module: ast.Module, names: set[str]) -> None:
             call.keywords.append(ast.keyword("_in_place", ast.Constant(True)))
 
 
+def _guard_assertions(module: ast.Module) -> None:
+    """Lets no exception of the solution skip an assertion where one is caught."""
+    blocks = [*nodes(module, ast.Try), *nodes(module, ast.With)]
+    for block in blocks:
+        if isinstance(block, ast.With) and any(map(expects_error, block.items)):
+            continue
+        for place, statement in enumerate(block.body):
+            if isinstance(statement, ast.Assert):
+                block.body[place : place + 1] = _parse(
+                    f"try:\n {ast.unparse(statement)}\n"
+                    "except Exception as _error:\n _refuse_error(_error)\n raise"
+                )
+
+
 def _asserts(statement: ast.stmt) -> bool:
     """Returns whether a statement asserts something or expects an error, and does not define it."""
     if isinstance(statement, (*DEFINITIONS, ast.Expr)):
         return False
-    if _nodes(statement, ast.Assert):
+    if nodes(statement, ast.Assert):
         return True
-    return isinstance(statement, ast.With) and any(
-        _called(call) in RAISES for call in _nodes(statement, ast.Call)
-    )
+    return isinstance(statement, ast.With) and expects_error(statement)
 
 
 def _split(
     body: Sequence[ast.stmt],
-    imports: Sequence[str],
     names: set[str],
     errors: set[str],
 ) -> Script:
@@ -273,7 +262,7 @@ def _split(
 
     The statements that are left are the last test.
     """
-    prologue = list(imports)
+    prologue = []
     tests = []
     setup = []
     for statement in body:

@@ -95,10 +95,10 @@ def missing_limits() -> dict[str, str]:
     """
     if not sys.platform.startswith("linux"):
         return {"all": f"{sys.platform} is not Linux"}
-    process = JailedProcess("", Limits(strict=False), mode="probe")
-    process.run(time.monotonic() + START_S)
-    if not process.reports:
-        return {"all": "the jail does not start"}
+    process = JailedProcess("print(6 * 7)", Limits(strict=False), mode="stdio")
+    run = process.run(time.monotonic() + START_S)
+    if process.output != b"42\n":
+        return {"all": f"a program does not answer ({run.kind or 'no output'} {run.detail})"}
     return process.reports[0]["missing"]
 
 

@@ -108,13 +108,12 @@ class Solution(Session):
         Returns {"value", "arguments"?} or {"raised", "text", "kind"}.
         """
         reply = self.ask(operation, until)
-        with_objects = operation.get("with_objects", False)
         names = reply.get("raised")
         text = reply.get("text")
         are_texts = isinstance(names, list) and all(isinstance(name, str) for name in names)
         if are_texts and isinstance(text, str):
             return {"raised": names, "text": text, "kind": known_kind(reply.get("kind"))}
-        if "value" not in reply or not is_encoded(reply["value"], with_objects=with_objects):
+        if "value" not in reply or not is_encoded(reply["value"]):
             return failure("ValueError", "the reply is not a value")
         result = {"value": reply["value"]}
         changed = reply.get("arguments")

@@ -14,11 +14,12 @@ import operator
 import os
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any, BinaryIO
 
 from megarl.jail.proxies import run_tests
-from megarl.jail.values import JailMessage, decode, encode, failure, refuse
+from megarl.jail.values import MAX_ITEMS, JailMessage, decode, encode, failure
 
 LAZY_ANNOTATIONS = annotations.compiler_flag  # List[int] in a signature needs no import
 KINDS = {
@@ -65,27 +66,23 @@ def load(source: str, name: str) -> tuple[dict[str, Any], str]:
     return module.__dict__, ""
 
 
+def items(value: Iterable[Any]) -> list[Any]:
+    return [*islice(value, MAX_ITEMS)]
+
+
+# taken before the solution can change them
 OPERATIONS: dict[str, Callable[..., Any]] = {
-    function.__name__: function
-    for function in (
-        operator.call,
-        getattr,
-        setattr,
-        len,
-        iter,
-        operator.getitem,
-        operator.setitem,
-        str,
-        repr,
-    )
+    **vars(builtins),
+    **vars(operator),
+    "iter": items,
+    "reversed": lambda value: items(reversed(value)),
 }
 
 
 def execute(request: JailMessage, namespace: dict[str, Any], objects: list[Any]) -> JailMessage:
     """Applies an operation to a name or object of the solution.
 
-    {do, target, arguments, keywords?, with_objects?, in_place?}
-        -> {value, arguments?} or {raised, text, kind}
+    {do, target, arguments, keywords?, in_place?} -> {value, arguments?} or {raised, text, kind}
     """
 
     def refer(value: Any) -> int:
@@ -95,8 +92,10 @@ def execute(request: JailMessage, namespace: dict[str, Any], objects: list[Any])
         objects.append(value)
         return len(objects) - 1
 
+    def resolve(number: int, _class: str) -> Any:
+        return objects[number]
+
     try:
-        resolve = objects.__getitem__
         arguments = [decode(argument, resolve) for argument in request["arguments"]]
         keywords = {
             name: decode(argument, resolve)
@@ -104,12 +103,9 @@ def execute(request: JailMessage, namespace: dict[str, Any], objects: list[Any])
         }
         target = lookup(request["target"], namespace, objects)
         value = OPERATIONS[request["do"]](target, *arguments, **keywords)
-        reference = refuse
-        if request.get("with_objects"):
-            reference = refer
-        reply = {"value": encode(value, reference)}
+        reply = {"value": encode(value, refer)}
         if request.get("in_place"):
-            reply["arguments"] = [encode(argument) for argument in arguments]
+            reply["arguments"] = [encode(argument, refer) for argument in arguments]
         return reply
     except BaseException as error:  # noqa: BLE001 (generated code may raise anything)
         names = [kind.__name__ for kind in type(error).__mro__]
@@ -164,7 +160,7 @@ def main(spec: JailMessage, drop_rights: Callable[[JailMessage], dict[str, str]]
     sys.path += spec["packages"]
     missing = drop_rights(spec)
     write(report, {"missing": missing})
-    is_refused = mode == "probe" or (missing and spec["strict"])
+    is_refused = missing and spec["strict"]
     spec.clear()  # the code could read it in the callers' frames
     if is_refused:
         return

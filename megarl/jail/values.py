@@ -1,7 +1,7 @@
 """Plain values as JSON, with tags for what JSON lacks: arguments and results of the solution.
 
     1, "a", None, [1, 2]    {"tuple": [...]}, {"dict": [[key, value], ...]}, {"int": hex}, ...
-    {"object": number}      an object that stays in the process of the solution
+    {"object": [number, class]}  an object that stays in the process of the solution
 
 The trainer never decodes one, so that it builds no set or dict of untrusted keys.
 """
@@ -26,6 +26,7 @@ BUILDERS: dict[str, Callable[[list[Any]], Any]] = {
     "iterator": iter,
     "complex": lambda items: complex(*items),
     "range": lambda items: range(*items),
+    "slice": lambda items: slice(*items),
 }
 
 JailMessage = dict[str, Any]  # a JSON object that jail and trainer exchange
@@ -36,13 +37,24 @@ class NotPlain(Exception):
     """The value is not plain data; no exception that tests expect."""
 
 
+class NamedItems(tuple):
+    """A named tuple of the solution."""
+
+    names: list[str]
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self.names:
+            raise AttributeError(name)
+        return self[self.names.index(name)]
+
+
 def refuse(value: Any) -> int:
     raise NotPlain(f"{type(value).__name__} is not plain data")
 
 
 def failure(error: str, text: str = "") -> JailMessage:
     """Returns the reply to an operation that raised an exception of a builtin class."""
-    return {"raised": [error], "text": text, "kind": "exception"}
+    return {"raised": [error, "Exception"], "text": text, "kind": "exception"}
 
 
 def encode(value: Any, refer: Refer = refuse) -> Any:
@@ -61,6 +73,10 @@ def encode(value: Any, refer: Refer = refuse) -> Any:
     if isinstance(value, list):
         return _encode_all(list.__iter__(value), refer)
     kind: Any
+    names = getattr(value, "_fields", None)
+    if names and issubclass(type(value), tuple):
+        pairs = zip(names, tuple.__iter__(value), strict=True)
+        return {"named": [_encode_all(pair, refer) for pair in pairs]}
     for kind in (tuple, set, frozenset):
         if isinstance(value, kind):
             return {kind.__name__: _encode_all(kind.__iter__(value), refer)}
@@ -70,11 +86,12 @@ def encode(value: Any, refer: Refer = refuse) -> Any:
         return {"bytes": bytes(value).hex()}
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
-    if isinstance(value, range):
-        return {"range": _encode_all((value.start, value.stop, value.step), refer)}
+    if isinstance(value, range | slice):
+        items = (value.start, value.stop, value.step)
+        return {type(value).__name__: _encode_all(items, refer)}
     if isinstance(value, LISTED):
         return _encode_all(value, refer)
-    if refer is refuse and hasattr(type(value), "__next__"):
+    if type(value).__module__ in ("builtins", "itertools") and hasattr(value, "__next__"):
         return {"iterator": _encode_all(islice(value, MAX_ITEMS), refer)}
     # by name, because these classes are imported only if the code does
     name = f"{type(value).__module__}.{type(value).__name__}"
@@ -84,15 +101,15 @@ def encode(value: Any, refer: Refer = refuse) -> Any:
         return {"decimal": str(value)}
     if hasattr(value, "tolist"):  # NumPy
         return encode(value.tolist(), refer)
-    return {"object": refer(value)}
+    return {"object": [refer(value), type(value).__name__]}
 
 
 def _encode_all(values: Iterable[Any], refer: Refer) -> list[Any]:
     return [encode(value, refer) for value in values]
 
 
-def decode(value: Any, resolve: Callable[[int], Any]) -> Any:
-    """Inverts `encode`, in jails only; `resolve` returns the object of a number.
+def decode(value: Any, resolve: Callable[[int, str], Any]) -> Any:
+    """Inverts `encode`, in jails only; `resolve` returns an object by number and class.
 
     May raise anything.
     """
@@ -102,9 +119,13 @@ def decode(value: Any, resolve: Callable[[int], Any]) -> Any:
         return value
     ((kind, content),) = value.items()
     if kind == "object":
-        return resolve(content)
+        return resolve(*content)
     if kind == "dict":
         return {decode(key, resolve): decode(item, resolve) for key, item in content}
+    if kind == "named":
+        items = NamedItems(decode(item, resolve) for _, item in content)
+        items.names = [name for name, _ in content]
+        return items
     if kind == "int":
         return int(content, 16)
     if kind == "bytes":
@@ -121,7 +142,7 @@ def decode(value: Any, resolve: Callable[[int], Any]) -> Any:
     return BUILDERS[kind](items)
 
 
-def is_encoded(value: Any, *, with_objects: bool = False) -> bool:
+def is_encoded(value: Any) -> bool:
     """Returns whether untrusted JSON has the form of an encoded value.
 
     Takes linear time, however deep it is.
@@ -133,7 +154,7 @@ def is_encoded(value: Any, *, with_objects: bool = False) -> bool:
             if len(item) != 1:
                 return False
             ((kind, content),) = item.items()
-            if not _is_content(kind, content, with_objects):
+            if not _is_content(kind, content):
                 return False
             item = content
         if isinstance(item, list):
@@ -143,10 +164,10 @@ def is_encoded(value: Any, *, with_objects: bool = False) -> bool:
     return True
 
 
-def _is_content(kind: str, content: Any, with_objects: bool) -> bool:
+def _is_content(kind: str, content: Any) -> bool:
     if kind == "object":
-        return with_objects and type(content) is int
-    if kind == "dict":
+        return isinstance(content, list) and [*map(type, content)] == [int, str]
+    if kind in ("dict", "named"):
         return isinstance(content, list) and all(
             isinstance(pair, list) and len(pair) == 2 for pair in content
         )

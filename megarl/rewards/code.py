@@ -25,7 +25,8 @@ from pydantic import PositiveFloat, PositiveInt
 
 from megarl.config.schema import Reward, Section
 from megarl.jail.code_tests import CallTest, ProblemTests, read_tests
-from megarl.jail.python_tests import Script, UnreadableTests
+from megarl.jail.influence import UnreadableTests
+from megarl.jail.python_tests import Script
 from megarl.jail.sandbox import START_S, Limits, missing_limits, run_program
 from megarl.jail.sessions import Ended, Solution, Tests
 from megarl.jail.values import encode
@@ -57,7 +58,8 @@ class CodeOptions(Section):
 def make_code(reward: Reward) -> BatchReward:
     """Makes the reward. Raises ValueError if an option is wrong.
 
-    Also if `sandbox` is strict and this machine cannot enforce a limit.
+    Also if a program cannot run in the jail, or if `sandbox` is strict and this machine cannot
+    enforce a limit.
     """
     options = parse_options(CodeOptions, reward)
     is_strict = options.sandbox == "strict"
@@ -67,6 +69,8 @@ def make_code(reward: Reward) -> BatchReward:
             "rewards: name='code' runs generated code, but this machine cannot enforce limits: "
             f"{', '.join(map(': '.join, missing.items()))}"
         )
+        if "all" in missing:
+            raise ValueError(f"{problem}; check the limits of its processes (ulimit -a)")
         if is_strict:
             raise ValueError(
                 f"{problem}; use Linux >= 5.13 with Landlock and seccomp (in a container: allow "

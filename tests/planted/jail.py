@@ -95,4 +95,22 @@ JAIL = [
         "",
         f"{ESCAPES}::test_nothing_escapes[root]",
     ),
+    (
+        "jail/fork_server.py",
+        "signal.signal(number, signal.SIG_DFL)",
+        "pass",
+        f"{SANDBOX}::test_signals_that_the_parent_ignores_or_blocks",
+    ),
+    (
+        "jail/sandbox.py",
+        'if process.output != b"42\\n":',
+        "if False:",
+        f"{SANDBOX}::test_a_jail_that_never_answers_is_refused",
+    ),
+    (
+        "cli.py",
+        "signal.signal(signal.SIGCHLD, signal.SIG_DFL)",
+        "pass",
+        "unit/test_cli.py::test_an_ignored_sigchld_is_reset",
+    ),
 ]

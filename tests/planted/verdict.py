@@ -5,6 +5,9 @@ CAUSED = f"{VERDICT}::test_what_the_code_causes_is_worth_nothing_and_named"
 STRICT = f"{VERDICT}::test_values_are_compared_strictly"
 REFUSED = f"{VERDICT}::test_tests_that_the_solution_would_decide_are_refused_by_name"
 ATTACKS = f"{VERDICT}::test_no_attack_passes_tests_of_any_shape"
+TABLE = "unit/jail/test_verdict.py"
+HELD = f"{TABLE}::test_no_attack_decides_a_verdict"
+RIGHT = f"{TABLE}::test_right_code_is_accepted_or_its_tests_refused_by_name"
 
 VERDICTS = [
     ("jail/code_tests.py", "and _close(actual, expected)", "and actual == expected", STRICT),
@@ -27,7 +30,6 @@ VERDICTS = [
         "if True:",
         f"{VERDICT}::test_threads_read_tests_at_once",
     ),
-    ("jail/python_tests.py", "if sides and all(", "if False and all(", REFUSED),
     ("jail/python_tests.py", "if entry and (others", "if False and (others", REFUSED),
     (
         "jail/python_tests.py",
@@ -41,8 +43,60 @@ VERDICTS = [
         "if False:",
         "unit/rewards/test_code.py::test_time_is_bounded_for_all_samples_together",
     ),
-    ("jail/proxies.py", "level=0 if is_class else None", "level=0", ATTACKS),
-    ("jail/proxies.py", "or name in PREDICATES", "", ATTACKS),
+    ("jail/influence.py", "if all(map(self.of, sides)):", "if False:", HELD),
+    ("jail/influence.py", "isinstance(node.op, CANCELLING)", "False", HELD),
+    (
+        "jail/influence.py",
+        "yield self._mentioned(value), self._changed(target)",
+        "yield set(), set()",
+        HELD,
+    ),
+    ("jail/influence.py", "passed += self._passed(node)", "pass", HELD),
+    (
+        "jail/influence.py",
+        "flows.append((self._mentioned(node), self._mutated(node)))",
+        "pass",
+        HELD,
+    ),
+    ("jail/influence.py", "self._spread(flows + returned)", "self._spread(flows)", HELD),
+    ("jail/influence.py", "UNSAFE in self._origins(call.func, *arguments)", "False", HELD),
+    ("jail/influence.py", 'return "gives the solution what it returned"', 'return ""', HELD),
+    ("jail/influence.py", 'any(map(self._counts, _children(node, "iter")))', "False", HELD),
+    (
+        "jail/influence.py",
+        "if objects and not (isinstance(op",
+        "if False and not (isinstance(op",
+        RIGHT,
+    ),
+    (
+        "jail/influence.py",
+        "self._spread(flows + passed)",
+        "self._spread(flows + passed + returned)",
+        RIGHT,
+    ),
+    ("jail/python_tests.py", "            _guard_assertions(module)\n", "", HELD),
+    ("jail/proxies.py", "link.refusal or verdict", "verdict", HELD),
+    (
+        "jail/proxies.py",
+        'if "Exception" not in reply["raised"] or CONTROL.intersection(reply["raised"]):',
+        "if False:",
+        HELD,
+    ),
+    ("jail/proxies.py", "if name in PLAIN and not self._is_instance:", "if False:", ATTACKS),
+    ("jail/proxies.py", "not (self._is_instance and isinstance(other, Remote))", "False", HELD),
+    (
+        "jail/proxies.py",
+        "isinstance(error, Unjudgeable) and not link.num_replies",
+        "isinstance(error, Unjudgeable)",
+        HELD,
+    ),
+    ("jail/proxies.py", 'other is not None and _refuse(self, "==")', "other is not None", HELD),
+    (
+        "jail/proxies.py",
+        "is_instance = kind in self.names and kind[0].isupper()",
+        "is_instance = True",
+        HELD,
+    ),
     ("jail/values.py", "if depth > MAX_DEPTH:", "if False:", CAUSED),
     ("jail/sessions.py", "or not is_encoded(reply", "or is_encoded(reply", CAUSED),
     ("jail/sandbox.py", "BY_SIGNAL.get(-status,", "BY_SIGNAL.get(signal.Signals(-status),", CAUSED),

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from megarl import cli
 
 WITHOUT_TORCH = """
 import sys
@@ -155,3 +158,15 @@ def test_a_rank_of_torchrun_leaves_without_teardown(is_launched: bool) -> None:
         [sys.executable, "-c", program], env={**os.environ, **ranks}, capture_output=True, text=True
     )
     assert (done.returncode, done.stdout) == (3, "" if is_launched else "teardown\n"), done.stderr
+
+
+def test_an_ignored_sigchld_is_reset(monkeypatch):
+    """Else ranks that failed seem to end with status 0."""
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    monkeypatch.setattr(cli, "main", lambda: signal.getsignal(signal.SIGCHLD))
+    try:
+        with pytest.raises(SystemExit) as end:
+            cli.run()
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
+    assert end.value.code == signal.SIG_DFL

@@ -24,6 +24,11 @@ PLAIN_USER = (
     "    check(LIBC.prctl(4, 1, 0, 0, 0))\n",  # PR_SET_DUMPABLE, as in a process that its user started
 )
 NO_OWN_USER = ("jailed.py", "os.setresuid(", "raise OSError(")
+NO_ANSWER = (
+    "untrusted.py",
+    "        exec(program, ",
+    "        os._exit(3)\n        exec(program, ",
+)
 NO_SECCOMP = ("syscalls.py", 'ARCHES = {"x86_64"', 'ARCHES = {"pdp11"')
 FIRST_LANDLOCK = ("filesystem.py", "    known = (1 <<", "    version = 1\n    known = (1 <<")
 

@@ -21,7 +21,13 @@ from megarl.jail import jailed, sandbox
 from megarl.jail.sandbox import Limits, missing_limits, run_program
 from megarl.rewards.code import make_code
 from megarl.rewards.interface import ScoreRequest
-from tests.unit.jail.crippled import FIRST_LANDLOCK, NO_NAMESPACE, NO_SECCOMP, crippled_server
+from tests.unit.jail.crippled import (
+    FIRST_LANDLOCK,
+    NO_ANSWER,
+    NO_NAMESPACE,
+    NO_SECCOMP,
+    crippled_server,
+)
 
 pytestmark = pytest.mark.skipif(
     bool(missing_limits()), reason=f"cannot enforce limits: {missing_limits()}"
@@ -249,6 +255,31 @@ def test_a_machine_that_cannot_limit_is_refused_or_warned_of(monkeypatch, caplog
     reward = make_code(Reward(name="code", options={"sandbox": "best_effort"}))
     assert "files (Landlock)" in caplog.text
     assert reward([ScoreRequest("0/0", "p", "print(42)", extra={"tests": TESTS})])[0].value == 1.0
+
+
+def test_a_jail_that_never_answers_is_refused(tmp_path, monkeypatch):
+    """Not even best_effort runs where every sample would be left out."""
+    monkeypatch.setattr(sandbox, "SERVER", crippled_server(tmp_path, NO_ANSWER))
+    for mode in ("strict", "best_effort"):
+        with pytest.raises(
+            ValueError, match=r"all: a program does not answer \(no output.*; check"
+        ):
+            make_code(Reward(name="code", options={"sandbox": mode}))
+
+
+def test_signals_that_the_parent_ignores_or_blocks():
+    """As after `trap '' CHLD` or under some schedulers."""
+    script = (
+        "import signal, sys; sys.path.insert(0, sys.argv[1])\n"
+        "numbers = (signal.SIGCHLD, signal.SIGPROF, signal.SIGXCPU)\n"
+        "for number in numbers: signal.signal(number, signal.SIG_IGN)\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, numbers)\n"
+        "from megarl.jail.sandbox import *\n"
+        "print(missing_limits(), run_program('print(1)', '', Limits(time_s=20)).output)"
+    )
+    root = str(Path(sandbox.__file__).parents[2])
+    done = subprocess.run([sys.executable, "-c", script, root], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("{} b'1\\n'\n", "")
 
 
 def test_a_limit_that_fails_when_the_code_starts_leaves_the_sample_out(tmp_path, monkeypatch):

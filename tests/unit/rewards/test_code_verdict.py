@@ -356,6 +356,7 @@ UNJUDGEABLE = {  # tests that the solution would decide: {tests: entry point}
     "assert f(lambda x: x) == 1": None,
     "class A: pass\nassert f(A()) == 1": None,
     "assert abs(poly(f(1))) < 1e-6": "f",
+    "assert f(1) == 2\nassert helper(2) == 3": "f",
     "def check(candidate):\n    assert decode(candidate(1)) == 1": "f",
 }
 BAD = [
