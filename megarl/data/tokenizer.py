@@ -62,10 +62,12 @@ def check_tokenizer(folder: Path, *, trust_remote_code: bool) -> None:
             )
 
 
-def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Tokenizer:
+def load_tokenizer(
+    path: str | Path, *, trust_remote_code: bool = False, stop: Sequence[str] = ()
+) -> Tokenizer:
     """Loads the tokenizer in folder `path`, with the end tokens of generation_config.json too.
 
-    Raises ValueError.
+    `stop` has the texts that end a response as well. Raises ValueError.
     """
     folder = Path(path)
     check_tokenizer(folder, trust_remote_code=trust_remote_code)
@@ -90,7 +92,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Toke
             remedy = "set model.trust_remote_code=true"
         raise ValueError(f"{folder}: the tokenizer cannot be loaded ({error}); {remedy}") from error
     own: Any = inner.eos_token_id
-    return HfTokenizer(inner, tuple(sorted(eos | {own} - {None})))
+    return HfTokenizer(inner, tuple(sorted(eos | {own} - {None})), stop)
 
 
 def prompt_encoder(tokenizer: Tokenizer, task: Task) -> Encode:
@@ -182,11 +184,13 @@ def _limited(problem: str) -> Iterator[None]:
 
 
 class HfTokenizer:
-    """A Hugging Face tokenizer; `eos` has every token id that ends a response."""
+    """A Hugging Face tokenizer; `eos` has every token id that ends a response, beside `stop`."""
 
-    def __init__(self, inner: Any, eos: tuple[int, ...]) -> None:
+    def __init__(self, inner: Any, eos: tuple[int, ...], stop: Sequence[str] = ()) -> None:
         self.inner = inner
         self.eos = eos
+        added = inner.added_tokens_decoder.items()
+        self.hidden = {*eos, *(id for id, one in added if one.special and one.content in stop)}
         self.chat_template: str | None = inner.get_chat_template() if inner.chat_template else None
 
     def encode_prompt(
@@ -277,8 +281,10 @@ class HfTokenizer:
         ]
 
     def decode(self, tokens: Sequence[int]) -> str:
+        """Returns the text that rewards get: special tokens that are no ends stay, as [THINK]."""
         return self.inner.decode(
-            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            [token for token in tokens if token not in self.hidden],
+            clean_up_tokenization_spaces=False,
         )
 
 

@@ -12,6 +12,7 @@ from megarl.data.task_judge import TaskJudge, judge_answers
 from megarl.jail.judging import JudgePool
 from megarl.rewards.interface import Score, ScoreRequest, try_score
 from megarl.rewards.maths import compare
+from megarl.rewards.thoughts import is_thought_and_answer
 from megarl.rewards.time_limit import call_with_time_limit
 
 MATHS = JudgePool("megarl.rewards.maths:make_judge", "megarl.rewards.maths:import_math_verify")
@@ -61,17 +62,12 @@ class Accuracy:
         return Score(float(call_with_time_limit(partial(judge, text), timeout_s=self.timeout_s)))
 
 
-def format_think(*, response: str) -> float:
-    """Returns 1 if the response is one <think>...</think> followed by an answer, else 0."""
-    before, opened, rest = response.partition("<think>")
-    _, closed, after = rest.partition("</think>")
-    return float(
-        bool(opened and closed)
-        and "<think>" not in rest
-        and "</think>" not in after
-        and not before.strip()
-        and bool(after.strip())
-    )
+def format_think(*, response: str, opening: str = "") -> float:
+    """Returns 1 if the response is one <think>...</think> followed by an answer, else 0.
+
+    `opening` is the tag that the prompt has opened, if any.
+    """
+    return float(is_thought_and_answer(opening + response))
 
 
 def even_fraction(*, tokens: Sequence[int]) -> float:

@@ -75,7 +75,11 @@ class Rank:
             layout or Layout.of(config.parallel.sizes, env.world_size, env.rank),
             folder,
             read_model(folder),
-            load_tokenizer(folder, trust_remote_code=config.model.trust_remote_code),
+            load_tokenizer(
+                folder,
+                trust_remote_code=config.model.trust_remote_code,
+                stop=config.rollout.stop,
+            ),
             transport,
             phase or CurrentPhase(),
         )
