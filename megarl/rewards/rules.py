@@ -4,14 +4,15 @@ accuracy: final answer --equal text or number--> 1
                        --else--> the task's own judge, or math-verify, in its own process --> 0 to 1
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from megarl.data.task_judge import TaskJudge, judge_answers
 from megarl.jail.judging import JudgePool
-from megarl.rewards.interface import Score, ScoreRequest, try_score
-from megarl.rewards.maths import compare
+from megarl.rewards.interface import Score, ScoreError, ScoreRequest, try_score
+from megarl.rewards.maths import Question, compare, texts_of
 from megarl.rewards.thoughts import is_thought_and_answer
 from megarl.rewards.time_limit import call_with_time_limit
 
@@ -22,7 +23,7 @@ MATHS = JudgePool("megarl.rewards.maths:make_judge", "megarl.rewards.maths:impor
 class Accuracy:
     """The result of the task's own judge, or 1 if the final answer equals the reference.
 
-    They are compared as text and as mathematics. A response scores 0 without a final answer, or if
+    They are compared as text and as mathematics; of a list of references, one must be equal. A response scores 0 without a final answer, or if
     its judge raises an error, runs out of memory, or takes more than `timeout_s` CPU seconds. A
     `score` that is not callable is a column of the task's file, and is ignored.
     """
@@ -36,7 +37,6 @@ class Accuracy:
         maths = {}
         for row, request in enumerate(requests):
             text = request.final_answer
-            answer = request.answer
             judge = request.extra.get("score")
             if text is None:
                 scores[row] = Score(
@@ -46,17 +46,35 @@ class Accuracy:
                 judged[row] = (judge, text)
             elif callable(judge):  # the user's own
                 scores[row] = try_score(self._call, judge, text)
-            elif answer is None:
-                scores[row] = Score(None, "error", "the problem has no answer to compare with")
-            elif isinstance(equal := compare(text, answer), bool):
-                scores[row] = Score(float(equal))
             else:
-                maths[row] = (equal, answer)
+                result = self._compare(text, request.answer)
+                if isinstance(result, Score):
+                    scores[row] = result
+                else:
+                    maths[row] = (result,)
         verdicts = judge_answers([*judged.values()], timeout_s=self.timeout_s)
         verdicts += MATHS.judge(None, [*maths.values()], timeout_s=self.timeout_s)
         for row, verdict in zip([*judged, *maths], verdicts, strict=True):
             scores[row] = Score(verdict.value, verdict.cause, verdict.detail)
         return scores
+
+    def check(self, answer: object, extra: Mapping[str, Any]) -> None:
+        """Raises ScoreError for a problem that cannot be scored."""
+        if callable(extra.get("score")):
+            return
+        try:
+            texts_of(answer)
+        except ValueError as error:
+            raise ScoreError("no_answer", str(error)) from None
+
+    def _compare(self, text: str, answer: object) -> Score | list[Question]:
+        try:
+            result = compare(text, answer)
+        except ValueError as error:
+            return Score(None, "error", str(error))
+        if isinstance(result, bool):
+            return Score(float(result))
+        return result
 
     def _call(self, judge: Callable[[str], float], text: str) -> Score:
         return Score(float(call_with_time_limit(partial(judge, text), timeout_s=self.timeout_s)))

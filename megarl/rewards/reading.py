@@ -1,0 +1,244 @@
+r"""Reads what math-verify does not know: fonts, signs, choices, units and thousands.
+
+    \textbf{(B)}\ 12~\text{km} --plain_latex--> (B) 12 km --read_choice--> B, 12 km
+                                                12 km --read_quantity--> Quantity("12", "km")
+
+All of it in time linear in the text. maths.py compares what was read.
+"""
+
+import re
+import unicodedata
+from collections import Counter
+from dataclasses import dataclass
+
+from megarl.rewards.answers import without_marks
+
+
+def _pairs(text: str) -> dict[str, str]:
+    words = text.split()
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
+UPRIGHT = "\f"  # white space that stands where an upright font begins or ends
+COMMANDS = {
+    **dict.fromkeys(
+        "left right big Big bigl bigr Bigl Bigr bigg biggl biggr rm bf it displaystyle textstyle "
+        "limits ! ( ) [ ]".split(),
+        "",
+    ),
+    **dict.fromkeys([*"quad qquad enspace thinspace space , ; :".split(), " ", "\n"], " "),
+    **_pairs(
+        r"dfrac \frac tfrac \frac cfrac \frac leq \le geq \ge leqslant \le geqslant \ge neq \ne "
+        r"lt < gt > ast * lbrace \{ rbrace \} degree ^\circ varnothing \emptyset colon :"
+    ),
+}
+SIGNS = _pairs(
+    r"× \times ÷ \div · \cdot ∙ \cdot − - – - ≤ \le ⩽ \le ≥ \ge ⩾ \ge ≠ \ne ≈ \approx ∞ \infty "
+    r"√ \sqrt ∪ \cup ∩ \cap ∈ \in ∅ \emptyset ± \pm ° ^\circ → \to ∠ \angle α \alpha β \beta "
+    r"γ \gamma θ \theta λ \lambda μ \mu π \pi σ \sigma φ \phi ω \omega Δ \Delta Ω \Omega"
+)
+SCRIPTS = {"<super>": "^", "<sub>": "_"}
+LATEX = re.compile(
+    r"(?P<font>\\(?:text[a-z]*|math(?:rm|bf|it|sf|tt)|[mfh]box|boxed|bm|boldsymbol)\s*\{)"
+    r"|\\(?P<name>[A-Za-z]+|.)|(?P<sign>[{}$~])|[^\\{}$~]+|\\",
+    re.DOTALL,
+)
+TOKEN = re.compile(
+    r"\^\{?\s?\\circ\s?\}?|\\(?:[A-Za-z]+|.)|[^\W\d_]+|[0-9]+(?:\.[0-9]+)?|\.[0-9]+|\S", re.DOTALL
+)
+
+# names of one unit in each entry
+UNITS = {
+    name: entry.split()[0]
+    for entry in (
+        r"mm millimeter millimetre 毫米 мм; cm centimeter centimetre 厘米 см; dm decimeter;"
+        r"m meter metre 米 м; km kilometer kilometre 千米 公里 км; inch in; ft foot feet; yd yard;"
+        r"mi mile; mg milligram; g gram gramme gm 克 г; kg kilogram kilo 千克 公斤 кг; t ton tonne;"
+        r"lb pound; oz ounce; mL ml milliliter millilitre 毫升; L l liter litre 升; gal gallon;"
+        r"s sec second 秒; min minute 分钟; h hr hour 小时; day 天; week; month; year yr 年 岁;"
+        r"deg degree 度; rad radian; N newton; J joule; kJ kilojoule; cal calorie; W watt; kW;"
+        r"kWh; V volt; A amp ampere; Hz hertz; Pa pascal; K kelvin; mol mole; ohm \Omega; acre;"
+        r"ha hectare; unit; USD $ \$ dollar 美元; cent ¢; EUR € euro; GBP £ \pounds; JPY ¥ yen 日元;"
+        r"CNY yuan 元; INR ₹ Rs rupee; RUB ₽ руб рублей рубля рубль; KRW ₩ won"
+    ).split(";")
+    for name in entry.split()
+}
+COMPOUNDS = _pairs("mph mi/h kmh km/h kph km/h")
+POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
+SCALES = _pairs(
+    r"% % \% % percent % pct % hundred 100 thousand k k k million M billion B trillion T dozen 12"
+    r" 万 万 亿 亿"
+)
+# words that change what stands beside them
+HIDDEN = re.compile(
+    r"\b(?:more|less|fewer|least|most|not|minus|negative|plus|over|under|per|half|halves"
+    r"|third|quarter|fifth|sixth|eighth|tenth|hundredth|thousandth|score|pair|gross|times|squared?"
+    r"|cubed?|factorial|mod|modulo|percent|hundred|thousand|[mbtr]+illion|dozen)s?\b",
+    re.IGNORECASE,
+)
+CURRENCY = r"\\\$|\\pounds|[$€£¥₹₽₩]|USD|EUR|GBP|Rs\.?(?= ?[0-9])"
+NUMBER = re.compile(
+    rf"([-+]?)\s?({CURRENCY}|)\s?([-+]?)"
+    r"((?:[0-9]{1,3}(?:[, ][0-9]{3})+|[0-9]+)(?![0-9])|(?=\.[0-9]))(\.[0-9]*)?(?![0-9])"
+)
+LAST_UNIT = re.compile(r"(.*[0-9})\s])((?:square |sq |cubic |cu )?[A-Za-z]{2,})", re.DOTALL)
+CHOICE = re.compile(
+    r"(?:option\s|choice\s)?\s*(?:\(\s?([A-J])\s?\)|([A-J])(?=\s?[.:)]|\Z))[\s.:)]*(.*)", re.DOTALL
+)
+OTHER_CHOICE = re.compile(
+    r"\(\s?[A-J]\s?\)|(?<![A-Za-z])[A-J][.:)]|\A[A-J]\Z|\b(?:or|and|not)\s\(?[A-J](?![A-Za-z])"
+    r"|\A(?:or|and|not)\b"
+)
+
+
+def plain_latex(text: str) -> str:
+    """Returns a text as LaTeX without fonts, delimiters and spacing, its signs as commands."""
+    text = unicodedata.normalize("NFC", without_marks(text))
+    text = "".join(map(_latex_of, text)).replace("}^{", "").replace("}_{", "")
+    text = re.sub(r"\\sqrt \s*([0-9.]+|[A-Za-z]|\([^()]*\))", r"\\sqrt{\1}", text)
+    if text.count("$") % 2:  # of dollars
+        text = re.sub(r"(?<!\\)\$(?=\s?[-+]?[0-9.])", r"\\$", text, count=1)
+    pieces = []
+    closing = []  # what stands for the braces that are open
+    for match in LATEX.finditer(text):
+        piece = match[0]
+        if match.lastgroup == "name":
+            piece = COMMANDS.get(match["name"], piece)
+        elif match.lastgroup == "font":
+            closing.append(UPRIGHT)
+            piece = UPRIGHT
+        elif piece == "{":
+            closing.append("}")
+        elif piece == "}" and closing:
+            piece = closing.pop()
+        elif match.lastgroup == "sign":
+            piece = {"$": "", "~": " "}.get(piece, piece)
+        pieces.append(piece)
+    text = "".join(pieces) + "{" * len(closing)  # an open brace stays one
+    text = re.sub(r"\s*\f\s*", UPRIGHT, re.sub(r"[^\S\f]+", " ", text.replace("{,}", ",")))
+    return _without_braces(text.strip().rstrip(".").rstrip())
+
+
+def _latex_of(sign: str) -> str:
+    """Returns the LaTeX of one character: that of its command, of its script or its fraction."""
+    if sign.isascii():
+        return sign
+    if sign in SIGNS:
+        return SIGNS[sign] + " "
+    kind, *codes = unicodedata.decomposition(sign).split() or [""]
+    text = "".join(chr(int(code, 16)) for code in codes)
+    if kind in SCRIPTS:
+        return f"{SCRIPTS[kind]}{{{text}}}"
+    if kind == "<fraction>" and text[-1] != "\u2044":
+        return "\\frac{{{}}}{{{}}}".format(*text.split("\u2044"))
+    return " " if sign.isspace() else sign
+
+
+def _without_braces(text: str) -> str:
+    """Returns a text without the braces around all of it; those of a list are a set's."""
+    depth = 0
+    for match in re.finditer(r"\\.|[{}]", text):
+        depth += {"{": 1, "}": -1}.get(match[0], 0)
+        if depth <= 0 and match.end() < len(text):
+            return text
+    if depth or not text.startswith("{"):
+        return text
+    inner = text[1:-1].strip()
+    return f"\\{{{inner}\\}}" if "," in inner else inner
+
+
+def tokens_of(text: str) -> list[str]:
+    """Returns the words, numbers, commands and signs of plain LaTeX.
+
+    Words are in lower case, as math-verify compares them; a single letter is a name.
+    """
+    return [
+        token.lower() if len(token) > 1 and token[0] != "\\" else token
+        for token in TOKEN.findall(text)
+    ]
+
+
+def read_choice(text: str) -> tuple[str, str]:
+    """Returns the letter of a choice, as the B of (B) 12, and its text; both may be empty."""
+    match = CHOICE.fullmatch(text)
+    if match is None:
+        return "", ""
+    return match[1] or match[2], match[3].strip()
+
+
+@dataclass(frozen=True)
+class Quantity:
+    value: str  # plain LaTeX
+    unit: str = ""  # in base units, as h^-1 km^1
+    noun: str = ""  # what is counted
+    scale: str = ""  # % or a word of SCALES
+
+
+def read_quantity(text: str) -> Quantity:
+    """Returns a value and its unit, or the text as a value if it ends in no unit."""
+    splits = []
+    number = NUMBER.match(text)
+    if number:
+        digits = re.sub("[, ]", "", number[4])
+        value = number[1] + number[3] + digits + (number[5] or "")
+        splits.append((value, number[2] + text[number.end() :]))
+    if UPRIGHT in text:
+        value, _, unit = text.partition(UPRIGHT)
+        splits.append((value, UPRIGHT + unit))
+    last = LAST_UNIT.fullmatch(text)
+    if last and UNITS.keys() & _singulars(last[2].split()[-1]):
+        splits.append((last[1], last[2]))
+    for value, unit in splits:
+        quantity = _read_unit(value.strip(), unit)
+        if quantity and quantity.value:
+            return quantity
+    return Quantity(text)
+
+
+def _singulars(word: str) -> list[str]:
+    return [word, *(form.removesuffix(end) for form in (word, word.lower()) for end in ("s", "es"))]
+
+
+def _read_unit(value: str, text: str) -> Quantity | None:
+    """Returns a quantity, None if the text behind the value is no unit."""
+    powers = Counter()
+    nouns = []
+    scale = ""
+    unit = ""
+    sign = 1
+    power = 1
+    for word, replacement in COMPOUNDS.items():
+        text = re.sub(rf"\b{word}\b", replacement, text)
+    text = re.sub(r"\^\s?\{(-?[0-9]+)\}", r"^\1", text)
+    for token in TOKEN.findall(text):
+        names = [UNITS[name] for name in _singulars(token) if name in UNITS]
+        if token in SCALES or token.lower().removesuffix("s") in SCALES and not scale:
+            scale = SCALES.get(token) or SCALES[token.lower().removesuffix("s")]
+        elif token in ("/", "per"):
+            sign = -1
+        elif token == "-":
+            power = -1
+        elif token.lower() in POWERS:
+            power = POWERS[token.lower()]
+        elif "\\circ" in token:
+            unit = "deg"
+            powers[unit] += 1
+        elif unit == "deg" and token in ("C", "F"):
+            powers = Counter({f"deg{token}": 1})
+        elif token.isdigit() and unit:
+            powers[unit] += sign * (power * int(token) - 1)
+            power = 1
+        elif names:
+            unit = names[0]
+            powers[unit] += sign * power
+            power = 1
+        elif token.isascii() and len(token) > 1 and token.isalpha() and text[0].isspace():
+            nouns.append(token.lower().removesuffix("s"))
+        elif token not in ("^", ".", "*", "\\cdot"):
+            return None
+    if HIDDEN.search(" ".join(nouns)) or {"or", "and", "than"} & {*nouns}:
+        return None
+    if not (powers or scale or not text.strip() or len("".join(nouns)) > 2):
+        return None
+    base = " ".join(f"{name}^{count}" for name, count in sorted(powers.items()) if count)
+    return Quantity(value, base, " ".join(nouns), scale)
