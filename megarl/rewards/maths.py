@@ -17,11 +17,13 @@ from collections.abc import Callable, Iterable
 from decimal import Decimal
 from functools import partial
 from math import isfinite
+from typing import Any
 
 from megarl.rewards.reading import (
     HIDDEN,
     NUMBER,
     OTHER_CHOICE,
+    UPRIGHT,
     Quantity,
     plain_latex,
     read_choice,
@@ -35,7 +37,7 @@ COMMAND = re.compile(r"\\(?:[A-Za-z]+|.)", re.DOTALL)
 WORD = re.compile(r"[A-Za-z]{3,}|(?<=[\s{])[A-Za-z]{2}(?![A-Za-z])")
 # H2O, e4, 2024-01-05, 12:30, 1:2:3
 LABEL = re.compile(r"[A-Za-z][0-9]|[0-9][-/.][0-9]+[-/.][0-9]|[0-9]\s?:\s?[0-9]+(?:[0-9]|\s?:)")
-SPACED = re.compile(r"[0-9]\s+[0-9]")  # read as a sum: 8 9 as 17
+SPACED = re.compile(r"[0-9]\s+[0-9]|\.(?![0-9\\])|[A-Za-z]\s*\.")  # read as a sum: 8 9 as 17
 SUBSCRIPTED = re.compile(r"[0-9}]\s*_")  # not read: 17_2 as 17
 IN_BASE = re.compile(r"[0-9A-Za-z]+_[0-9]+")
 OPERATOR = re.compile(r"[0-9+*/^=<>|()\[\]{}\\-]")
@@ -46,7 +48,9 @@ NAME = re.compile(r"(?:[A-Za-z]|[\s(),+|'/{}-]|\\[A-Za-z]+|_\s?(?:\w|\{[\w+-]*\}
 RELATION = re.compile(r"[<>]|\\(?:le|ge|ne|approx|in|to|equiv|sim)(?![A-Za-z])")
 NO_NAME = re.compile(rf"\b(?:not|or|and)\b|\\(?:pm|mp)\b|\A[^A-Za-z]*\Z|{RELATION.pattern}")
 EQUALS = re.compile("=")
-COMMA = re.compile(r",(?![0-9]{3}(?![0-9]))|;|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])")
+AND = re.compile(r"(?:,\s*|(?<![A-Za-z\\]))and(?![A-Za-z])")
+MEMBER = re.compile(r"\\in(?![A-Za-z])")
+COMMA = re.compile(r",\s*(?:and|or)\b|,(?![0-9]{3}(?![0-9]))|;|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])")
 BINARY = r"[*/^_=]|\\(?:times|cdot|div)(?![A-Za-z])|" + RELATION.pattern
 INCOMPLETE = re.compile(rf"\s*(?:{BINARY})|.*(?:{BINARY}|[-+\\]|\\pm)\s*\Z", re.DOTALL)
 # any other sign must be in the reference as well
@@ -56,7 +60,7 @@ COMMANDS = set(  # math-verify reads these as they are meant
 sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan log ln exp sqrt frac binom choose max
 min gcd lcm deg pi cdot cdots ldots dots times div pm mp circ infty sum prod int lim le ge in cup
 cap setminus emptyset lfloor rfloor lceil rceil overline vec hat mathbb operatorname begin end
-pmatrix bmatrix alpha beta gamma delta epsilon varepsilon zeta eta theta iota kappa lambda mu nu xi
+pmatrix bmatrix matrix alpha beta gamma delta epsilon varepsilon zeta eta theta iota kappa lambda mu nu xi
 rho sigma tau phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega
 \ { } $ %
 """.split()
@@ -126,32 +130,32 @@ def _compare(candidate: str, answer: str) -> Result:
 
 def _compare_named(candidate: str, answer: str) -> Result:
     """Compares x = 17, x = 1, x = 2 and x \\in [0, 1] by their values, other equations as such."""
-    name, value = _split_name(answer)
-    our_name, our_value = _split_name(candidate)
-    if name and (our_name == name or (not our_name and not re.search(r"=|\\in ", candidate))):
+    name, (*_, value) = _split_name(answer)
+    our_name, sides = _split_name(candidate)
+    if name and (our_name == name or (not our_name and not re.search(rf"=|{MEMBER.pattern}", candidate))):
         if not our_name and {"+", "-"} & {*name}:  # 5 is not the line x + y = 5
             return False
-        return _compare_sides([our_value], value)
+        return _compare_sides(sides, value)
     if "=" in answer or name:
         return "=" in candidate and _compare_values(candidate, answer)
-    if "\\in" in candidate and _number(answer):
+    if MEMBER.search(candidate) and _number(answer):
         return False
-    return _compare_sides([our_value] if our_name else _split(candidate, EQUALS), answer)
+    return _compare_sides(sides if our_name else _split(candidate, EQUALS), answer)
 
 
-def _split_name(text: str) -> tuple[list[str], str]:
-    """Returns the words of a value's name, none if it has no name, and the value."""
-    name, is_member, members = text.partition("\\in ")
-    if is_member and _is_name(name):
+def _split_name(text: str) -> tuple[list[str], list[str]]:
+    """Returns the words of a value's name, none if it has no name, and what the name equals."""
+    name, *members = MEMBER.split(text, maxsplit=1)
+    if members and _is_name(name):
         return tokens_of(name), members
     elements = [_split(part, EQUALS) for part in _split(text, COMMA)]
-    names = [tokens_of(sides[0]) for sides in elements if len(sides) == 2]
-    is_named = len(elements[0]) == 2 and _is_name(elements[0][0]) and names.count(names[0]) == len(
-        names
-    )
-    if not is_named or any(len(sides) > 2 for sides in elements):
-        return [], text
-    return names[0], ", ".join(sides[-1] for sides in elements)
+    names = [tokens_of(sides[0]) for sides in elements if len(sides) > 1]
+    is_named = len(elements[0]) > 1 and _is_name(elements[0][0])
+    if not is_named or names.count(names[0]) < len(names):
+        return [], [text]
+    if len(elements) == 1:
+        return names[0], elements[0][1:]
+    return names[0], [", ".join(sides[-1] for sides in elements)]
 
 
 def _compare_sides(sides: list[str], answer: str) -> Result:
@@ -176,10 +180,14 @@ def _compare_quantities(ours: Quantity, theirs: Quantity) -> Result:
         if ours.unit != theirs.unit:
             return False
     elif ours.noun != theirs.noun and (theirs.noun or theirs.unit):
-        return False  # a known unit may be left out, and a number may be of anything
+        # a unit may be left out, and a number may be of anything
+        if ours.noun or not theirs.is_upright:
+            return False
     if ours.scale == theirs.scale:
         return _compare_values(ours.value, theirs.value)
     number = _number(theirs.value)
+    if ours.unit or ours.noun:
+        return False
     if (ours.scale, theirs.scale) == ("", "%"):  # 50% is 0.5, and 50 to who is asked for percent
         values = [theirs.value, _percent(theirs.value)]
         return _any(_compare_values(ours.value, value) for value in values)
@@ -189,6 +197,9 @@ def _compare_quantities(ours: Quantity, theirs: Quantity) -> Result:
 
 
 def _percent(value: str) -> str:
+    number = _number(value)
+    if number:
+        return f"{number[0].scaleb(-2):f}"
     return f"\\frac{{{value}}}{{100}}"
 
 
@@ -204,7 +215,11 @@ def _compare_values(candidate: str, answer: str) -> Result:
             return True
         if ours[1] and theirs[1]:  # a fraction may have been rounded
             return False
-    if not is_mathematics(answer) or (theirs and not re.search("[0-9]", candidate)):
+    if re.search("[A-Za-z]{3}", " ".join(_words(answer))):
+        return False  # of no unit: an order of words
+    if not is_mathematics(answer) or INCOMPLETE.fullmatch(answer):
+        return False
+    if theirs and not re.search("[0-9]", candidate):
         return False
     number = re.sub(r"[\s{}]", "", answer)
     if IN_BASE.fullmatch(number):
@@ -218,7 +233,7 @@ def _compare_values(candidate: str, answer: str) -> Result:
 
 def _spell_out(text: str) -> str:
     """Returns a number without separators of thousands, 4.5e33 and 2 > x > 1 as LaTeX."""
-    text = text.strip()
+    text = AND.sub(",", text.replace(UPRIGHT, " ")).strip()
     number = NUMBER.fullmatch(text)
     if number and not number[2]:
         return number[1] + number[3] + re.sub("[, ]", "", number[4]) + (number[5] or "")
@@ -255,8 +270,8 @@ def is_mathematics(answer: str) -> bool:
 
 def _is_comparable(text: str, answer: str) -> bool:
     """Returns whether a text has the form of one answer that math-verify reads as it is meant."""
-    is_list = len(_split(answer, COMMA)) > 1
-    openings = ("", "{", _opening(answer)) if is_list else ("", _opening(answer))
+    ours = _opening(text)
+    theirs = _opening(answer)
     return (
         _is_balanced(text)
         and not INCOMPLETE.fullmatch(text)
@@ -265,12 +280,16 @@ def _is_comparable(text: str, answer: str) -> bool:
         and not (SPACED.search(text) or SUBSCRIPTED.search(text))
         and _hidden(text) == _hidden(answer)
         and (not RELATION.search(text) or re.search(r"[\[(<>\\]", answer) is not None)
-        and ("," not in answer or _opening(text) in openings)  # {1, 2} is not (1, 2)
+        # {1, 2} is not (1, 2)
+        and ("," not in answer or ours in ("", ",", theirs) or (ours, theirs) == ("{", ","))
         and (_words(text) == _words(answer) or not (_has_letters(text) and _has_letters(answer)))
     )
 
 
 def _opening(text: str) -> str:
+    """Returns the bracket around a text, a comma for a list without one."""
+    if len(_split(text, COMMA)) > 1:
+        return ","
     match = OPENING.match(text)
     if match is None:
         return ""
@@ -326,6 +345,17 @@ def import_math_verify() -> None:
         judge([((text,), text)])
 
 
+def _is_near(gold: Any, other: Any) -> bool:
+    """Returns False for two numbers that are only equal as both are tiny.
+
+    math-verify rounds to 6 decimals, and cuts values off: Planck's constant would be any.
+    """
+    if not (getattr(gold, "is_number", False) and getattr(other, "is_number", False)):
+        return True
+    gold, other = (complex(value.doit().evalf()) for value in (gold, other))
+    return gold == other or abs(gold - other) <= 1e-4 * abs(gold)
+
+
 def make_judge(context: None) -> Callable[[list[Question]], float]:
     """Returns ``judge(questions)``, which is 1 if one of them is true, else 0."""
     import math_verify
@@ -339,6 +369,6 @@ def make_judge(context: None) -> Callable[[list[Question]], float]:
         texts, answer = question
         boxed = [f"\\boxed{{{text}}}" for text in (answer, *texts)]
         gold, *parsed = [math_verify.parse(text, parsing_timeout=0) for text in boxed]
-        return all(verify(gold, text) for text in parsed)
+        return all(verify(gold, text) and _is_near(gold[0], text[0]) for text in parsed)
 
     return lambda questions: float(any(map(is_true, questions)))

@@ -23,7 +23,7 @@ UPRIGHT = "\f"  # white space that stands where an upright font begins or ends
 COMMANDS = {
     **dict.fromkeys(
         "left right big Big bigl bigr Bigl Bigr bigg biggl biggr rm bf it displaystyle textstyle "
-        "limits ! ( ) [ ]".split(),
+        "limits ( ) [ ]".split(),
         "",
     ),
     **dict.fromkeys([*"quad qquad enspace thinspace space , ; :".split(), " ", "\n"], " "),
@@ -35,7 +35,7 @@ COMMANDS = {
 SIGNS = _pairs(
     r"× \times ÷ \div · \cdot ∙ \cdot − - – - ≤ \le ⩽ \le ≥ \ge ⩾ \ge ≠ \ne ≈ \approx ∞ \infty "
     r"√ \sqrt ∪ \cup ∩ \cap ∈ \in ∅ \emptyset ± \pm ° ^\circ → \to ∠ \angle α \alpha β \beta "
-    r"γ \gamma θ \theta λ \lambda μ \mu π \pi σ \sigma φ \phi ω \omega Δ \Delta Ω \Omega"
+    r"γ \gamma θ \theta λ \lambda μ \mu π \pi σ \sigma φ \phi ω \omega Δ \Delta Ω \Omega ⁄ /"
 )
 SCRIPTS = {"<super>": "^", "<sub>": "_"}
 LATEX = re.compile(
@@ -93,7 +93,7 @@ OTHER_CHOICE = re.compile(
 
 def plain_latex(text: str) -> str:
     """Returns a text as LaTeX without fonts, delimiters and spacing, its signs as commands."""
-    text = unicodedata.normalize("NFC", without_marks(text))
+    text = re.sub(r"\\!\s*", "", unicodedata.normalize("NFC", without_marks(text)))
     text = "".join(map(_latex_of, text)).replace("}^{", "").replace("}_{", "")
     text = re.sub(r"\\sqrt \s*([0-9.]+|[A-Za-z]|\([^()]*\))", r"\\sqrt{\1}", text)
     if text.count("$") % 2:  # of dollars
@@ -115,7 +115,7 @@ def plain_latex(text: str) -> str:
             piece = {"$": "", "~": " "}.get(piece, piece)
         pieces.append(piece)
     text = "".join(pieces) + "{" * len(closing)  # an open brace stays one
-    text = re.sub(r"\s*\f\s*", UPRIGHT, re.sub(r"[^\S\f]+", " ", text.replace("{,}", ",")))
+    text = re.sub(r"\s*\f\s*", UPRIGHT, re.sub(r"[^\S\f]+", " ", re.sub(r"\{([,:])\}", r"\1", text)))
     return _without_braces(text.strip().rstrip(".").rstrip())
 
 
@@ -126,7 +126,7 @@ def _latex_of(sign: str) -> str:
     if sign in SIGNS:
         return SIGNS[sign] + " "
     kind, *codes = unicodedata.decomposition(sign).split() or [""]
-    text = "".join(chr(int(code, 16)) for code in codes)
+    text = "".join(chr(int(code, 16)) for code in codes).replace("\u2212", "-")
     if kind in SCRIPTS:
         return f"{SCRIPTS[kind]}{{{text}}}"
     if kind == "<fraction>" and text[-1] != "\u2044":
@@ -171,6 +171,7 @@ class Quantity:
     value: str  # plain LaTeX
     unit: str = ""  # in base units, as h^-1 km^1
     noun: str = ""  # what is counted
+    is_upright: bool = False  # the noun is in \text, as units are
     scale: str = ""  # % or a word of SCALES
 
 
@@ -207,6 +208,7 @@ def _read_unit(value: str, text: str) -> Quantity | None:
     unit = ""
     sign = 1
     power = 1
+    text = text.replace("per cent", "percent")
     for word, replacement in COMPOUNDS.items():
         text = re.sub(rf"\b{word}\b", replacement, text)
     text = re.sub(r"\^\s?\{(-?[0-9]+)\}", r"^\1", text)
@@ -233,12 +235,14 @@ def _read_unit(value: str, text: str) -> Quantity | None:
             powers[unit] += sign * power
             power = 1
         elif token.isascii() and len(token) > 1 and token.isalpha() and text[0].isspace():
-            nouns.append(token.lower().removesuffix("s"))
+            nouns.append(token.lower())
         elif token not in ("^", ".", "*", "\\cdot"):
             return None
     if HIDDEN.search(" ".join(nouns)) or {"or", "and", "than"} & {*nouns}:
         return None
-    if not (powers or scale or not text.strip() or len("".join(nouns)) > 2):
+    is_counted = len("".join(nouns)) > 2 and re.search("[0-9]", value)
+    if not (powers or scale or is_counted or not text.strip()):
         return None
     base = " ".join(f"{name}^{count}" for name, count in sorted(powers.items()) if count)
-    return Quantity(value, base, " ".join(nouns), scale)
+    noun = " ".join(word.removesuffix("s") for word in nouns)
+    return Quantity(value, base, noun, text.startswith(UPRIGHT), scale)

@@ -16,8 +16,8 @@ MEANING = {  # of a command: a separator, a product, a sum, nothing
     **dict.fromkeys(["%", "$"], ""),
     **{"frac": r"\frac", "circ": "°"},
 }
-BARE = r"([^(){}\[\]]*)"
-GROUP = re.compile(rf"\\frac\{{{BARE}\}}\{{{BARE}\}}|(\\?[({{\[]){BARE}[)}}\]]")
+BARE = r"([^(){}\[\]]*?)"
+GROUP = re.compile(rf"\\frac\{{{BARE}\}}\{{{BARE}\}}|(\\?[({{\[]){BARE}\\?[)}}\]]")
 NUMBER = re.compile(r"/?(?<![\^_.0-9])[0-9.]+(?![0-9.]|\^)")
 PRODUCT = re.compile(r"(?<![\^_.0-9/])[0-9.]+\*[0-9.]+(?![0-9.]|\^)")
 SEPARATOR = re.compile(r"[,;&=<>:|]|and|or")
