@@ -122,25 +122,23 @@ def _compare(candidate: str, answer: str) -> Result:
     if letter and right_letter:
         if letter != right_letter or (text and not right_text and OTHER_CHOICE.search(text)):
             return False
-        return not text or not right_text or _compare(text, right_text)
-    if text or right_text:
-        return _compare(text or candidate, right_text or answer)
-    return _compare_named(candidate, answer)
+        return not text or not right_text or _compare_named(text, right_text)
+    return _compare_named(text or candidate, right_text or answer)
 
 
 def _compare_named(candidate: str, answer: str) -> Result:
     """Compares x = 17, x = 1, x = 2 and x \\in [0, 1] by their values, other equations as such."""
     name, (*_, value) = _split_name(answer)
     our_name, sides = _split_name(candidate)
-    if name and (our_name == name or (not our_name and not re.search(rf"=|{MEMBER.pattern}", candidate))):
-        if not our_name and {"+", "-"} & {*name}:  # 5 is not the line x + y = 5
-            return False
+    chain = _split(candidate, EQUALS)
+    is_bare = len(chain) == 1 and not MEMBER.search(candidate)
+    if name and (our_name == name or (is_bare and not {"+", "-"} & {*name})):  # 5 is no line x+y=5
         return _compare_sides(sides, value)
-    if "=" in answer or name:
-        return "=" in candidate and _compare_values(candidate, answer)
+    if name or len(_split(answer, EQUALS)) > 1:
+        return len(chain) > 1 and _compare_values(candidate, answer)
     if MEMBER.search(candidate) and _number(answer):
         return False
-    return _compare_sides(sides if our_name else _split(candidate, EQUALS), answer)
+    return _compare_sides(sides if our_name else chain, answer)
 
 
 def _split_name(text: str) -> tuple[list[str], list[str]]:
@@ -197,9 +195,8 @@ def _compare_quantities(ours: Quantity, theirs: Quantity) -> Result:
 
 
 def _percent(value: str) -> str:
-    number = _number(value)
-    if number:
-        return f"{number[0].scaleb(-2):f}"
+    if _number(value):
+        return f"{Decimal(_spell_out(value) + 'e-2'):f}"
     return f"\\frac{{{value}}}{{100}}"
 
 

@@ -37,7 +37,10 @@ SIGNS = _pairs(
     r"√ \sqrt ∪ \cup ∩ \cap ∈ \in ∅ \emptyset ± \pm ° ^\circ → \to ∠ \angle α \alpha β \beta "
     r"γ \gamma θ \theta λ \lambda μ \mu π \pi σ \sigma φ \phi ω \omega Δ \Delta Ω \Omega ⁄ /"
 )
-SCRIPTS = {"<super>": "^", "<sub>": "_"}
+SCRIPTS = {
+    "^": re.compile("[\u00b2\u00b3\u00b9\u2070\u2071\u2074-\u207f]+"),
+    "_": re.compile("[\u2080-\u208e\u2090-\u209c]+"),
+}
 LATEX = re.compile(
     r"(?P<font>\\(?:text[a-z]*|math(?:rm|bf|it|sf|tt)|[mfh]box|boxed|bm|boldsymbol)\s*\{)"
     r"|\\(?P<name>[A-Za-z]+|.)|(?P<sign>[{}$~])|[^\\{}$~]+|\\",
@@ -46,6 +49,7 @@ LATEX = re.compile(
 TOKEN = re.compile(
     r"\^\{?\s?\\circ\s?\}?|\\(?:[A-Za-z]+|.)|[^\W\d_]+|[0-9]+(?:\.[0-9]+)?|\.[0-9]+|\S", re.DOTALL
 )
+UNIT_TOKEN = re.compile(rf"\^\s?\{{?-?[0-9]+\}}?|{TOKEN.pattern}", re.DOTALL)
 
 # names of one unit in each entry
 UNITS = {
@@ -94,7 +98,9 @@ OTHER_CHOICE = re.compile(
 def plain_latex(text: str) -> str:
     """Returns a text as LaTeX without fonts, delimiters and spacing, its signs as commands."""
     text = re.sub(r"\\!\s*", "", unicodedata.normalize("NFC", without_marks(text)))
-    text = "".join(map(_latex_of, text)).replace("}^{", "").replace("}_{", "")
+    for script, run in SCRIPTS.items():
+        text = run.sub(lambda match, mark=script: f"{mark}{{{_compatible(match[0])}}}", text)
+    text = "".join(map(_latex_of, text))
     text = re.sub(r"\\sqrt \s*([0-9.]+|[A-Za-z]|\([^()]*\))", r"\\sqrt{\1}", text)
     if text.count("$") % 2:  # of dollars
         text = re.sub(r"(?<!\\)\$(?=\s?[-+]?[0-9.])", r"\\$", text, count=1)
@@ -120,18 +126,19 @@ def plain_latex(text: str) -> str:
 
 
 def _latex_of(sign: str) -> str:
-    """Returns the LaTeX of one character: that of its command, of its script or its fraction."""
+    """Returns the LaTeX of one character."""
     if sign.isascii():
         return sign
     if sign in SIGNS:
         return SIGNS[sign] + " "
-    kind, *codes = unicodedata.decomposition(sign).split() or [""]
-    text = "".join(chr(int(code, 16)) for code in codes).replace("\u2212", "-")
-    if kind in SCRIPTS:
-        return f"{SCRIPTS[kind]}{{{text}}}"
-    if kind == "<fraction>" and text[-1] != "\u2044":
-        return "\\frac{{{}}}{{{}}}".format(*text.split("\u2044"))
+    if unicodedata.decomposition(sign).startswith("<fraction>"):
+        above, below = _compatible(sign).split("\u2044")
+        return f"\\frac{{{above}}}{{{below}}}"
     return " " if sign.isspace() else sign
+
+
+def _compatible(text: str) -> str:
+    return unicodedata.normalize("NFKC", text).replace("\u2212", "-")
 
 
 def _without_braces(text: str) -> str:
@@ -211,32 +218,28 @@ def _read_unit(value: str, text: str) -> Quantity | None:
     text = text.replace("per cent", "percent")
     for word, replacement in COMPOUNDS.items():
         text = re.sub(rf"\b{word}\b", replacement, text)
-    text = re.sub(r"\^\s?\{(-?[0-9]+)\}", r"^\1", text)
-    for token in TOKEN.findall(text):
+    for token in UNIT_TOKEN.findall(text):
         names = [UNITS[name] for name in _singulars(token) if name in UNITS]
         if token in SCALES or token.lower().removesuffix("s") in SCALES and not scale:
             scale = SCALES.get(token) or SCALES[token.lower().removesuffix("s")]
         elif token in ("/", "per"):
             sign = -1
-        elif token == "-":
-            power = -1
         elif token.lower() in POWERS:
             power = POWERS[token.lower()]
         elif "\\circ" in token:
             unit = "deg"
-            powers[unit] += 1
+            powers[unit] = 1
         elif unit == "deg" and token in ("C", "F"):
             powers = Counter({f"deg{token}": 1})
-        elif token.isdigit() and unit:
-            powers[unit] += sign * (power * int(token) - 1)
-            power = 1
+        elif token.startswith("^") and unit:
+            powers[unit] = sign * int(token.strip("^ {}"))
         elif names:
             unit = names[0]
-            powers[unit] += sign * power
+            powers[unit] = sign * power
             power = 1
         elif token.isascii() and len(token) > 1 and token.isalpha() and text[0].isspace():
             nouns.append(token.lower())
-        elif token not in ("^", ".", "*", "\\cdot"):
+        elif token not in (".", "*", "\\cdot"):
             return None
     if HIDDEN.search(" ".join(nouns)) or {"or", "and", "than"} & {*nouns}:
         return None
