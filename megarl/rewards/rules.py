@@ -5,8 +5,10 @@ accuracy: final answer --equal text or number--> 1
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from megarl.data.task_judge import TaskJudge, judge_answers
@@ -17,15 +19,38 @@ from megarl.rewards.thoughts import is_thought_and_answer
 from megarl.rewards.time_limit import call_with_time_limit
 
 MATHS = JudgePool("megarl.rewards.maths:make_judge", "megarl.rewards.maths:import_math_verify")
+PARSER = "antlr4-python3-runtime"
+
+
+@cache
+def check_math_verify() -> None:
+    """Raises ValueError if math-verify misreads with the parser that is installed, by trying it.
+
+    Of the three versions that it takes, 4.9.3, which omegaconf asks for, reads no 50\\%.
+    """
+    installed = "not installed"
+    with suppress(PackageNotFoundError):
+        installed = version(PARSER)
+    if installed == "4.13.2":  # that of the tests
+        return
+    question = (("50\\%", "0.5"), "\\frac{1}{2}")
+    (verdict,) = MATHS.judge(None, [([question],)], timeout_s=60.0)
+    if verdict.value != 1.0:
+        raise ValueError(
+            f"rewards: name='accuracy': math-verify misreads 50\\% ({PARSER} is {installed}; "
+            f"{verdict.detail or 'hydra-core and omegaconf install 4.9.3'}); "
+            f"pip install {PARSER}==4.13.2, in an environment without them"
+        )
 
 
 @dataclass(frozen=True)
 class Accuracy:
     """The result of the task's own judge, or 1 if the final answer equals the reference.
 
-    They are compared as text and as mathematics; of a list of references, one must be equal. A response scores 0 without a final answer, or if
-    its judge raises an error, runs out of memory, or takes more than `timeout_s` CPU seconds. A
-    `score` that is not callable is a column of the task's file, and is ignored.
+    They are compared as text and as mathematics (maths.py); of a list of references, one must be
+    equal. A response scores 0 without a final answer, or if its judge raises an error, runs out of
+    memory, or takes more than `timeout_s` CPU seconds. A `score` that is not callable is a column
+    of the task's file, and is ignored.
     """
 
     timeout_s: float = 10.0
