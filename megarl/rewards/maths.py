@@ -30,14 +30,13 @@ from megarl.rewards.reading import (
     read_quantity,
     tokens_of,
 )
-from megarl.rewards.unevaluated import is_unevaluated
 
 MAX_CHARS = 2000  # longer answers are only compared as text
 COMMAND = re.compile(r"\\(?:[A-Za-z]+|.)", re.DOTALL)
 WORD = re.compile(r"[A-Za-z]{3,}|(?<=[\s{])[A-Za-z]{2}(?![A-Za-z])")
 # H2O, e4, 2024-01-05, 12:30, 1:2:3
 LABEL = re.compile(r"[A-Za-z][0-9]|[0-9][-/.][0-9]+[-/.][0-9]|[0-9]\s?:\s?[0-9]+(?:[0-9]|\s?:)")
-SPACED = re.compile(r"[0-9]\s+[0-9]|\.(?![0-9\\])|[A-Za-z]\s*\.")  # read as a sum: 8 9 as 17
+SPACED = re.compile(r"[0-9]\s+[0-9]|\([0-9.]+\)\s*\([0-9]|[0-9]\s*\\div|\.(?![0-9\\])|[A-Za-z]\s*\.")  # read as a sum: 8 9 as 17
 SUBSCRIPTED = re.compile(r"[0-9}]\s*_")  # not read: 17_2 as 17
 IN_BASE = re.compile(r"[0-9A-Za-z]+_[0-9]+")
 OPERATOR = re.compile(r"[0-9+*/^=<>|()\[\]{}\\-]")
@@ -165,7 +164,7 @@ def _compare_sides(sides: list[str], answer: str) -> Result:
         return result
     if not all(_is_comparable(side, answer) for side in others):
         return False
-    questions = [((), answer)] if result is True else result
+    questions = [((last,), answer)] if result is True else result
     return [((*others, *texts), reference) for texts, reference in questions]
 
 
@@ -222,8 +221,6 @@ def _compare_values(candidate: str, answer: str) -> Result:
     if IN_BASE.fullmatch(number):
         return re.sub(r"[\s{}]", "", candidate) in (number, number.partition("_")[0])
     if not _is_comparable(candidate, answer):
-        return False
-    if is_unevaluated(candidate) and not is_unevaluated(answer):
         return False
     return [((candidate,), answer)]
 
@@ -342,17 +339,6 @@ def import_math_verify() -> None:
         judge([((text,), text)])
 
 
-def _is_near(gold: Any, other: Any) -> bool:
-    """Returns False for two numbers that are only equal as both are tiny.
-
-    math-verify rounds to 6 decimals, and cuts values off: Planck's constant would be any.
-    """
-    if not (getattr(gold, "is_number", False) and getattr(other, "is_number", False)):
-        return True
-    gold, other = (complex(value.doit().evalf()) for value in (gold, other))
-    return gold == other or abs(gold - other) <= 1e-4 * abs(gold)
-
-
 def make_judge(context: None) -> Callable[[list[Question]], float]:
     """Returns ``judge(questions)``, which is 1 if one of them is true, else 0."""
     import math_verify
@@ -360,12 +346,47 @@ def make_judge(context: None) -> Callable[[list[Question]], float]:
     # without its own time limits, which need the process's only alarm
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
+    from sympy import Add, Basic, Mul, Number, preorder_traversal
+
     verify = partial(math_verify.verify, timeout_seconds=None, allow_set_relation_comp=True)
+
+    def kind(term: Any) -> Any:
+        """Returns what a term has beside its numbers, 1 for a number."""
+        value = term
+        if isinstance(term, Mul):
+            value = Mul(*term.args)
+        return value.as_coeff_Mul()[1] if value else term
+
+    def is_left(expression: Any) -> bool:
+        """Returns True if a sum in it has like terms or a zero, or a product two numbers.
+
+        The parser evaluates fractions only: 1 - 1/2, 8 + 9, 2 * 9 and pi + pi are left to evaluate.
+        """
+        if not isinstance(expression, Basic):  # a matrix, or the text of what cannot be parsed
+            return any(map(is_left, getattr(expression, "flat", list)()))
+        for node in preorder_traversal(expression):
+            if isinstance(node, Add) and len({*map(kind, node.args), 0} - {0}) < len(node.args):
+                return True
+            if isinstance(node, Mul) and sum(isinstance(x, Number) and x != -1 for x in node.args) > 1:
+                return True
+            if node.is_MatAdd:
+                return True
+        return False
+
+    def is_near(gold: Any, other: Any) -> bool:
+        """Returns False for numbers that are only equal as both round to 0, as 1e-34 and 2e-34."""
+        if not all(isinstance(value, Basic) and value.is_number for value in (gold, other)):
+            return True
+        gold, other = (complex(value.doit().evalf()) for value in (gold, other))
+        return gold == other or abs(gold - other) <= 1e-4 * abs(gold)
 
     def is_true(question: Question) -> bool:
         texts, answer = question
         boxed = [f"\\boxed{{{text}}}" for text in (answer, *texts)]
         gold, *parsed = [math_verify.parse(text, parsing_timeout=0) for text in boxed]
-        return all(verify(gold, text) and _is_near(gold[0], text[0]) for text in parsed)
+        return (
+            all(verify(gold, text) and is_near(gold[0], text[0]) for text in parsed)
+            and is_left(parsed[-1][0]) <= is_left(gold[0])
+        )
 
     return lambda questions: float(any(map(is_true, questions)))

@@ -28,7 +28,7 @@ COMMANDS = {
     ),
     **dict.fromkeys([*"quad qquad enspace thinspace space , ; :".split(), " ", "\n"], " "),
     **_pairs(
-        r"dfrac \frac tfrac \frac cfrac \frac leq \le geq \ge leqslant \le geqslant \ge neq \ne "
+        r"dfrac \frac tfrac \frac cfrac \frac leq \le geq \ge leqslant \le geqslant \ge neq \ne dbinom \binom "
         r"lt < gt > ast * lbrace \{ rbrace \} degree ^\circ varnothing \emptyset colon :"
     ),
 }
@@ -77,7 +77,8 @@ SCALES = _pairs(
 HIDDEN = re.compile(
     r"\b(?:more|less|fewer|least|most|not|minus|negative|plus|over|under|per|half|halves"
     r"|third|quarter|fifth|sixth|eighth|tenth|hundredth|thousandth|score|pair|gross|times|squared?"
-    r"|cubed?|factorial|mod|modulo|percent|hundred|thousand|[mbtr]+illion|dozen)s?\b",
+    r"|cubed?|factorial|mod|modulo|percent|hundred|thousand|[mbtr]+illion|dozen)s?\b"
+    r"|\b(?:mil|mill[io]\w*|bill[io]\w*|do[czu]\w*en\w*|тысяч\w*|мил[лиар]\w*)\b|[万亿百千兆億]",
     re.IGNORECASE,
 )
 CURRENCY = r"\\\$|\\pounds|[$€£¥₹₽₩]|USD|EUR|GBP|Rs\.?(?= ?[0-9])"
@@ -121,8 +122,9 @@ def plain_latex(text: str) -> str:
             piece = {"$": "", "~": " "}.get(piece, piece)
         pieces.append(piece)
     text = "".join(pieces) + "{" * len(closing)  # an open brace stays one
+    text = re.sub(r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}", text)
     text = re.sub(r"\s*\f\s*", UPRIGHT, re.sub(r"[^\S\f]+", " ", re.sub(r"\{([,:])\}", r"\1", text)))
-    return _without_braces(text.strip().rstrip(".").rstrip())
+    return _without_braces(text.strip().rstrip(".\u3002").rstrip())
 
 
 def _latex_of(sign: str) -> str:
@@ -237,13 +239,13 @@ def _read_unit(value: str, text: str) -> Quantity | None:
             unit = names[0]
             powers[unit] = sign * power
             power = 1
-        elif token.isascii() and len(token) > 1 and token.isalpha() and text[0].isspace():
+        elif token.isalpha() and (len(token) > 1 and text[0].isspace() or not token.isascii()):
             nouns.append(token.lower())
         elif token not in (".", "*", "\\cdot"):
             return None
     if HIDDEN.search(" ".join(nouns)) or {"or", "and", "than"} & {*nouns}:
         return None
-    is_counted = len("".join(nouns)) > 2 and re.search("[0-9]", value)
+    is_counted = re.search("[0-9]", value) and re.search(r"\w{3}|[^\x00-\x7f]", " ".join(nouns))
     if not (powers or scale or is_counted or not text.strip()):
         return None
     base = " ".join(f"{name}^{count}" for name, count in sorted(powers.items()) if count)
