@@ -21,12 +21,12 @@ from typing import Any
 
 from megarl.rewards.reading import (
     HIDDEN,
-    NUMBER,
     OTHER_CHOICE,
     UPRIGHT,
     Quantity,
     plain_latex,
     read_choice,
+    read_number,
     read_quantity,
     tokens_of,
 )
@@ -36,7 +36,9 @@ COMMAND = re.compile(r"\\(?:[A-Za-z]+|.)", re.DOTALL)
 WORD = re.compile(r"[A-Za-z]{3,}|(?<=[\s{])[A-Za-z]{2}(?![A-Za-z])")
 # H2O, e4, 2024-01-05, 12:30, 1:2:3
 LABEL = re.compile(r"[A-Za-z][0-9]|[0-9][-/.][0-9]+[-/.][0-9]|[0-9]\s?:\s?[0-9]+(?:[0-9]|\s?:)")
-SPACED = re.compile(r"[0-9]\s+[0-9]|\([0-9.]+\)\s*\([0-9]|[0-9]\s*\\div|\.(?![0-9\\])|[A-Za-z]\s*\.")  # read as a sum: 8 9 as 17
+SPACED = re.compile(
+    r"[0-9]\s+[0-9]|\([0-9.]+\)\s*\([0-9]|[0-9]\s*\\div|\.(?![0-9\\])|[A-Za-z]\s*\."
+)  # read as a sum: 8 9 as 17
 SUBSCRIPTED = re.compile(r"[0-9}]\s*_")  # not read: 17_2 as 17
 IN_BASE = re.compile(r"[0-9A-Za-z]+_[0-9]+")
 OPERATOR = re.compile(r"[0-9+*/^=<>|()\[\]{}\\-]")
@@ -49,22 +51,25 @@ NO_NAME = re.compile(rf"\b(?:not|or|and)\b|\\(?:pm|mp)\b|\A[^A-Za-z]*\Z|{RELATIO
 EQUALS = re.compile("=")
 AND = re.compile(r"(?:,\s*|(?<![A-Za-z\\]))and(?![A-Za-z])")
 MEMBER = re.compile(r"\\in(?![A-Za-z])")
-COMMA = re.compile(r",\s*(?:and|or)\b|,(?![0-9]{3}(?![0-9]))|;|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])")
+COMMA = re.compile(
+    r",\s*(?:and|or)\b|,(?![0-9]{3}(?![0-9]))|;|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])"
+)
 BINARY = r"[*/^_=]|\\(?:times|cdot|div)(?![A-Za-z])|" + RELATION.pattern
 INCOMPLETE = re.compile(rf"\s*(?:{BINARY})|.*(?:{BINARY}|[-+\\]|\\pm)\s*\Z", re.DOTALL)
 # any other sign must be in the reference as well
 PLAIN = re.compile(r"[0-9A-Za-z\s+*/^(){}\[\].,=<>|_\\!-]*")
-COMMANDS = set(  # math-verify reads these as they are meant
-    r"""
+KNOWN = r"""
 sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan log ln exp sqrt frac binom choose max
 min gcd lcm deg pi cdot cdots ldots dots times div pm mp circ infty sum prod int lim le ge in cup
 cap setminus emptyset lfloor rfloor lceil rceil overline vec hat mathbb operatorname begin end
 pmatrix bmatrix matrix alpha beta gamma delta epsilon varepsilon zeta eta theta iota kappa lambda mu nu xi
 rho sigma tau phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega
 \ { } $ %
-""".split()
-)
+"""
+COMMANDS = set(KNOWN.split())  # math-verify reads these as they are meant
 OPENING = re.compile(r"\\?([({\[])")
+
+PERCENT = "*%^1"
 
 Question = tuple[tuple[str, ...], str]  # texts that must all equal the reference as mathematics
 Result = bool | list[Question]  # questions of which one must be true
@@ -135,7 +140,7 @@ def _compare_named(candidate: str, answer: str) -> Result:
         return _compare_sides(sides, value)
     if name or len(_split(answer, EQUALS)) > 1:
         return len(chain) > 1 and _compare_values(candidate, answer)
-    if MEMBER.search(candidate) and _number(answer):
+    if MEMBER.search(candidate) and read_number(answer):
         return False
     return _compare_sides(sides if our_name else chain, answer)
 
@@ -182,37 +187,41 @@ def _compare_quantities(ours: Quantity, theirs: Quantity) -> Result:
             return False
     if ours.scale == theirs.scale:
         return _compare_values(ours.value, theirs.value)
-    number = _number(theirs.value)
-    if ours.unit or ours.noun:
+    if ours.unit or ours.noun or {ours.scale, theirs.scale} != {"", PERCENT}:
         return False
-    if (ours.scale, theirs.scale) == ("", "%"):  # 50% is 0.5, and 50 to who is asked for percent
+    if theirs.scale:  # 50% is 0.5, and 50 where a percentage was asked for
         values = [theirs.value, _percent(theirs.value)]
         return _any(_compare_values(ours.value, value) for value in values)
-    if (ours.scale, theirs.scale) == ("%", "") and not (number and number[1]):
-        return _compare_values(_percent(ours.value), theirs.value)
-    return False
+    if _is_whole(theirs.value):  # 500% is not 5
+        return False
+    return _compare_values(_percent(ours.value), theirs.value)
 
 
 def _percent(value: str) -> str:
-    if _number(value):
-        return f"{Decimal(_spell_out(value) + 'e-2'):f}"
-    return f"\\frac{{{value}}}{{100}}"
+    number = read_number(value)
+    if number is None:
+        return f"\\frac{{{value}}}{{100}}"
+    return f"{Decimal(number + 'e-2'):f}"
+
+
+def _is_whole(text: str) -> bool:
+    number = read_number(text)
+    return number is not None and not number.partition(".")[2].strip("0")
 
 
 def _compare_values(candidate: str, answer: str) -> Result:
     candidate = _spell_out(candidate)
     answer = _spell_out(answer)
-    ours = _number(candidate)
-    theirs = _number(answer)
+    ours = read_number(candidate)
+    theirs = read_number(answer)
     if tokens_of(candidate) == tokens_of(answer):
         return True
-    if ours and theirs:
-        if ours[0] == theirs[0]:
-            return True
-        if ours[1] and theirs[1]:  # a fraction may have been rounded
-            return False
-    if re.search("[A-Za-z]{3}", " ".join(_words(answer))):
-        return False  # of no unit: an order of words
+    if ours and theirs and Decimal(ours) == Decimal(theirs):
+        return True
+    if _is_whole(candidate) and _is_whole(answer):  # a fraction may have been rounded
+        return False
+    if any(len(word) > 2 for word in _words(answer)):
+        return False  # their order counts
     if not is_mathematics(answer) or INCOMPLETE.fullmatch(answer):
         return False
     if theirs and not re.search("[0-9]", candidate):
@@ -228,9 +237,7 @@ def _compare_values(candidate: str, answer: str) -> Result:
 def _spell_out(text: str) -> str:
     """Returns a number without separators of thousands, 4.5e33 and 2 > x > 1 as LaTeX."""
     text = AND.sub(",", text.replace(UPRIGHT, " ")).strip()
-    number = NUMBER.fullmatch(text)
-    if number and not number[2]:
-        return number[1] + number[3] + re.sub("[, ]", "", number[4]) + (number[5] or "")
+    text = read_number(text) or text
     text = SCIENTIFIC.sub(r"\1\\times 10^{\2}", text)
     text = MIXED.sub(r"\1\\frac{\2}{\3}", text)
     sides = re.split(r"(>|\\ge(?![A-Za-z]))", text)
@@ -238,15 +245,6 @@ def _spell_out(text: str) -> str:
         flipped = {">": "<", "\\ge": "\\le "}
         return "".join(flipped.get(side, side) for side in reversed(sides))
     return text
-
-
-def _number(text: str) -> tuple[Decimal, bool] | None:
-    """Returns the value of a plain number and whether it is whole, None for any other text."""
-    match = NUMBER.fullmatch(text)
-    if match is None or match[2] or (match[1] and match[3]):
-        return None
-    digits = match[1] + match[3] + re.sub("[, ]", "", match[4])
-    return Decimal(digits + (match[5] or "")), not (match[5] or "").strip(".0")
 
 
 def is_mathematics(answer: str) -> bool:
@@ -367,7 +365,10 @@ def make_judge(context: None) -> Callable[[list[Question]], float]:
         for node in preorder_traversal(expression):
             if isinstance(node, Add) and len({*map(kind, node.args), 0} - {0}) < len(node.args):
                 return True
-            if isinstance(node, Mul) and sum(isinstance(x, Number) and x != -1 for x in node.args) > 1:
+            if (
+                isinstance(node, Mul)
+                and sum(isinstance(x, Number) and x != -1 for x in node.args) > 1
+            ):
                 return True
             if node.is_MatAdd:
                 return True
@@ -384,9 +385,8 @@ def make_judge(context: None) -> Callable[[list[Question]], float]:
         texts, answer = question
         boxed = [f"\\boxed{{{text}}}" for text in (answer, *texts)]
         gold, *parsed = [math_verify.parse(text, parsing_timeout=0) for text in boxed]
-        return (
-            all(verify(gold, text) and is_near(gold[0], text[0]) for text in parsed)
-            and is_left(parsed[-1][0]) <= is_left(gold[0])
-        )
+        return all(verify(gold, text) and is_near(gold[0], text[0]) for text in parsed) and is_left(
+            parsed[-1][0]
+        ) <= is_left(gold[0])
 
     return lambda questions: float(any(map(is_true, questions)))

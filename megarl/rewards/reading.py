@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 (the signs are meant)
 r"""Reads what math-verify does not know: fonts, signs, choices, units and thousands.
 
     \textbf{(B)}\ 12~\text{km} --plain_latex--> (B) 12 km --read_choice--> B, 12 km
@@ -8,7 +9,6 @@ All of it in time linear in the text. maths.py compares what was read.
 
 import re
 import unicodedata
-from collections import Counter
 from dataclasses import dataclass
 
 from megarl.rewards.answers import without_marks
@@ -20,23 +20,21 @@ def _pairs(text: str) -> dict[str, str]:
 
 
 UPRIGHT = "\f"  # white space that stands where an upright font begins or ends
+IGNORED = r"""left right big Big bigl bigr Bigl Bigr bigg biggl biggr rm bf it displaystyle textstyle
+limits ( ) [ ]"""
+SPACES = "quad qquad enspace thinspace space , ; :"
+RENAMED = r"""dfrac \frac tfrac \frac cfrac \frac leq \le geq \ge leqslant \le geqslant \ge neq \ne
+lt < gt > ast * lbrace \{ rbrace \} degree ^\circ varnothing \emptyset colon : dbinom \binom"""
 COMMANDS = {
-    **dict.fromkeys(
-        "left right big Big bigl bigr Bigl Bigr bigg biggl biggr rm bf it displaystyle textstyle "
-        "limits ( ) [ ]".split(),
-        "",
-    ),
-    **dict.fromkeys([*"quad qquad enspace thinspace space , ; :".split(), " ", "\n"], " "),
-    **_pairs(
-        r"dfrac \frac tfrac \frac cfrac \frac leq \le geq \ge leqslant \le geqslant \ge neq \ne dbinom \binom "
-        r"lt < gt > ast * lbrace \{ rbrace \} degree ^\circ varnothing \emptyset colon :"
-    ),
+    **dict.fromkeys(IGNORED.split(), ""),
+    **dict.fromkeys([*SPACES.split(), " ", "\n"], " "),
+    **_pairs(RENAMED),
 }
-SIGNS = _pairs(
-    r"× \times ÷ \div · \cdot ∙ \cdot − - – - ≤ \le ⩽ \le ≥ \ge ⩾ \ge ≠ \ne ≈ \approx ∞ \infty "
-    r"√ \sqrt ∪ \cup ∩ \cap ∈ \in ∅ \emptyset ± \pm ° ^\circ → \to ∠ \angle α \alpha β \beta "
-    r"γ \gamma θ \theta λ \lambda μ \mu π \pi σ \sigma φ \phi ω \omega Δ \Delta Ω \Omega ⁄ /"
-)
+SIGNS = _pairs(r"""
+× \times ÷ \div · \cdot ∙ \cdot − - – - ≤ \le ⩽ \le ≥ \ge ⩾ \ge ≠ \ne ≈ \approx ∞ \infty √ \sqrt
+∪ \cup ∩ \cap ∈ \in ∅ \emptyset ± \pm ° ^\circ → \to ∠ \angle ⁄ / α \alpha β \beta γ \gamma
+θ \theta λ \lambda μ \mu π \pi σ \sigma φ \phi ω \omega Δ \Delta Ω \Omega
+""")
 SCRIPTS = {
     "^": re.compile("[\u00b2\u00b3\u00b9\u2070\u2071\u2074-\u207f]+"),
     "_": re.compile("[\u2080-\u208e\u2090-\u209c]+"),
@@ -51,35 +49,82 @@ TOKEN = re.compile(
 )
 UNIT_TOKEN = re.compile(rf"\^\s?\{{?-?[0-9]+\}}?|{TOKEN.pattern}", re.DOTALL)
 
-# names of one unit in each entry
-UNITS = {
-    name: entry.split()[0]
-    for entry in (
-        r"mm millimeter millimetre 毫米 мм; cm centimeter centimetre 厘米 см; dm decimeter;"
-        r"m meter metre 米 м; km kilometer kilometre 千米 公里 км; inch in; ft foot feet; yd yard;"
-        r"mi mile; mg milligram; g gram gramme gm 克 г; kg kilogram kilo 千克 公斤 кг; t ton tonne;"
-        r"lb pound; oz ounce; mL ml milliliter millilitre 毫升; L l liter litre 升; gal gallon;"
-        r"s sec second 秒; min minute 分钟; h hr hour 小时; day 天; week; month; year yr 年 岁;"
-        r"deg degree 度; rad radian; N newton; J joule; kJ kilojoule; cal calorie; W watt; kW;"
-        r"kWh; V volt; A amp ampere; Hz hertz; Pa pascal; K kelvin; mol mole; ohm \Omega; acre;"
-        r"ha hectare; unit; USD $ \$ dollar 美元; cent ¢; EUR € euro; GBP £ \pounds; JPY ¥ yen 日元;"
-        r"CNY yuan 元; INR ₹ Rs rupee; RUB ₽ руб рублей рубля рубль; KRW ₩ won"
-    ).split(";")
-    for name in entry.split()
-}
+# names of one unit in each line; what multiplies the value (*) must not be left out
+NAMES_OF_UNITS = r"""
+mm millimeter millimetre 毫米 мм
+cm centimeter centimetre 厘米 см
+m meter metre 米 м
+km kilometer kilometre 千米 公里 км
+inch in
+ft foot feet
+yd yard
+mi mile
+mg milligram
+g gram gramme gm 克 г
+kg kilogram kilo 千克 公斤 кг
+t ton tonne
+lb pound
+oz ounce
+mL ml milliliter millilitre 毫升
+L l liter litre 升
+gal gallon
+s sec second 秒
+min minute 分钟
+h hr hour 小时
+day 天
+week
+month
+year yr 年 岁
+deg degree 度
+rad radian
+N newton
+J joule
+kJ kilojoule
+cal calorie
+W watt
+kW kilowatt
+kWh
+V volt
+A amp ampere
+Hz hertz
+Pa pascal
+K kelvin
+mol mole
+ohm \Omega
+acre
+ha hectare
+unit
+USD $ \$ dollar 美元
+cent ¢
+EUR € euro
+GBP £ \pounds
+JPY ¥ yen 日元
+CNY yuan 元
+INR ₹ Rs rupee
+RUB ₽ руб рублей рубля рубль
+KRW ₩ won
+*% % \% percent pct
+*100 hundred
+*k thousand k
+*M million
+*B billion
+*T trillion
+*12 dozen
+*万 万
+*亿 亿
+"""
+UNITS = {name: line.split()[0] for line in NAMES_OF_UNITS.splitlines() for name in line.split()}
 COMPOUNDS = _pairs("mph mi/h kmh km/h kph km/h")
 POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
-SCALES = _pairs(
-    r"% % \% % percent % pct % hundred 100 thousand k k k million M billion B trillion T dozen 12"
-    r" 万 万 亿 亿"
-)
 # words that change what stands beside them
 HIDDEN = re.compile(
-    r"\b(?:more|less|fewer|least|most|not|minus|negative|plus|over|under|per|half|halves"
-    r"|third|quarter|fifth|sixth|eighth|tenth|hundredth|thousandth|score|pair|gross|times|squared?"
-    r"|cubed?|factorial|mod|modulo|percent|hundred|thousand|[mbtr]+illion|dozen)s?\b"
-    r"|\b(?:mil|mill[io]\w*|bill[io]\w*|do[czu]\w*en\w*|тысяч\w*|мил[лиар]\w*)\b|[万亿百千兆億]",
-    re.IGNORECASE,
+    r"""
+    \b(?:more|less|fewer|least|most|not|minus|negative|plus|over|under|per|half|halves|third|quarter
+    |fifth|sixth|eighth|tenth|hundredth|thousandth|score|pair|gross|times|squared?|cubed?|factorial
+    |mod|modulo|percent|hundred|thousand|[mbtr]+illion|dozen)s?\b
+    |\b(?:mil|mill[io]\w*|bill[io]\w*|do[czu]\w*en\w*|тысяч\w*|мил[лиар]\w*)\b|[万亿百千兆億]
+    """,
+    re.IGNORECASE | re.VERBOSE,
 )
 CURRENCY = r"\\\$|\\pounds|[$€£¥₹₽₩]|USD|EUR|GBP|Rs\.?(?= ?[0-9])"
 NUMBER = re.compile(
@@ -123,7 +168,9 @@ def plain_latex(text: str) -> str:
         pieces.append(piece)
     text = "".join(pieces) + "{" * len(closing)  # an open brace stays one
     text = re.sub(r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}", text)
-    text = re.sub(r"\s*\f\s*", UPRIGHT, re.sub(r"[^\S\f]+", " ", re.sub(r"\{([,:])\}", r"\1", text)))
+    text = re.sub(
+        r"\s*\f\s*", UPRIGHT, re.sub(r"[^\S\f]+", " ", re.sub(r"\{([,:])\}", r"\1", text))
+    )
     return _without_braces(text.strip().rstrip(".\u3002").rstrip())
 
 
@@ -181,7 +228,20 @@ class Quantity:
     unit: str = ""  # in base units, as h^-1 km^1
     noun: str = ""  # what is counted
     is_upright: bool = False  # the noun is in \text, as units are
-    scale: str = ""  # % or a word of SCALES
+    scale: str = ""  # what multiplies the value, as *%^1
+
+
+def read_number(text: str) -> str | None:
+    """Returns a plain number without separators of thousands, None for any other text."""
+    match = NUMBER.fullmatch(text)
+    if match is None or match[2] or (match[1] and match[3]):
+        return None
+    return _digits(match)
+
+
+def _digits(match: re.Match[str]) -> str:
+    sign, _, behind_currency, whole, fraction = match.groups("")
+    return (sign or behind_currency) + re.sub("[, ]", "", whole) + fraction
 
 
 def read_quantity(text: str) -> Quantity:
@@ -189,18 +249,15 @@ def read_quantity(text: str) -> Quantity:
     splits = []
     number = NUMBER.match(text)
     if number:
-        digits = re.sub("[, ]", "", number[4])
-        value = number[1] + number[3] + digits + (number[5] or "")
-        splits.append((value, number[2] + text[number.end() :]))
-    if UPRIGHT in text:
-        value, _, unit = text.partition(UPRIGHT)
-        splits.append((value, UPRIGHT + unit))
+        splits.append((_digits(number), number[2] + text[number.end() :]))
+    value, _, unit = text.partition(UPRIGHT)
+    splits.append((value, UPRIGHT + unit))
     last = LAST_UNIT.fullmatch(text)
     if last and UNITS.keys() & _singulars(last[2].split()[-1]):
         splits.append((last[1], last[2]))
     for value, unit in splits:
         quantity = _read_unit(value.strip(), unit)
-        if quantity and quantity.value:
+        if quantity:
             return quantity
     return Quantity(text)
 
@@ -211,9 +268,8 @@ def _singulars(word: str) -> list[str]:
 
 def _read_unit(value: str, text: str) -> Quantity | None:
     """Returns a quantity, None if the text behind the value is no unit."""
-    powers = Counter()
+    powers = {}
     nouns = []
-    scale = ""
     unit = ""
     sign = 1
     power = 1
@@ -222,9 +278,7 @@ def _read_unit(value: str, text: str) -> Quantity | None:
         text = re.sub(rf"\b{word}\b", replacement, text)
     for token in UNIT_TOKEN.findall(text):
         names = [UNITS[name] for name in _singulars(token) if name in UNITS]
-        if token in SCALES or token.lower().removesuffix("s") in SCALES and not scale:
-            scale = SCALES.get(token) or SCALES[token.lower().removesuffix("s")]
-        elif token in ("/", "per"):
+        if token in ("/", "per"):
             sign = -1
         elif token.lower() in POWERS:
             power = POWERS[token.lower()]
@@ -232,22 +286,24 @@ def _read_unit(value: str, text: str) -> Quantity | None:
             unit = "deg"
             powers[unit] = 1
         elif unit == "deg" and token in ("C", "F"):
-            powers = Counter({f"deg{token}": 1})
+            powers = {f"deg{token}": 1}
         elif token.startswith("^") and unit:
             powers[unit] = sign * int(token.strip("^ {}"))
         elif names:
             unit = names[0]
             powers[unit] = sign * power
             power = 1
-        elif token.isalpha() and (len(token) > 1 and text[0].isspace() or not token.isascii()):
+        elif token.isalpha() and (not token.isascii() or (len(token) > 1 and text[0].isspace())):
             nouns.append(token.lower())
         elif token not in (".", "*", "\\cdot"):
             return None
+    noun = " ".join(word.removesuffix("s") for word in nouns)
+    is_counted = re.search("[0-9]", value) and re.search(r"\w{3}|[^\x00-\x7f]", noun)
+    if not value or not (powers or is_counted):
+        return None
     if HIDDEN.search(" ".join(nouns)) or {"or", "and", "than"} & {*nouns}:
         return None
-    is_counted = re.search("[0-9]", value) and re.search(r"\w{3}|[^\x00-\x7f]", " ".join(nouns))
-    if not (powers or scale or is_counted or not text.strip()):
-        return None
-    base = " ".join(f"{name}^{count}" for name, count in sorted(powers.items()) if count)
-    noun = " ".join(word.removesuffix("s") for word in nouns)
-    return Quantity(value, base, noun, text.startswith(UPRIGHT), scale)
+    names = [f"{name}^{count}" for name, count in sorted(powers.items())]
+    unit = " ".join(name for name in names if name[0] != "*")
+    scale = " ".join(name for name in names if name[0] == "*")
+    return Quantity(value, unit, noun, text.startswith(UPRIGHT), scale)

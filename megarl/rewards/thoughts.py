@@ -1,7 +1,7 @@
 """Finds where a response's thoughts end, by the tags of the models that write them.
 
-    prompt's last tokens, decoded --opened_tag--> the tag that the prompt leaves open, or ""
-    that tag + response --after_thoughts--> the text from which answers, code and verdicts are taken
+prompt's last tokens, decoded --opened_tag--> the tag that the prompt leaves open, or ""
+that tag + response --after_thoughts--> the text from which answers, code and verdicts are taken
 """
 
 import re
