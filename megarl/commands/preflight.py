@@ -77,8 +77,6 @@ class ProblemCheck:
         learns = config.stage_spec.learns
         self.learns_feedback = learns == "feedback" and command == "train"
         self.learns_answers = learns == "answers"
-        rewards = [reward.name for reward in config.rewards if needs_engine(config.stage, command)]
-        self.reads_answers = self.learns_answers or "accuracy" in rewards
         task = config.task
         self.can_encode = folder is None or bool(tokenizer_files(folder))
         self.needs_tokenizer = bool(
@@ -127,10 +125,9 @@ class ProblemCheck:
         roles = ()
         if not isinstance(question, str):
             roles = tuple(message["role"] for message in question)
-        has_judge = callable(problem.extra.get("score"))
-        if self.reads_answers and problem.answer is not None and not has_judge:
-            reference_text(problem.answer)
         if self.learns_answers:
+            if problem.answer is not None:
+                reference_text(problem.answer)
             if problem.answer is None and completion is None and not roles:
                 raise ValueError(
                     "it has no answer, but stage: sft trains on answers; write `answer`, "

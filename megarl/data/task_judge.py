@@ -130,7 +130,9 @@ def is_expression(text: str, entry: GymEntry) -> bool:
     """
     problem = entry["metadata"]
     tokens = TOKEN.findall(text)
-    names = problem.get("variables") or [*FUNCTIONS.split(), "C", "E", "pi", problem["variable"]]
+    names = problem.get("variables")  # none, if the product is a number
+    if names is None:
+        names = [*FUNCTIONS.split(), "C", "E", "pi", problem["variable"]]
     words = {token for token in tokens if token[0].isalpha() or token[0] == "_"}
     return "".join(tokens) == text and words <= {*map(str, names)}
 

@@ -76,12 +76,16 @@ def tokenizer_files(folder: Path) -> list[str]:
 
 
 def load_tokenizer(
-    path: str | Path, *, trust_remote_code: bool = False, template: str | None = None
+    path: str | Path,
+    *,
+    trust_remote_code: bool = False,
+    template: str | None = None,
+    stop: Sequence[str] = (),
 ) -> Tokenizer:
     """Loads the tokenizer in folder `path`, with the end tokens of generation_config.json too.
 
-    With `template` (task.template) plain, an answer ends with the tokenizer's own end token.
-    Raises ValueError.
+    With `template` (task.template) plain, an answer ends with the tokenizer's own end token. `stop`
+    has the texts that end a response as well. Raises ValueError.
     """
     folder = Path(path)
     check_tokenizer(folder, trust_remote_code=trust_remote_code)
@@ -107,7 +111,7 @@ def load_tokenizer(
         raise ValueError(f"{folder}: the tokenizer cannot be loaded ({error}); {remedy}") from error
     own: Any = inner.eos_token_id
     ends = tuple(sorted(eos | {own} - {None}))
-    tokenizer = HfTokenizer(inner, ends, is_plain=template == "plain")
+    tokenizer = HfTokenizer(inner, ends, stop, is_plain=template == "plain")
     tokenizer.vocab = config.count("vocab_size")
     if inner.vocab_size > tokenizer.vocab > 0:
         raise ValueError(
@@ -261,13 +265,17 @@ def _limited(problem: str) -> Iterator[None]:
 
 
 class HfTokenizer:
-    """A Hugging Face tokenizer; `eos` has every token id that ends a response."""
+    """A Hugging Face tokenizer; `eos` has every token id that ends a response, beside `stop`."""
 
     vocab = 0  # the model's vocab_size; 0: unknown
 
-    def __init__(self, inner: Any, eos: tuple[int, ...], *, is_plain: bool = False) -> None:
+    def __init__(
+        self, inner: Any, eos: tuple[int, ...], stop: Sequence[str] = (), *, is_plain: bool = False
+    ) -> None:
         self.inner = inner
         self.eos = eos
+        added = inner.added_tokens_decoder.items()
+        self.hidden = {*eos, *(id for id, one in added if one.special and one.content in stop)}
         self.chat_template: str | None = inner.get_chat_template() if inner.chat_template else None
         self.is_plain = is_plain
 
@@ -413,8 +421,10 @@ class HfTokenizer:
         return checked
 
     def decode(self, tokens: Sequence[int]) -> str:
+        """Returns the text that rewards get: special tokens that are no ends stay, as [THINK]."""
         return self.inner.decode(
-            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            [token for token in tokens if token not in self.hidden],
+            clean_up_tokenization_spaces=False,
         )
 
 

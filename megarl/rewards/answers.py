@@ -1,16 +1,38 @@
 """Finds the final answer in a response, before any judge sees it, in linear time.
 
-response --after any thinking--> tag | boxed | last_line | last_number | whole --> final answer
+response --after any thoughts--> tag | boxed | last_line | last_number | whole --> final answer
 """
 
 import re
 
 from megarl.config.schema import AnswerPlace
+from megarl.rewards.thoughts import after_thoughts
 
 BOXED = "\\boxed"
-# a minus between terms is not a sign
-NUMBER = re.compile(r"(?:(?<![\w)\]])-)?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # \{ and \} are text
+# what may stand around a whole answer
+MARKS = (("$$", "$$"), ("$", "$"), (r"\[", r"\]"), (r"\(", r"\)"), ("**", "**"), ("`", "`"))
+MAX_MARKS = 4
+# A number with all that is written onto it: 3/7, 2^10, 2.5e3, 12:30, 2024-01-05, \frac{3}{7}, x_5,
+# 7 million. What follows a number belongs to it only if it is one of the signs below.
+NUMBER = re.compile(
+    r"""
+    (?:(?<![\w)\]}])[-+\u2212])?             # a minus between terms is not a sign
+    (?:
+        (?<=[0-9]) (?:,|\\[,; ]|\\?[ \u00a0\u2009\u202f]) (?=[0-9]{3}(?![0-9]))    # thousands
+      | [A-Za-z0-9_.{}\\%\u00b0^/]
+      | (?<=[0-9]) [ ] (?=[0-9]+[ ]?/[ ]?[0-9])                                    # 1 2/3
+      | (?<=[0-9{^eE/]) [-+] (?=[0-9.])                                            # 2024-01-05
+      | (?<=[0-9]) : (?=[0-9])
+      | (?<=[\^/_]) \(
+      | (?<=[0-9})]) [ ]? (?:[/^*_\u00d7\u00b7\u00f7]|\\times|\\cdot|\\div) [ ]? (?=[-+0-9.({\\])
+      | (?<=[0-9]) [ ] (?=(?:hundred|thousand|[mbtr]+illion|percent|dozen)\b)
+    )++
+    """,
+    re.VERBOSE,
+)
+PLAIN = re.compile(r"[-+\u2212]?[0-9,]*\.?[0-9]+")
+WRAPPER = re.compile(r"\\(?:boxed|fbox|text[a-z]*|math[a-z]+)(?=\{)")
 
 
 def extract_answer(response: str, place: AnswerPlace) -> str | None:
@@ -19,15 +41,22 @@ def extract_answer(response: str, place: AnswerPlace) -> str | None:
     tag          the content of the last <answer>...</answer>
     boxed        the content of the last \\boxed{...} whose braces balance
     last_line    the last line that is not empty
-    last_number  the last number, without thousands separators
+    last_number  the last number, without thousands separators, with all that is written onto it
     whole        everything
     auto         tag if there is an <answer>, else boxed if there is a \\boxed, else whole
 
-    Thinking ends with the last </think>; a response that is cut off while thinking has no answer.
+    Of a tag or a line with a \\boxed{...}, only the box counts; marks around all of the answer, as
+    $ or **, are left out. A response whose thoughts never end (thoughts.py) has no answer; if the
+    prompt has opened them, `response` must begin with their tag.
     """
-    text = response.rpartition("</think>")[2].strip()
-    if "<think>" in text:
+    text = after_thoughts(response)
+    if text is None:
         return None
+    text = text.strip()
+    if place == "whole":
+        return text
+    if place == "last_number":
+        return _last_number(text)
     if place == "auto":
         if "<answer>" in text:
             place = "tag"
@@ -37,28 +66,58 @@ def extract_answer(response: str, place: AnswerPlace) -> str | None:
         start = text.rfind("<answer>", 0, max(text.rfind("</answer>"), 0))
         if start < 0:
             return None
-        return text[start + len("<answer>") : text.index("</answer>", start)].strip()
-    if place == "boxed":
-        # in a single pass, since a text may be all braces
-        opened = []
-        start = -1
-        end = -1
-        for match in BRACE.finditer(text):
-            if match[0] == "{":
-                opened.append(match.start())
-            elif match[0] == "}" and opened:
-                brace = opened.pop()
-                if brace > start and text.endswith(BOXED, 0, brace):
-                    start = brace
-                    end = match.start()
-        if start < 0:
+        text = text[start + len("<answer>") : text.index("</answer>", start)].strip()
+    elif place == "boxed":
+        return _boxed(text)
+    elif place == "last_line":
+        text = text.rpartition("\n")[2].strip()
+        if not text:
             return None
-        return text[start + 1 : end].strip()
-    if place == "last_number":
-        number = None
-        for match in NUMBER.finditer(text):
-            number = match[0].replace(",", "")
-        return number
-    if place == "last_line":
-        return text.rpartition("\n")[2].strip() or None
+    if BOXED in text:
+        return _boxed(text)
+    return without_marks(text)
+
+
+def _boxed(text: str) -> str | None:
+    # in a single pass, since a text may be all braces
+    opened = []
+    start = -1
+    end = -1
+    for match in BRACE.finditer(text):
+        if match[0] == "{":
+            opened.append(match.start())
+        elif match[0] == "}" and opened:
+            brace = opened.pop()
+            if brace > start and text.endswith(BOXED, 0, brace):
+                start = brace
+                end = match.start()
+    if start < 0:
+        return None
+    return without_marks(text[start + 1 : end])
+
+
+def without_marks(text: str) -> str:
+    """Returns an answer without the marks of mathematics and emphasis around all of it."""
+    text = text.strip()
+    for _ in range(MAX_MARKS):
+        for left, right in MARKS:
+            inner = text[len(left) : -len(right)]
+            if text == left + inner + right and left not in inner and right not in inner:
+                text = inner.strip()
+                break
     return text
+
+
+def _last_number(text: str) -> str | None:
+    last = None
+    for match in NUMBER.finditer(text):
+        # a digit after letters is part of a name
+        if re.search("[0-9]", match[0]) and not re.match("[A-Za-z_]", match[0]):
+            last = match[0]
+    if last is None:
+        return None
+    last = WRAPPER.sub("", last).rstrip(".\\")
+    while last.startswith("{") and last.endswith("}"):
+        last = last[1:-1]
+    last = last.strip("{}") if PLAIN.fullmatch(last.strip("{}")) else last
+    return last.replace(",", "")

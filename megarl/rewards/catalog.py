@@ -20,7 +20,7 @@ from megarl.rewards.interface import BatchReward, Decode, ScoreError, parse_opti
 from megarl.rewards.judge import make_judge
 from megarl.rewards.process import Splitter, make_process
 from megarl.rewards.remote import make_remote
-from megarl.rewards.rules import BUILT_IN, Accuracy
+from megarl.rewards.rules import BUILT_IN, Accuracy, check_math_verify
 
 MAX_CHECKED = 1000  # problems of a source
 NAMES = ("accuracy", *BUILT_IN, "code", "judge", "process", "model")
@@ -61,7 +61,9 @@ def _make_reward(reward: Reward, decode: Decode | None, timeout_s: float) -> Bat
         return make_judge(reward)
     if name == "accuracy":
         parse_options(Section, reward)  # it has none
-        return BatchReward(name, reward.weight, Accuracy(timeout_s))
+        check_math_verify()
+        accuracy = Accuracy(timeout_s)
+        return BatchReward(name, reward.weight, accuracy, check=accuracy.check)
     if name == "process":
         return make_process(reward, decode or (lambda tokens: ""))
     if "://" in name:
@@ -103,5 +105,5 @@ def check_problems(
                 f"{refused[0]}"
             )
             if len(refused) == len(problems):
-                raise ValueError(f"{summary}; correct their tests, or choose another reward")
+                raise ValueError(f"{summary}; correct them, or choose another reward")
             yield f"{summary}; their samples are left out"

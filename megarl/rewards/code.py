@@ -38,6 +38,7 @@ from megarl.rewards.interface import (
     parse_options,
     try_score,
 )
+from megarl.rewards.thoughts import after_thoughts
 
 log = logging.getLogger(__name__)
 NOT_ITS_FAULT = ("sandbox", "bad_tests", "unjudgeable")
@@ -92,11 +93,11 @@ def make_code(reward: Reward) -> BatchReward:
 
 
 def extract_code(response: str) -> str:
-    """Returns the last fenced block after any thinking, or the whole text if nothing is fenced.
+    """Returns the last fenced block after any thoughts, or the whole text if nothing is fenced.
 
-    Empty if there is no code.
+    Empty if there is no code, or the thoughts never end.
     """
-    text = response.rpartition("</think>")[2]
+    text = after_thoughts(response) or ""
     pieces = text.split("```")
     if len(pieces) < 2:
         return text.strip("\n ")
@@ -143,7 +144,7 @@ class _Code:
 
     def _score(self, request: ScoreRequest, deadline: float) -> Score:
         tests = self.read_tests(request.answer, request.extra)
-        source = extract_code(request.response)
+        source = extract_code(request.opening + request.response)
         if not source.strip():
             return Score(0.0, "no_code", "found no code in the response")
         if time.monotonic() >= deadline:

@@ -1,10 +1,11 @@
 """Functions as rewards.
 
-``f(prompt, response, answer, final_answer, tokens, finish, **extra) -> float``: `answer` is the
-reference, `final_answer` the part of the response to compare with it (None if there is nothing at
-the place `task.answer`), `tokens` the response's ids, `finish` stop or length, and `extra` the
-reward's options and the problem's other fields (among them a function `score`, if the task judges
-answers itself). A function may leave out any argument.
+``f(prompt, response, answer, final_answer, tokens, finish, opening, **extra) -> float``: `answer`
+is the reference, `final_answer` the part of the response to compare with it (None if there is
+nothing at the place `task.answer`), `tokens` the response's ids, `finish` stop or length, `opening`
+the tag, as <think>, of thoughts that the prompt has opened ("" if none), and `extra` the reward's
+options and the problem's other fields (among them a function `score`, if the task judges answers
+itself). A function may leave out any argument.
 """
 
 import inspect
@@ -17,7 +18,10 @@ from megarl.rewards.interface import Score, ScoreRequest, check_options, try_sco
 from megarl.rewards.time_limit import call_with_time_limit
 
 # supplied for each sample, hence not accepted as options
-ARGUMENTS = {"prompt", "response", "answer", "final_answer", "tokens", "finish", "score", "steps"}
+ARGUMENTS = {
+    *("prompt", "response", "answer", "final_answer", "tokens", "finish", "opening"),
+    *("score", "steps"),
+}
 
 
 @dataclass

@@ -40,6 +40,8 @@ class ScoreRequest:
     prompt_tokens: tuple[int, ...] = ()
     # what judges compare with `answer` (answers.py); None: the response has none
     final_answer: str | None = None
+    # the tag of the thoughts that the prompt has opened and the response must close (thoughts.py)
+    opening: str = ""
 
     def arguments(self) -> dict[str, Any]:
         """Returns keyword arguments of a reward function.
@@ -53,6 +55,7 @@ class ScoreRequest:
             "answer": self.answer,
             "final_answer": self.final_answer,
             "finish": self.finish,
+            "opening": self.opening,
             "tokens": list(self.tokens),
         }
 

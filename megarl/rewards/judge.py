@@ -34,6 +34,7 @@ from megarl.rewards.interface import (
     try_score,
 )
 from megarl.rewards.remote import HttpClient, HttpOptions, finite_number
+from megarl.rewards.thoughts import after_thoughts
 from megarl.rewards.time_limit import TimeLimitExceeded, call_with_time_limit
 
 TEMPLATE = """Grade the response to the task below.
@@ -178,7 +179,7 @@ def parse_score(text: str, tag: str, rule: str, *, field: str = "score", pattern
 
     None if there is none, or if two differ.
     """
-    text = text.rpartition("</think>")[2]
+    text = after_thoughts(text) or ""
     parts = re.split(re.escape(MARK + tag), text, flags=re.IGNORECASE)[1:]
     parts = [LEAD.sub("", part) for part in parts]
     if rule == "regex":

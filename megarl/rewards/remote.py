@@ -16,7 +16,8 @@
 The answer has one entry per sample, in any order. `score` is a finite number; the entry of a sample
 that the server cannot score is {"id": ..., "error": "reason"}. For process rewards a sample has
 `steps`, a list of texts, and its entry `steps`, as many numbers. `extra` holds those of the
-problem's other fields that JSON can represent. With the option `tokens: true`, `tokens` are the ids
+problem's other fields that JSON can represent. A sample has `opening`, a tag as <think>, if its
+prompt has opened thoughts. With the option `tokens: true`, `tokens` are the ids
 of prompt and response, which `megarl serve-reward` then scores; the first `prompt_length` are the
 prompt's.
 
@@ -295,6 +296,8 @@ def request_row(request: ScoreRequest, *, tokens: bool = False) -> dict[str, Any
         "finish": request.finish,
         "extra": {str(key): value for key, value in request.extra.items() if _is_json(value)},
     }
+    if request.opening:
+        row["opening"] = request.opening
     if tokens:
         row["tokens"] = [*request.prompt_tokens, *request.tokens]
         row["prompt_length"] = len(request.prompt_tokens)

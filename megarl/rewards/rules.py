@@ -4,27 +4,53 @@ accuracy: final answer --equal text or number--> 1
                        --else--> the task's own judge, or math-verify, in its own process --> 0 to 1
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
-from megarl.data.rows import reference_text
 from megarl.data.task_judge import TaskJudge, judge_answers
 from megarl.jail.judging import JudgePool
-from megarl.rewards.interface import Score, ScoreRequest, try_score
-from megarl.rewards.maths import compare
+from megarl.rewards.interface import Score, ScoreError, ScoreRequest, try_score
+from megarl.rewards.maths import Question, compare, texts_of
+from megarl.rewards.thoughts import is_thought_and_answer
 from megarl.rewards.time_limit import call_with_time_limit
 
 MATHS = JudgePool("megarl.rewards.maths:make_judge", "megarl.rewards.maths:import_math_verify")
+PARSER = "antlr4-python3-runtime"
+
+
+@cache
+def check_math_verify() -> None:
+    """Raises ValueError if math-verify misreads with the parser that is installed, by trying it.
+
+    Of the three versions that it takes, 4.9.3, which omegaconf asks for, reads no 50\\%.
+    """
+    installed = "not installed"
+    with suppress(PackageNotFoundError):
+        installed = version(PARSER)
+    if installed == "4.13.2":  # that of the tests
+        return
+    question = (("50\\%", "0.5"), "\\frac{1}{2}")
+    (verdict,) = MATHS.judge(None, [([question],)], timeout_s=60.0)
+    if verdict.value != 1.0:
+        raise ValueError(
+            f"rewards: name='accuracy': math-verify misreads 50\\% ({PARSER} is {installed}; "
+            f"{verdict.detail or 'hydra-core and omegaconf install 4.9.3'}); "
+            f"pip install {PARSER}==4.13.2, in an environment without them"
+        )
 
 
 @dataclass(frozen=True)
 class Accuracy:
     """The result of the task's own judge, or 1 if the final answer equals the reference.
 
-    They are compared as text and as mathematics. A response scores 0 without a final answer, or if
-    its judge raises an error, runs out of memory, or takes more than `timeout_s` CPU seconds. A
-    `score` that is not callable is a column of the task's file, and is ignored.
+    They are compared as text and as mathematics (maths.py); of a list of references, one must be
+    equal. A response scores 0 without a final answer, or if its judge raises an error, runs out of
+    memory, or takes more than `timeout_s` CPU seconds. A `score` that is not callable is a column
+    of the task's file, and is ignored.
     """
 
     timeout_s: float = 10.0
@@ -36,7 +62,6 @@ class Accuracy:
         maths = {}
         for row, request in enumerate(requests):
             text = request.final_answer
-            answer = request.answer
             judge = request.extra.get("score")
             if text is None:
                 scores[row] = Score(
@@ -46,38 +71,46 @@ class Accuracy:
                 judged[row] = (judge, text)
             elif callable(judge):  # the user's own
                 scores[row] = try_score(self._call, judge, text)
-            elif answer is None:
-                scores[row] = Score(None, "error", "the problem has no answer to compare with")
             else:
-                if isinstance(answer, bool):
-                    text = text.lower()
-                answer = reference_text(answer)
-                equal = compare(text, answer)
-                if isinstance(equal, bool):
-                    scores[row] = Score(float(equal))
+                result = self._compare(text, request.answer)
+                if isinstance(result, Score):
+                    scores[row] = result
                 else:
-                    maths[row] = (equal, answer)
+                    maths[row] = (result,)
         verdicts = judge_answers([*judged.values()], timeout_s=self.timeout_s)
         verdicts += MATHS.judge(None, [*maths.values()], timeout_s=self.timeout_s)
         for row, verdict in zip([*judged, *maths], verdicts, strict=True):
             scores[row] = Score(verdict.value, verdict.cause, verdict.detail)
         return scores
 
+    def check(self, answer: object, extra: Mapping[str, Any]) -> None:
+        """Raises ScoreError for a problem that cannot be scored."""
+        if callable(extra.get("score")):
+            return
+        try:
+            texts_of(answer)
+        except ValueError as error:
+            raise ScoreError("no_answer", str(error)) from None
+
+    def _compare(self, text: str, answer: object) -> Score | list[Question]:
+        try:
+            result = compare(text, answer)
+        except ValueError as error:
+            return Score(None, "error", str(error))
+        if isinstance(result, bool):
+            return Score(float(result))
+        return result
+
     def _call(self, judge: Callable[[str], float], text: str) -> Score:
         return Score(float(call_with_time_limit(partial(judge, text), timeout_s=self.timeout_s)))
 
 
-def format_think(*, response: str) -> float:
-    """Returns 1 if the response is one <think>...</think> followed by an answer, else 0."""
-    before, opened, rest = response.partition("<think>")
-    _, closed, after = rest.partition("</think>")
-    return float(
-        bool(opened and closed)
-        and "<think>" not in rest
-        and "</think>" not in after
-        and not before.strip()
-        and bool(after.strip())
-    )
+def format_think(*, response: str, opening: str = "") -> float:
+    """Returns 1 if the response is one <think>...</think> followed by an answer, else 0.
+
+    `opening` is the tag that the prompt has opened, if any.
+    """
+    return float(is_thought_and_answer(opening + response))
 
 
 def even_fraction(*, tokens: Sequence[int]) -> float:

@@ -21,6 +21,7 @@ from megarl.platform.env import redact
 from megarl.rewards.answers import extract_answer
 from megarl.rewards.catalog import make_rewards
 from megarl.rewards.interface import UNREACHABLE, BatchReward, Decode, Score, ScoreRequest
+from megarl.rewards.thoughts import PROMPT_TOKENS, opened_tag
 from megarl.rewards.time_limit import on_daemon_thread
 from megarl.types import CheckFailed, Prompt, Sample
 
@@ -108,6 +109,7 @@ class Scoring:
     def __init__(self, scorer: Scorer, prompts: Sequence[Prompt]) -> None:
         self._scorer = scorer
         self._prompts = {prompt.prompt_id: prompt for prompt in prompts}
+        self._openings = {}  # by prompt id
         # {id(sample): (row, sample)}; no other sample gets the id of one that is kept
         self._rows = {}
         self._decoded = []
@@ -123,12 +125,14 @@ class Scoring:
             if self._scorer.decode is not None:
                 text = self._scorer.decode(tokens)
             prompt = self._prompts[sample.prompt_id]
+            opening = self._opening(prompt)
             request = ScoreRequest(
                 id=f"{sample.prompt_id}/{sample.index}",
                 prompt=prompt.text,
                 response=text,
                 answer=prompt.answer,
-                final_answer=extract_answer(text, self._scorer.answer),
+                final_answer=extract_answer(opening + text, self._scorer.answer),
+                opening=opening,
                 tokens=tuple(tokens),
                 prompt_tokens=tuple(prompt.tokens),
                 finish=sample.finish,
@@ -141,6 +145,14 @@ class Scoring:
         if new:
             for worker in self._workers.values():
                 worker.inbox.put([request for _, request in new])
+
+    def _opening(self, prompt: Prompt) -> str:
+        if prompt.prompt_id not in self._openings:
+            end = prompt.text
+            if self._scorer.decode is not None:
+                end = self._scorer.decode(prompt.tokens[-PROMPT_TOKENS:])
+            self._openings[prompt.prompt_id] = opened_tag(end)
+        return self._openings[prompt.prompt_id]
 
     def results(self, samples: Sequence[Sample]) -> list[Sample]:
         self.add([sample for sample in samples if id(sample) not in self._rows])

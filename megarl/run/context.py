@@ -79,6 +79,7 @@ class Rank:
                 folder,
                 trust_remote_code=config.model.trust_remote_code,
                 template=config.task.template,
+                stop=config.rollout.stop,
             ),
             transport,
             phase or CurrentPhase(),

@@ -34,8 +34,8 @@ BATCHES = [
         f"{SCHEDULE}::test_seeds_are_31_bits_all_different_and_the_same_in_every_process",
     ),
     (
-        "rewards/rules.py",
-        "        and not before.strip()\n",
+        "rewards/thoughts.py",
+        "        and text.lstrip().startswith(tags[0])\n",
         "",
         f"{RULES}::test_format",
     ),
@@ -246,14 +246,14 @@ BATCHES = [
         f"{SHAPING}::test_what_was_cut_gets_the_reward_asked_for_and_no_steps",
     ),
     (
-        "rewards/maths.py",
-        'return " ".join(text.split()).rstrip(".")',
-        "return text",
+        "rewards/reading.py",
+        'text.strip().rstrip(".").rstrip()',
+        "text.strip()",
         f"{MATHS}::test_forms_of_an_answer",
     ),
     (
         "rewards/answers.py",
-        'text = response.rpartition("</think>")[2]',
+        "text = after_thoughts(response)",
         "text = response",
         f"{ANSWERS}::test_places",
     ),
@@ -361,8 +361,8 @@ BATCHES = [
     ),
     (
         "rewards/answers.py",
-        'if "<think>" in text:',
-        'if place == "auto" and "<think>" in text:',
+        "if text is None:",
+        'if text is None and place == "auto":',
         f"{ANSWERS}::test_a_response_that_is_cut_off_while_thinking_has_no_answer",
     ),
     (
@@ -373,7 +373,7 @@ BATCHES = [
     ),
     (
         "rewards/scorer.py",
-        "final_answer=extract_answer(text, self._scorer.answer)",
+        "final_answer=extract_answer(opening + text, self._scorer.answer)",
         "final_answer=text",
         f"{SCORER}::test_the_place_of_the_answer_holds_for_every_judge",
     ),

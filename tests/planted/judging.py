@@ -63,20 +63,20 @@ JUDGED = [
     ),
     (
         "rewards/maths.py",
-        "if len(candidate) > MAX_CHARS or not is_mathematics(answer):",
-        "if len(candidate) > MAX_CHARS:",
+        "if not is_mathematics(answer) or INCOMPLETE.fullmatch(answer):",
+        "if INCOMPLETE.fullmatch(answer):",
         f"{MATHS}::test_letters_of_a_word_in_another_order_are_another_word",
     ),
     (
         "rewards/maths.py",
-        "*(side for side in sides if not NAME.fullmatch(side)), last",
-        "last",
+        "others = [side for side in others if not _is_name(side)]",
+        "others = []",
         f"{MATHS}::test_forms_of_an_answer",
     ),
     (
         "rewards/maths.py",
-        "and ARITHMETIC.fullmatch(last) and UNDONE.search(last)",
-        "and False",
+        "if is_unevaluated(candidate) and not is_unevaluated(answer):",
+        "if False:",
         f"{MATHS}::test_forms_of_an_answer",
     ),
     (
@@ -93,7 +93,7 @@ JUDGED = [
     ),
     (
         "rewards/maths.py",
-        "and HIDDEN.findall(text) == HIDDEN.findall(answer)",
+        "and _hidden(text) == _hidden(answer)",
         "and True",
         f"{MATHS}::test_forms_of_an_answer",
     ),

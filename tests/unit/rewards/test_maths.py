@@ -74,6 +74,7 @@ RIGHT = {  # reference: forms of it
     "1 2 3": ["1 2 3", " 1  2 3"],
     "101_2": ["101_2", "101_{2}", "$101_{2}$", "101"],
     "17 million": ["17 million", "17  million."],
+    "true": ["True"],  # words of several letters are one to math-verify whatever their case
     "x_1 + 2": ["2 + x_1", "2+x_{1}"],
     r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}": [r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"],
 }
@@ -218,7 +219,7 @@ WRONG = {
     "e4": ["4e", "10.8731"],
     "Jean-Paul": ["Paul-Jean", "P a u l - J e a n", "-a e J l n P u"],
     "listen": ["silent", "nestli", "tinsel", "l i s t e n", "e*i*l*n*s*t"],
-    "true": ["false", "True"],
+    "true": ["false", "untrue"],
     "(1, 2)": ["(2, 1)", "2, 1", "1 2", "3"],
     "3": ["1 2", "1 2/1 2", "1 1 1"],
     "B": ["A", "A or B", "A, B", "AB"],

@@ -86,6 +86,7 @@ def test_a_function_may_take_everything():
             "tokens",
             "finish",
             "level",
+            "opening",
         }
         return len(prompt)
 
