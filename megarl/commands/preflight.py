@@ -18,6 +18,7 @@ from megarl.data.tasks import check_tasks, load_sources
 from megarl.data.tokenizer import check_tokenizer, load_tokenizer, prompt_encoder, stop_token_ids
 from megarl.models.hub import model_folder
 from megarl.platform.env import Env
+from megarl.platform.packages import require
 from megarl.rewards.catalog import check_problems, make_rewards
 from megarl.telemetry.trackers import check_trackers
 
@@ -25,6 +26,7 @@ from megarl.telemetry.trackers import check_trackers
 def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
     """Raises ValueError or FileNotFoundError with a one-line message."""
     job = check_config(config, env, command=command)
+    _check_packages(config, job, command)
     model = config.model
     folder = None
     if model.path is not None:
@@ -42,6 +44,17 @@ def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
     if command == "train" and env.is_main:
         check_trackers(config.telemetry)
     return replace(job, warnings=job.warnings + notes)
+
+
+def _check_packages(config: Config, job: Job, command: str) -> None:
+    """Raises ValueError if a package is missing that a setting needs."""
+    require(f"megarl {command}", "torch", "megatron.core")
+    if needs_engine(config.stage, command):
+        require(f"stage={config.stage}", "vllm")
+    if config.launch.topology == "split":
+        require("launch.topology=split", "ray")
+    if config.precision.fp8 and job.gpus:
+        require("precision.fp8", "transformer_engine")
 
 
 def _check_text(config: Config, folder: Path | None) -> None:

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 
 from megarl.config.schema import AnswerPlace, Reward
-from megarl.platform.env import redact
 from megarl.rewards.answers import extract_answer
 from megarl.rewards.catalog import make_rewards
 from megarl.rewards.interface import UNREACHABLE, BatchReward, Decode, Score, ScoreRequest
@@ -98,7 +97,7 @@ class Scorer:
             self.logged.add(cause)
             log.warning(
                 f"{cause}: prompt {sample.prompt_id}, sample {sample.index} {effect}: "
-                f"{redact(detail)} (later cases are only counted)"
+                f"{detail} (later cases are only counted)"
             )
 
 
@@ -157,7 +156,7 @@ class Scoring:
             # every sample would be dropped, in the steps to come as well
             if order and all(score.cause in UNREACHABLE for score in scores[name]):
                 raise CheckFailed(
-                    f"the reward {redact(name)} is gone: {redact(scores[name][0].detail)}; "
+                    f"the reward {name} is gone: {scores[name][0].detail}; "
                     "start its server again, and the same command resumes"
                 )
         results = []
