@@ -35,9 +35,9 @@ FORMS = re.compile(  # of secrets anywhere; their lengths are limited, as texts 
     r"(?<=://)[^/\s'\"]*(?=@)"
     rf"|(?P<start>[?&][\w.-]{{0,40}}(?:{SECRET.pattern})[\w.-]{{0,40}}="
     r"|\b(?:authorization|password|passwd|(?:api|access|secret|private)[_-]?(?:key|token))"
-    r"['\"]{0,2}\s{0,3}[:=]\s{0,3}['\"]{0,2}(?:bearer|basic|token)?\s{0,3}"
-    r"|\bbearer\s{1,3})[^\s'\"&,;*$]{4,}"
-    r"|\b(?:sk-[\w-]|gh[oprsu]_|github_pat_|glpat-|hf_|xox[abprs]-|AKIA|eyJ)[A-Za-z0-9.-]{10,}\b",
+    r"['\"]{0,2}\s{0,3}[:=]\s{0,3}['\"]{0,2}(?:bearer|basic|token)?+\s{0,3}"
+    r"|\bbearer\s{1,3})[^\s'\"&,;#*$]{4,}"
+    r"|\b(?:sk-[\w-]|gh[oprsu]_|github_pat_|glpat-|hf_|xox[abprs]-|AKIA|eyJ)[A-Za-z0-9-]{10,}\b(?:\.[\w-]+)*",
     re.IGNORECASE,
 )
 MAX_CHARS = 8_000  # of a text in a log
@@ -142,12 +142,12 @@ def log_text(text: str) -> str:
     """Returns a text of a model, server or user as it may be printed: redacted, the middle of a
     long one left out, control characters escaped, and each further line indented.
     """
-    text = redact(text)
+    text = re.sub(r"[^\n -~]", _escaped, redact(text))
+    text = re.sub(r"\n(?! )", "\n  ", text)
     if len(text) > MAX_CHARS:
-        half = MAX_CHARS // 2
-        text = f"{text[:half]} [... {len(text):,} characters ...] {text[-half:]}"
-    text = re.sub(r"[^\n -~]", _escaped, text)
-    return re.sub(r"\n(?! )", "\n  ", text)
+        half = MAX_CHARS // 2 - 20
+        text = f"{text[:half]} [... {len(text):,} characters] {text[-half:]}"
+    return text
 
 
 def _escaped(match: re.Match[str]) -> str:
