@@ -141,12 +141,10 @@ async def _read(request: Request) -> bytes:
     """Returns the body of a request. Raises ValueError if it is too large."""
     body = bytearray()
     length = int(request.headers.get("content-length", 0))
-    if length <= MAX_BYTES:
-        async for chunk in request.stream():
-            body += chunk
-            length = max(length, len(body))
-            if length > MAX_BYTES:
-                break
+    chunks = request.stream()
+    while length <= MAX_BYTES and (chunk := await anext(chunks)):  # the last one is empty
+        body += chunk
+        length = max(length, len(body))
     if length > MAX_BYTES:
         raise ValueError(f"Content-Length={length} is not within 0 and {MAX_BYTES}")
     return bytes(body)

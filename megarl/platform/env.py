@@ -35,10 +35,14 @@ FORMS = re.compile(  # of secrets anywhere; their lengths are limited, as texts 
     r"(?<=://)[^/\s'\"]*(?=@)"
     rf"|(?P<start>[?&][\w.-]{{0,40}}(?:{SECRET.pattern})[\w.-]{{0,40}}="
     r"|\b(?:authorization|password|passwd|(?:api|access|secret|private)[_-]?(?:key|token))"
-    r"['\"]{0,2}\s{0,3}[:=]\s{0,3}['\"]{0,2}(?:bearer|basic|token)?+\s{0,3}"
+    r"['\"]{0,2}\s{0,3}[:=]\s{0,3}+['\"]{0,2}(?:(?:bearer|basic|token)\s{1,3})?+"
     r"|\bbearer\s{1,3})[^\s'\"&,;#*$]{4,}"
-    r"|\b(?:sk-[\w-]|gh[oprsu]_|github_pat_|glpat-|hf_|xox[abprs]-|AKIA|eyJ)[A-Za-z0-9-]{10,}\b(?:\.[\w-]+)*",
+    r"|\b(?:sk-[\w-]|gh[oprsu]_|github_pat_|glpat-|hf_|xox[abprs]-|AKIA|eyJ)[A-Za-z0-9-]{10,}\b"
+    r"(?:\.[\w-]+)*",
     re.IGNORECASE,
+)
+CONTROLS = re.compile(  # what moves a terminal's cursor, or hides or turns text; half surrogates
+    r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ud800-\udfff\ufeff]"
 )
 MAX_CHARS = 8_000  # of a text in a log
 
@@ -142,17 +146,12 @@ def log_text(text: str) -> str:
     """Returns a text of a model, server or user as it may be printed: redacted, the middle of a
     long one left out, control characters escaped, and each further line indented.
     """
-    text = re.sub(r"[^\n -~]", _escaped, redact(text))
+    text = CONTROLS.sub(lambda match: ascii(match[0])[1:-1], redact(text))
     text = re.sub(r"\n(?! )", "\n  ", text)
     if len(text) > MAX_CHARS:
         half = MAX_CHARS // 2 - 20
         text = f"{text[:half]} [... {len(text):,} characters] {text[-half:]}"
     return text
-
-
-def _escaped(match: re.Match[str]) -> str:
-    char = match[0]
-    return char if char.isprintable() else ascii(char)[1:-1]
 
 
 class _LogRecord(logging.LogRecord):

@@ -2,22 +2,24 @@
 
 import sys
 from importlib.machinery import ModuleSpec
+from itertools import accumulate
 from typing import Any
 
-OPTIONAL = {  # module: its project, and what to install
-    "torch": ("PyTorch", "megarl[cpu] or megarl[gpu]"),
-    "megatron.core": ("Megatron-Core", "megarl[cpu] or megarl[gpu]"),
-    "vllm": ("vLLM", "megarl[cpu] or megarl[gpu]"),
-    "transformer_engine": ("Transformer Engine", "megarl[gpu]"),
-    "ray": ("Ray", "megarl[ray]"),
-    "datasets": ("datasets", "megarl[hf]"),
-    "tensorboard.summary": ("TensorBoard", "megarl[tensorboard]"),
-    "wandb.sdk": ("wandb", "megarl[wandb]"),
-    "uvicorn": ("uvicorn", "megarl[serve]"),
-    "starlette": ("Starlette", "megarl[serve]"),
-    "sentencepiece": ("SentencePiece", "sentencepiece"),
-    "google.protobuf": ("protobuf", "protobuf"),
-    "tiktoken": ("tiktoken", "tiktoken"),
+BASE = "pip install megarl[cpu] or megarl[gpu]"
+OPTIONAL = {  # module: its project, and what installs it
+    "torch": f"PyTorch: {BASE}",
+    "megatron.core": f"Megatron-Core: {BASE}",
+    "vllm": f"vLLM: {BASE}",
+    "transformer_engine": "Transformer Engine: pip install megarl[gpu]",
+    "ray": "Ray: pip install megarl[ray]",
+    "datasets": "datasets: pip install megarl[hf]",
+    "tensorboard.summary": "TensorBoard: pip install megarl[tensorboard]",
+    "wandb.sdk": "wandb: pip install megarl[wandb]",
+    "uvicorn": "uvicorn: pip install megarl[serve]",
+    "starlette": "Starlette: pip install megarl[serve]",
+    "sentencepiece": "SentencePiece: pip install sentencepiece",
+    "google.protobuf": "protobuf: pip install protobuf",
+    "tiktoken": "tiktoken: pip install tiktoken",
 }
 
 
@@ -25,16 +27,13 @@ def require(setting: str, *modules: str) -> None:
     """Raises ValueError, with the command that installs it, if a module of OPTIONAL is missing."""
     for module in modules:
         if not is_installed(module):
-            project, package = OPTIONAL[module]
-            raise ValueError(f"{setting} needs {project}: pip install {package}")
+            raise ValueError(f"{setting} needs {OPTIONAL[module]}")
 
 
 def is_installed(module: str) -> bool:
     """Returns True if `module` (dotted) can be imported, without importing it or its parents."""
-    name = ""
     path = None
-    for part in module.split("."):
-        name = f"{name}.{part}".lstrip(".")
+    for name in accumulate(module.split("."), "{}.{}".format):
         spec = _find(name, path)
         if spec is None:
             return False

@@ -61,16 +61,16 @@ def _make_reward(reward: Reward, decode: Decode | None, timeout_s: float) -> Bat
         return make_judge(reward)
     if name == "accuracy":
         parse_options(Section, reward)  # it has none
-        return BatchReward(name, reward.weight, Accuracy(timeout_s))
+        accuracy = Accuracy(timeout_s)
+        return BatchReward(name, reward.weight, accuracy, check=accuracy.check)
     if name == "process":
         return make_process(reward, decode or (lambda tokens: ""))
     if "://" in name:
         return make_remote(reward)
     if name in BUILT_IN or is_dotted(name):
         function = BUILT_IN.get(name) or import_function(name, setting="rewards: name")
-        return BatchReward(
-            name, reward.weight, FunctionReward(function, reward.options, name, timeout_s)
-        )
+        score = FunctionReward(function, reward.options, name, timeout_s)
+        return BatchReward(name, reward.weight, score, check=score.check)
     remedy = did_you_mean(
         name, NAMES, f"choose from {', '.join(NAMES)}, or write package.module:function"
     )
@@ -103,5 +103,5 @@ def check_problems(
                 f"{refused[0]}"
             )
             if len(refused) == len(problems):
-                raise ValueError(f"{summary}; correct their tests, or choose another reward")
+                raise ValueError(f"{summary}; correct them, or choose another reward")
             yield f"{summary}; their samples are left out"

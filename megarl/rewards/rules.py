@@ -4,13 +4,14 @@ accuracy: final answer --equal text or number--> 1
                        --else--> the task's own judge, or math-verify, in its own process --> 0 to 1
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from megarl.data.task_judge import TaskJudge, judge_answers
 from megarl.jail.judging import JudgePool
-from megarl.rewards.interface import Score, ScoreRequest, try_score
+from megarl.rewards.interface import Score, ScoreError, ScoreRequest, try_score
 from megarl.rewards.maths import compare
 from megarl.rewards.time_limit import call_with_time_limit
 
@@ -56,6 +57,11 @@ class Accuracy:
         for row, verdict in zip([*judged, *maths], verdicts, strict=True):
             scores[row] = Score(verdict.value, verdict.cause, verdict.detail)
         return scores
+
+    def check(self, answer: str | None, extra: Mapping[str, Any]) -> None:
+        """Raises ScoreError if there is nothing to compare an answer with."""
+        if answer is None and not callable(extra.get("score")):
+            raise ScoreError("error", "the problem has no answer to compare with")
 
     def _call(self, judge: Callable[[str], float], text: str) -> Score:
         return Score(float(call_with_time_limit(partial(judge, text), timeout_s=self.timeout_s)))

@@ -4,7 +4,8 @@
                            +--> code, servers, judges: on their own threads, while -------+
                                 others are still generated
 
-A dropped sample has the reward None and extra["dropped"] = `reward/<name>/<cause>`;
+A dropped sample has the reward None, extra["dropped"] = `reward/<name>/<cause>`, and
+extra["detail"];
 extra["counted"] has the causes of scores with a value. Only a server that no sample could reach,
 with all retries, stops the run, which can be resumed.
 """
@@ -24,6 +25,7 @@ from megarl.rewards.time_limit import on_daemon_thread
 from megarl.types import CheckFailed, Prompt, Sample
 
 log = logging.getLogger(__name__)
+MAX_DETAIL = 300  # characters that a dropped sample carries
 
 
 def make_scorer(
@@ -90,7 +92,7 @@ class Scorer:
 
     def _dropped(self, sample: Sample, cause: str, detail: str) -> Sample:
         self._log_once(cause, sample, "is dropped", detail)
-        return sample.without_reward(cause)
+        return sample.without_reward(cause, detail[:MAX_DETAIL])
 
     def _log_once(self, cause: str, sample: Sample, effect: str, detail: str) -> None:
         if cause not in self.logged:

@@ -441,6 +441,6 @@ def test_problems_that_cannot_be_judged_are_named_at_the_start():
     ]
     with pytest.raises(
         ValueError,
-        match=r"cannot score 1 of 1 problems; problem 0: bad_tests: .*; correct their tests",
+        match=r"cannot score 1 of 1 problems; problem 0: bad_tests: .*; correct them",
     ):
         list(check_problems(rewards, sources(2)))
