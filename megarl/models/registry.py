@@ -14,7 +14,7 @@ from megarl.models.config_json import ConfigReader, read_config, read_latent, re
 from megarl.models.headers import header_shapes
 from megarl.models.shape import Family, ModelShape, Shape
 from megarl.models.shards import LayerSpec, Table, shapes_of
-from megarl.platform.packages import is_installed
+from megarl.platform.env import is_installed
 
 MODULES = (
     "llama",

@@ -55,7 +55,9 @@ class FunctionReward:
                     "name one that returns a number"
                 )
         self.required = {
-            p.name for p in parameters if p.default is p.empty and p.kind not in VARIADIC
+            f"{p.name}{' by position' * (p.kind is p.POSITIONAL_ONLY)}"
+            for p in parameters
+            if p.default is p.empty and p.kind not in VARIADIC
         }
         self.accepted = None  # names of the function's arguments; None: any keyword
         if parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -78,10 +80,8 @@ class FunctionReward:
         known = [*SUPPLIED, *self.context, *extra, *self.options]
         missing = sorted(self.required.difference(known))
         if missing:
-            raise ScoreError(
-                "signature",
-                f"it demands {', '.join(missing)}, but there are {', '.join(known)}",
-            )
+            there = f"there are {', '.join(known)}"
+            raise ScoreError("signature", f"it demands {', '.join(missing)}, but {there}")
 
     def call(self, request: ScoreRequest, **context: Any) -> Any:
         """Returns the function's result.

@@ -51,6 +51,7 @@ import certifi
 from pydantic import BaseModel, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.schema import Reward, Section
+from megarl.config.section import not_misread
 from megarl.platform.env import SECRET, SECRET_NAMES, get_env, redact
 from megarl.rewards.interface import (
     UNREACHABLE,
@@ -82,6 +83,7 @@ class HttpOptions(BaseModel):
     """The options of every reward that sends requests."""
 
     model_config = Section.model_config
+    _not_misread = not_misread
 
     timeout_s: PositiveFloat = 30.0  # of one attempt, from connecting to the answer's last byte
     total_s: PositiveFloat = 300.0  # of all requests of a step together, pauses included

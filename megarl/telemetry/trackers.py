@@ -21,7 +21,7 @@ from megarl.config.schema import Config, Telemetry
 from megarl.platform.env import get_env, log_text
 from megarl.platform.packages import require
 from megarl.processes.files import write_atomic
-from megarl.telemetry.metrics import read_metrics
+from megarl.telemetry.metrics import iterate_jsonl, read_metrics
 
 UPLOAD_S = 60  # W&B may take this long to upload what is left at the end
 
@@ -145,7 +145,7 @@ class WandB:
         print(f"Weights & Biases run: {upload if self._run.offline else self._run.url}", flush=True)
         if self._run.offline:
             results = {row["step"]: row for row in read_metrics(folder / "eval.jsonl")}
-            for row in read_metrics(folder / "metrics.jsonl"):
+            for row in iterate_jsonl(folder / "metrics.jsonl", step=int):
                 if row["step"] < start:
                     named = {
                         f"eval/{name}": value

@@ -17,7 +17,7 @@ import pytest
 import torch
 from test_trainer import each
 
-from megarl.platform.packages import is_installed
+from megarl.platform.env import is_installed
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from megarl.cli import main
-from megarl.platform.packages import OPTIONAL, is_installed
+from megarl.platform.env import is_installed
+from megarl.platform.packages import OPTIONAL
 
 ROOT = Path(__file__).resolve().parents[3]
 DRY = ["train", str(ROOT / "configs/tiny_dense.yaml"), "--dry-run"]
