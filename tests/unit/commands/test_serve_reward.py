@@ -188,7 +188,7 @@ def listening(monkeypatch: pytest.MonkeyPatch, limit_s: float) -> Iterator[int]:
         lambda rows: [{"id": row.id, "score": float(row.response)} for row in rows]
     )
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=server.run, args=([listener],))
+        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()
         try:
             yield listener.getsockname()[1]
