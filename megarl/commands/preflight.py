@@ -48,9 +48,8 @@ def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
 
 def _check_packages(config: Config, job: Job, command: str) -> None:
     """Raises ValueError if a package is missing that a setting needs."""
-    require(f"megarl {command}", "torch", "megatron.core")
-    if needs_engine(config.stage, command):
-        require(f"stage={config.stage}", "vllm")
+    engine = ["vllm"] if needs_engine(config.stage, command) else []
+    require(f"megarl {command}", "torch", "megatron.core", *engine)
     if config.launch.topology == "split":
         require("launch.topology=split", "ray")
     if config.precision.fp8 and job.gpus:
