@@ -179,6 +179,13 @@ def test_the_response_is_what_follows_the_prompts_tokens() -> None:
     assert [int(sample.trainable.sum()) for sample in seen] == [2, 3, 2]
 
 
+def test_a_prompt_is_no_longer_than_its_tokens() -> None:
+    row = {"id": "0", "prompt": "5", "response": "7", "finish": "stop", "prompt_length": 10**30}
+    rows = [SampleToScore.model_validate(row)]
+    with pytest.raises(ValueError, match=r"samples\.0: prompt_length=10{30} exceeds 3 tokens"):
+        score_rows(cast(Any, list), TokenIds((1,), 67), 67, rows)
+
+
 @contextmanager
 def listening(monkeypatch: pytest.MonkeyPatch, limit_s: float) -> Iterator[int]:
     """The server without a model, on a thread; yields its port. It scores what a response says."""
