@@ -26,7 +26,12 @@ from megarl.telemetry.trackers import check_trackers
 def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
     """Raises ValueError or FileNotFoundError with a one-line message."""
     job = check_config(config, env, command=command)
-    _check_packages(config, job, command)
+    engine = ["vllm"] if needs_engine(config.stage, command) else []
+    require(f"megarl {command}", "torch", "megatron.core", *engine)
+    if config.launch.topology == "split":
+        require("launch.topology=split", "ray")
+    if config.precision.fp8 and job.gpus:
+        require("precision.fp8", "transformer_engine")
     model = config.model
     folder = None
     if model.path is not None:
@@ -44,16 +49,6 @@ def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
     if command == "train" and env.is_main:
         check_trackers(config.telemetry)
     return replace(job, warnings=job.warnings + notes)
-
-
-def _check_packages(config: Config, job: Job, command: str) -> None:
-    """Raises ValueError if a package is missing that a setting needs."""
-    engine = ["vllm"] if needs_engine(config.stage, command) else []
-    require(f"megarl {command}", "torch", "megatron.core", *engine)
-    if config.launch.topology == "split":
-        require("launch.topology=split", "ray")
-    if config.precision.fp8 and job.gpus:
-        require("precision.fp8", "transformer_engine")
 
 
 def _check_text(config: Config, folder: Path | None) -> None:

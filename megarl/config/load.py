@@ -37,12 +37,13 @@ RENAMED = {  # key of an earlier version -> its current name
 MAX_NODES = 100_000
 MAX_DEPTH = 50
 MAX_DIGITS = 100
-LONG = rf".{{{MAX_DIGITS + 1}}}"
-REFUSED_SCALARS = (  # a part of the tag, a pattern, and what is wrong with a value that has both
-    (":int", LONG, f"is a number of more than {MAX_DIGITS} digits"),
-    (":float", LONG, f"is a number of more than {MAX_DIGITS} digits"),
-    (":int", r"^[-+]?0\w|:", "is not decimal, so readers of YAML differ; write it so, or quote it"),
-    (":float", ":", "is not decimal, so readers of YAML differ; write it so, or quote it"),
+REFUSED_SCALARS = (  # patterns of a tag and of a value, and what is wrong with a value of both
+    ("int|float", rf".{{{MAX_DIGITS + 1}}}", f"is a number of more than {MAX_DIGITS} digits"),
+    (
+        "int|float",
+        "^[-+]?0[0-9xob_]|:",
+        "is not decimal, so readers of YAML differ; write it so, or quote it",
+    ),
     ("", r"[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]", "has a control character; remove it"),
 )
 
@@ -192,7 +193,7 @@ def parse_yaml(text: str, record: Callable[[str, int], None] = lambda key, line:
             )
         if isinstance(node, yaml.ScalarNode):
             for tag, pattern, problem in REFUSED_SCALARS:
-                if tag in node.tag and re.search(pattern, node.value):
+                if re.search(tag, node.tag) and re.search(pattern, node.value):
                     raise _yaml_error(node.start_mark, f"{_short(node.value)} {problem}")
         if isinstance(node, yaml.SequenceNode):
             for index, item in enumerate(node.value):

@@ -71,8 +71,8 @@ UNTRUSTED = [
     ("config/load.py", "or depth > MAX_DEPTH:", "or depth > 5000:", TRAP),
     (
         "config/load.py",
-        'LONG = rf".{{{MAX_DIGITS + 1}}}"',
-        'LONG = "^$"',
+        'rf".{{{MAX_DIGITS + 1}}}"',
+        '"^$"',
         TRAP,
     ),
     ("config/load.py", "    except RecursionError:", "    except KeyboardInterrupt:", TRAP),
