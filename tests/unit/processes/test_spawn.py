@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.processes.spawn import lock_run_dir
+from megarl.processes.exit_codes import Failure
+from megarl.processes.spawn import _message_of, lock_run_dir
 
 STAND_IN = str(Path(__file__).parent / "stand_in")
 LAUNCH = """
@@ -149,6 +150,12 @@ def test_a_defect_shows_the_last_lines_and_where_its_peer_was(tmp_path: Path) ->
     assert 'int("what")' in err
     assert f"{tmp_path}/defect/logs/rank_1.log" in err
     assert "still running: rank 0 (start-up, at run (stand_in/sitecustomize.py:" in err
+
+
+def test_a_failure_of_no_rank_names_the_folder_of_logs(tmp_path: Path) -> None:
+    """The split topology's controller has no rank, and no log of its own."""
+    said = _message_of(Failure(-1, 1, "ImportError: a", "start-up"), tmp_path, ())
+    assert said == f"the launcher failed in start-up: ImportError: a\nlogs: {tmp_path}/logs"
 
 
 @pytest.mark.parametrize("name", ["forever", "stubborn"])
