@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megarl.commands import audit, check, convert, evaluate, plan, report, serve_reward, train
-from megarl.platform.env import Env, get_env, redact
+from megarl.platform.env import Env, clean_logs, get_env, log_text
 from megarl.processes.exit_codes import DONE, REFUSED, STOPPED, USER, classify
 from megarl.processes.files import full_disk
 
@@ -36,6 +36,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code."""
+    clean_logs()
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
     for text in rest:
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if code not in (USER, REFUSED):
             raise
         if full or get_env("RANK", "0") == "0":
-            print(f"megarl: {full or redact(' '.join(str(error).split()))}", file=sys.stderr)
+            print(f"megarl: {full or log_text(' '.join(str(error).split()))}", file=sys.stderr)
         return code
 
 

@@ -95,9 +95,9 @@ class Sample:
     prompt_tokens_computed: int = 0  # by the engine; its prefix cache had the others
     routes: Routes | None = None  # the engine's; None: not captured
 
-    def without_reward(self, cause: str) -> "Sample":
+    def without_reward(self, cause: str, detail: str = "") -> "Sample":
         """Returns the sample to drop; it is counted as `cause`."""
-        return replace(self, reward=None, extra={**self.extra, "dropped": cause})
+        return replace(self, reward=None, extra={**self.extra, "dropped": cause, "detail": detail})
 
 
 SAMPLE_TENSORS = {  # [L] of a Sample

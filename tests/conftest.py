@@ -1,7 +1,11 @@
-"""One core a test process, and no test reads what a surrounding job left in the environment."""
+"""One core a test process, and no test reads what a surrounding job left in the environment.
+
+MEGARL_PLAIN_CPU=1 hides AMX, AVX-512 and bf16 from the tests and all that they start.
+"""
 
 from __future__ import annotations
 
+import runpy
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -14,7 +18,11 @@ from megarl.platform.env import get_env, set_env
 set_env(OMP_NUM_THREADS=1, TOKENIZERS_PARALLELISM="false")
 # rank programs import the benchmarks, which are not installed
 ROOT = Path(__file__).resolve().parents[1]
-set_env(PYTHONPATH=":".join(filter(None, (str(ROOT), get_env("PYTHONPATH", "")))))
+PATHS = [str(ROOT), get_env("PYTHONPATH")]
+if get_env("MEGARL_PLAIN_CPU"):
+    PATHS.insert(0, str(ROOT / "tests/plain_cpu"))
+    runpy.run_path(f"{PATHS[0]}/sitecustomize.py")
+set_env(PYTHONPATH=":".join(filter(None, PATHS)))
 
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN

@@ -33,6 +33,7 @@ from megarl.data.tokenizer import (
 from megarl.models.hub import copied_files, is_hub_id, model_folder
 from megarl.models.weights import check_weights, has_weights
 from megarl.platform.env import Env
+from megarl.platform.packages import require
 from megarl.rewards.catalog import check_problems, make_rewards
 from megarl.telemetry.trackers import check_trackers
 
@@ -47,6 +48,14 @@ def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
         folder = model_folder(model.path, model.revision)
         check_model_media(folder, ignore=config.task.ignore_media)
     job = check_config(config, env, command=command)
+    engine = []
+    if needs_engine(config.stage, command):
+        engine = ["vllm"]
+    require(f"megarl {command}", "torch", "megatron.core", *engine)
+    if config.launch.topology == "split":
+        require("launch.topology=split", "ray")
+    if config.precision.fp8 and job.gpus:
+        require("precision.fp8", "transformer_engine")
     if folder is not None:
         check_tokenizer(folder, trust_remote_code=model.trust_remote_code)
         if not is_hub_id(model.path) and has_weights(folder):  # not yet downloaded

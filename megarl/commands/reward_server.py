@@ -2,21 +2,31 @@
 
     rewards: [{name: "http://localhost:8000/score", options: {tokens: true}}]
 
+    clients --uvicorn, an event loop--> App: whole requests --a thread--> scores, one at a time
+
 It scores as the reward `model` does: the request's tokens, or else the prompt in the model's chat
 template and the response, with the end token if `finish` is "stop". One process, on its first GPU
-or the CPU, answers one request at a time, and a malformed one with status 400 and the reason.
-SIGTERM ends it with exit code 0.
+or the CPU, answers requests in turn, and a malformed one with status 400 and the reason. Size and
+time of a request are limited, so a slow client holds up no other. SIGTERM ends the server, after
+the request that is being scored, with exit code 0.
 """
 
+import asyncio
 import signal
+import socket
 import sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from json import dumps
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import uvicorn
 from pydantic import BaseModel, NonNegativeInt
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megarl.config.schema import Config
 from megarl.data.tokenizer import Tokenizer
@@ -29,7 +39,9 @@ from megarl.trainer.heads import load_head
 from megarl.types import Finish, Sample
 
 MAX_BYTES = 64 << 20  # of a request
-IDLE_S = 10.0  # a connection that sends nothing for so long is closed, since others wait
+MAX_CONNECTIONS = 256  # at the same time; status 503 beyond, which a run tries again
+HEADERS_S = 10.0  # until a connection has sent its headers; at SIGTERM, until all have ended
+BODY_S = 60.0  # until it has sent its body, and again until it has read the answer
 
 
 class SampleToScore(BaseModel):
@@ -43,11 +55,6 @@ class SampleToScore(BaseModel):
 
 class ScoreCall(BaseModel):
     samples: list[SampleToScore]
-
-
-class Listener(HTTPServer):
-    # connections of a client that wait; with the default of 5, the others would time out
-    request_queue_size = 128
 
 
 def score_rows(
@@ -72,6 +79,8 @@ def score_rows(
         start = row.prompt_length
         if start is None:
             start = len(prompt)
+        elif start > len(tokens):
+            raise ValueError(f"samples.{index}: prompt_length={start} exceeds {len(tokens)} tokens")
         trainable = torch.arange(len(tokens)) >= start
         zeros = torch.zeros(len(tokens))
         unread = (zeros, zeros.int())  # log-probs and versions
@@ -84,6 +93,61 @@ def score_rows(
             entry = {"id": row.id, "error": "NaN"}
         entries.append(entry)
     return entries
+
+
+class Connection(H11Protocol):
+    """A connection for one request, which is closed if its client is late."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.loop.call_later(HEADERS_S, lambda: self.cycle or transport.abort())
+
+    def on_response_complete(self) -> None:
+        self.loop.call_later(BODY_S, self.transport.abort)
+
+
+def make_server(score: Callable[[list[SampleToScore]], list[dict[str, Any]]]) -> uvicorn.Server:
+    """Returns a server that reads requests side by side, and scores them in turn."""
+    worker = ThreadPoolExecutor(1)
+
+    def answer(body: bytes) -> dict[str, Any]:
+        return {"scores": score(ScoreCall.model_validate_json(body).samples)}
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        status = 200
+        try:
+            async with asyncio.timeout(BODY_S):
+                body = await _read(Request(scope, receive))
+            content = await asyncio.get_running_loop().run_in_executor(worker, answer, body)
+        except (ClientDisconnect, TimeoutError, ValueError) as error:
+            status = 400  # pydantic's text has several lines
+            text = " ".join(str(error).split())[:500]
+            content = {"error": text or f"the request did not arrive within {BODY_S:g} s"}
+        await JSONResponse(content, status, {"connection": "close"})(scope, receive, send)
+
+    options = uvicorn.Config(
+        app,
+        http=Connection,
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        limit_concurrency=MAX_CONNECTIONS,
+        timeout_graceful_shutdown=int(HEADERS_S),
+    )
+    return uvicorn.Server(options)
+
+
+async def _read(request: Request) -> bytes:
+    """Returns the body of a request. Raises ValueError if it is too large."""
+    body = bytearray()
+    length = int(request.headers.get("content-length", 0))
+    chunks = request.stream()
+    while length <= MAX_BYTES and (chunk := await anext(chunks)):  # the last one is empty
+        body += chunk
+        length = max(length, len(body))
+    if length > MAX_BYTES:
+        raise ValueError(f"Content-Length={length} is not within 0 and {MAX_BYTES}")
+    return bytes(body)
 
 
 def serve_reward(folder: Path, *, host: str, port: int, dtype: str) -> None:
@@ -100,34 +164,16 @@ def serve_reward(folder: Path, *, host: str, port: int, dtype: str) -> None:
     config = Config.model_validate({"model": {"path": str(folder)}, "train": {"dtype": dtype}})
     with open_rank(config, Env(), CurrentPhase()) as rank:
         reward = model_reward(make_trainer(rank, head=head), head, 1.0, "paragraph", rank.tokenizer)
-
-        class Handler(BaseHTTPRequestHandler):
-            timeout = IDLE_S
-
-            def do_POST(self) -> None:
-                try:
-                    length = int(self.headers.get("Content-Length", -1))
-                    if not 0 <= length <= MAX_BYTES:
-                        raise ValueError(f"Content-Length={length} is not within 0 and {MAX_BYTES}")
-                    rows = ScoreCall.model_validate_json(self.rfile.read(length)).samples
-                    status = 200
-                    answer = {"scores": score_rows(reward, rank.tokenizer, rank.shape.vocab, rows)}
-                except ValueError as error:  # pydantic's has several lines
-                    status = 400
-                    answer = {"error": " ".join(str(error).split())[:500]}
-                body = dumps(answer).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
+        score = partial(score_rows, reward, rank.tokenizer, rank.shape.vocab)
         try:
-            listener = Listener((host, port), Handler)
+            listener = socket.create_server((host, port), backlog=MAX_CONNECTIONS)
         except OSError as error:
             raise ValueError(
                 f"--host={host} --port={port} is refused ({error.strerror}); choose others"
             ) from None
         with listener:
+            # uvicorn stops at the signal, and then raises it again
             signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit())
-            print(f"megarl: {folder} is served at {host}:{listener.server_port}/score", flush=True)
-            listener.serve_forever()
+            bound_port = listener.getsockname()[1]
+            print(f"megarl: {folder} is served at {host}:{bound_port}/score", flush=True)
+            make_server(score).run(sockets=[listener])

@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from megarl.platform.packages import require
+
 NAME = "serve-reward"
 HELP = "score responses with a reward model, over HTTP"
 
@@ -23,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    require("megarl serve-reward", "torch", "megatron.core", "uvicorn", "starlette")
     from megarl.commands.reward_server import serve_reward
 
     serve_reward(args.folder, host=args.host, port=args.port, dtype=args.dtype)

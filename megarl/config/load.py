@@ -37,6 +37,15 @@ RENAMED = {  # key of an earlier version -> its current name
 MAX_NODES = 100_000
 MAX_DEPTH = 50
 MAX_DIGITS = 100
+REFUSED_SCALARS = (  # patterns of a tag and of a value, and what is wrong with a value of both
+    ("int|float", rf".{{{MAX_DIGITS + 1}}}", f"is a number of more than {MAX_DIGITS} digits"),
+    (
+        "int|float",
+        "^[-+]?0[0-9xob_]|:",
+        "is not decimal, so readers of YAML differ; write it so, or quote it",
+    ),
+    ("", r"[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]", "has a control character; remove it"),
+)
 
 
 class _YamlLoader(yaml.SafeLoader):
@@ -182,15 +191,10 @@ def parse_yaml(text: str, record: Callable[[str, int], None] = lambda key, line:
                 node.start_mark,
                 f"it has more than {MAX_NODES} values, or is nested more than {MAX_DEPTH} deep",
             )
-        if (
-            isinstance(node, yaml.ScalarNode)
-            and node.tag.endswith((":int", ":float"))
-            and len(node.value) > MAX_DIGITS
-        ):
-            raise _yaml_error(
-                node.start_mark,
-                f"{_short(node.value)} is a number of more than {MAX_DIGITS} digits",
-            )
+        if isinstance(node, yaml.ScalarNode):
+            for tag, pattern, problem in REFUSED_SCALARS:
+                if re.search(tag, node.tag) and re.search(pattern, node.value):
+                    raise _yaml_error(node.start_mark, f"{_short(node.value)} {problem}")
         if isinstance(node, yaml.SequenceNode):
             for index, item in enumerate(node.value):
                 walk(item, f"{prefix}.{index}", depth + 1)
@@ -225,8 +229,15 @@ def _parse_override(text: str) -> tuple[str, Any]:
             f"{text!r} on the command line is no override; write section.key=value, e.g. "
             "train.steps=10"
         )
+    seen = set()
+
+    def record(inner: str, _line: int) -> None:
+        if inner in seen:
+            raise _yaml_error(None, f"it has {inner} twice")
+        seen.add(inner)
+
     try:
-        return key, parse_yaml(raw)
+        return key, parse_yaml(raw, record)
     except yaml.YAMLError as error:
         problem = f" ({error.problem})" if isinstance(error, yaml.MarkedYAMLError) else ""
         raise ValueError(

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator
 
 if TYPE_CHECKING:
     from megarl.config.schema import Config as Config
@@ -13,6 +13,7 @@ else:  # schema.py imports the sections, whose checks name its class in annotati
     Config = Any
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+MULTILINE = ("system_prompt", "stop", "separator", "phrases", "pattern", "template")  # fields
 Options = dict[str, Any]
 
 
@@ -52,8 +53,29 @@ def one_of(names: Iterable[str]) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _refuse_misread(cls: type[BaseModel], value: Any, info: ValidationInfo) -> Any:
+    field = info.field_name or ""
+    kind = str(cls.model_fields[field].annotation)
+    is_line = field not in MULTILINE and not cls.model_fields[field].metadata  # such as a pattern
+    for item in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(item, bool) and "bool" not in kind and "Any" not in kind:
+            raise ValueError("it should be a number or text, not true or false")
+        if isinstance(item, float) and "str" in kind and "float" not in kind:
+            raise ValueError("it should be text; put it in quotes")
+        has_breaks = isinstance(item, str) and len(f"{item}.".splitlines()) > 1
+        if is_line and has_breaks and "://" not in item:  # URLs are checked where they are used
+            raise ValueError("it should be text on one line")
+    return value
+
+
+# for classes of options: booleans are no numbers, 1.10 is no text, and names have no line breaks
+not_misread = field_validator("*", mode="before")(classmethod(_refuse_misread))
+
+
 class Section(BaseModel):
     """A section of a config: closed, frozen; the text under a field describes it."""
+
+    _not_misread = not_misread
 
     # run.name=7 is a name
     model_config = ConfigDict(

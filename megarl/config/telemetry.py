@@ -21,7 +21,7 @@ class Telemetry(Section):
 
     tensorboard: bool = False
     """Writes event files to the run directory."""
-    wandb: str | None = Field(default=None, pattern=r"^[^/\\#?%:]{1,128}$")
+    wandb: str | None = Field(default=None, pattern=r"^[^/\\#?%:[:cntrl:]]{1,128}$")
     """Weights & Biases project; null: off. WANDB_MODE, WANDB_ENTITY and WANDB_DIR set the rest."""
     rollouts: SampleFiles = SampleFiles()
     """Files of samples."""

@@ -32,8 +32,8 @@ from megarl.data.rows import (
     refuse_parts,
     utf8_lines,
 )
-from megarl.platform.env import is_installed
 from megarl.platform.hub import Repository
+from megarl.platform.packages import require
 
 # of a single file
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -336,10 +336,7 @@ def resolve(name: str, options: DatasetOptions) -> Path:
     """Returns the local file or folder, or downloads a hub id; returns its folder, named by the
     commit.
     """
-    if not is_installed("datasets"):
-        raise ValueError(
-            f"task.name=hf:{name} needs the package datasets; pip install 'datasets>=4,<6'"
-        )
+    require(f"task.name=hf:{name}", "datasets")
     local = Path(name).expanduser()
     if name and local.exists():
         if options.revision is not None:

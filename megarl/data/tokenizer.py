@@ -18,7 +18,7 @@ from megarl.config.schema import Task
 from megarl.data.rows import Question, messages_of
 from megarl.models.config_json import read_config
 from megarl.platform.alarm import Alarm, alarm
-from megarl.platform.env import is_installed
+from megarl.platform.packages import require
 
 # vocabularies that transformers converts with the help of a package
 MODELS = ("tokenizer.model", "tiktoken.model")
@@ -63,12 +63,8 @@ def check_tokenizer(folder: Path, *, trust_remote_code: bool) -> None:
             continue
         # tag and type of the first field; tiktoken's is a text file
         is_protobuf = file.read_bytes()[:1] == b"\n"
-        packages = ("sentencepiece", "protobuf") if is_protobuf else ("tiktoken",)
-        if missing := [name for name in packages if not is_installed(name)]:
-            raise ValueError(
-                f"{file} cannot be read without {' and '.join(missing)}; pip install "
-                f"{' '.join(missing)}"
-            )
+        packages = ("sentencepiece", "google.protobuf") if is_protobuf else ("tiktoken",)
+        require(str(file), *packages)
 
 
 def tokenizer_files(folder: Path) -> list[str]:

@@ -6,14 +6,18 @@ torchrun sets RANK, WORLD_SIZE and so on. megarl adds MEGARL_JOB_ID, which prefi
 job's shared resources on a host, and MEGARL_LAUNCHED, the process id of megarl's own launcher.
 """
 
+import logging
 import os
 import re
 import sys
+import traceback
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.machinery import PathFinder
-from importlib.metadata import PackageNotFoundError, distributions, version
+from importlib.machinery import ModuleSpec
+from importlib.metadata import PackageNotFoundError, version
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 # For ranks on one node: the interface on which gloo, NCCL and vLLM listen, of which no other host
 # can reach a port.
@@ -22,8 +26,28 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_I
 GPU_FILES = (("/proc/driver/nvidia/gpus", "*"), ("/dev", "nvidia[0-9]*"))
 
 RESUME_CHANGED = "MEGARL_RESUME_CHANGED"  # set: other data than a run began with are accepted
-SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|AUTH", re.IGNORECASE)  # in the name of a variable
+# in the name of a variable or of a field
+SECRET = re.compile(
+    r"TOKEN|KEY|SECRET|PASS|_PWD\b|AUTH|CREDENTIAL|DSN|COOKIE|BEARER|JWT|WEBHOOK|CONNECTION_STRING",
+    re.IGNORECASE,
+)
+SECRET_NAMES = set[str]()  # of other variables that hold one
 SECRET_CHARS = 8  # shorter values are words that texts need
+PASSWORD = re.compile(r"(?<=://)[^/\s:]*:([^/\s]+)@")  # in a URL
+FORMS = re.compile(  # of secrets anywhere; their lengths are limited, as texts may be hostile
+    r"(?<=://)[^/\s'\"]*(?=@)"
+    rf"|(?P<start>[?&][\w.-]{{0,40}}(?:{SECRET.pattern})[\w.-]{{0,40}}="
+    r"|\b(?:authorization|password|passwd|(?:api|access|secret|private)[_-]?(?:key|token))"
+    r"['\"]{0,2}\s{0,3}[:=]\s{0,3}+['\"]{0,2}(?:(?:bearer|basic|token)\s{1,3})?+"
+    r"|\bbearer\s{1,3})[^\s'\"&,;#*$]{4,}"
+    r"|\b(?:sk-[\w-]|gh[oprsu]_|github_pat_|glpat-|hf_|xox[abprs]-|AKIA|eyJ)[A-Za-z0-9-]{10,}\b"
+    r"(?:\.[\w-]+)*",
+    re.IGNORECASE,
+)
+CONTROLS = re.compile(  # what moves a terminal's cursor, or hides or turns text; half surrogates
+    r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ud800-\udfff\ufeff]"
+)
+MAX_CHARS = 8_000  # of a text in a log
 
 
 @dataclass(frozen=True)
@@ -107,17 +131,45 @@ def child_env(**variables: str | int) -> dict[str, str]:
 
 
 def redact(text: str) -> str:
-    """Replaces what must not be logged: values of variables with the name of a secret, and
-    passwords in URLs.
+    """Replaces what must not be logged: values of variables that hold a secret, by their names, and
+    what has the form of one.
     """
-    secrets = {
-        value: name
-        for name, value in os.environ.items()
-        if SECRET.search(name) and len(value) >= SECRET_CHARS
-    }
-    for value in sorted(secrets, key=len, reverse=True):
-        text = text.replace(value, f"${secrets[value]}")
-    return re.sub(r"(?<=://)[^/\s'\"]*@", "***@", text)
+    secrets = {}
+    for name, value in os.environ.items():
+        words = PASSWORD.findall(value)
+        if SECRET.search(name) or name in SECRET_NAMES:
+            words += [value, *value.split()[-1:]]
+        secrets |= {word: name for word in words if len(word) >= SECRET_CHARS}
+    for word in sorted(secrets, key=len, reverse=True):
+        text = text.replace(word, f"${secrets[word]}")
+    return FORMS.sub(r"\g<start>***", text)
+
+
+def log_text(text: str) -> str:
+    """Returns a text of a model, server or user as it may be printed: redacted, the middle of a
+    long one left out, control characters escaped, and each further line indented.
+    """
+    text = CONTROLS.sub(lambda match: ascii(match[0])[1:-1], redact(text))
+    text = re.sub(r"\n(?! )", "\n  ", text)
+    if len(text) > MAX_CHARS:
+        half = MAX_CHARS // 2 - 20
+        text = f"{text[:half]} [... {len(text):,} characters] {text[-half:]}"
+    return text
+
+
+class _LogRecord(logging.LogRecord):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.exc_info:
+            self.exc_text = log_text("".join(traceback.format_exception(*self.exc_info)))
+
+    def getMessage(self) -> str:
+        return log_text(super().getMessage())
+
+
+def clean_logs() -> None:
+    """Makes every logger of this process write messages as `log_text` returns them."""
+    logging.setLogRecordFactory(_LogRecord)
 
 
 def is_interactive() -> bool:
@@ -158,14 +210,27 @@ def has_bf16_products(cpuinfo: str = "/proc/cpuinfo") -> bool:
     return True
 
 
-def is_installed(package: str) -> bool:
-    """Returns True if `package` (dotted) can be imported, without importing it or its parents."""
-    name = ""
+def is_installed(module: str) -> bool:
+    """Returns True if `module` (dotted) can be imported, without importing it or its parents."""
     path = None
-    for part in package.split("."):
-        name = f"{name}.{part}".lstrip(".")
-        spec = PathFinder.find_spec(name, path)
+    for name in accumulate(module.split("."), "{}.{}".format):
+        spec = _find(name, path)
         if spec is None:
-            return any(distributions(name=package.replace(".", "-")))  # an editable install
+            return False
         path = spec.submodule_search_locations
     return True
+
+
+def _find(name: str, path: Any) -> ModuleSpec | None:
+    if sys.modules.get(name, name) is None:  # import refuses it
+        return None
+    for finder in sys.meta_path:
+        try:
+            spec = finder.find_spec(name, path)
+        except ImportError:
+            return None
+        except Exception:  # noqa: BLE001 (a broken finder is no answer)
+            continue
+        if spec:
+            return spec
+    return None

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megarl.platform.env import redact
+from megarl.platform.env import log_text
 from megarl.processes.files import full_disk, write_atomic
 
 DONE = 0
@@ -33,8 +33,6 @@ PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 NAMED = {"CheckFailed": REFUSED, "Terminated": TERMINATED, "NodeGone": REFUSED}
 SAVED = "stopped by SIGTERM; the last complete step is saved, and the same command resumes after it"
 SAME_MOMENT_S = 2.0
-MESSAGE_CHARS = 4_000
-TRACEBACK_CHARS = 8_000
 
 
 @dataclass
@@ -60,7 +58,7 @@ class Failure:
 
     def __post_init__(self) -> None:
         for name in ("message", "traceback"):
-            object.__setattr__(self, name, redact(getattr(self, name)))
+            object.__setattr__(self, name, log_text(getattr(self, name)))
 
 
 def classify(error: BaseException) -> int:
@@ -81,7 +79,7 @@ def classify(error: BaseException) -> int:
 def failure_of(error: BaseException, rank: int, *, phase: str, run_dir: Path) -> Failure:
     code = classify(error)
     kind = type(error).__name__
-    text = " ".join(str(error).split())[:MESSAGE_CHARS] or kind
+    text = " ".join(str(error).split()) or kind
     if code == TERMINATED:
         text = SAVED
     if code != DEFECT:
@@ -89,7 +87,7 @@ def failure_of(error: BaseException, rank: int, *, phase: str, run_dir: Path) ->
     full = full_disk(error, run_dir)
     if full:
         return Failure(rank, REFUSED, full, phase)
-    last_lines = "".join(traceback.format_exception(error)[-4:])[-TRACEBACK_CHARS:]
+    last_lines = "".join(traceback.format_exception(error)[-4:])
     return Failure(rank, code, f"{kind}: {text}", phase, last_lines)
 
 
@@ -111,7 +109,7 @@ def first_failure(failures: Iterable[Failure]) -> Failure | None:
 
 def say(text: str) -> None:
     """Prints a line to stderr at once."""
-    print(f"megarl: {text}", file=sys.stderr, flush=True)
+    print(f"megarl: {log_text(text)}", file=sys.stderr, flush=True)
 
 
 def write_exit(run_dir: Path, code: int, failure: Failure | None = None, **facts: float) -> None:

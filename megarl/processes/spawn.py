@@ -258,6 +258,10 @@ def _message_of(failure: Failure, folder: Path, left_running: Sequence[str]) -> 
     if failure.code == REFUSED:
         return f"refused to continue ({failure.phase}): {failure.message}"
     phase = f" in {failure.phase}" if failure.phase else ""
-    message = f"rank {failure.rank} failed{phase}: {failure.message}"
+    who = f"rank {failure.rank}"
     log = f"full log: {folder}/logs/rank_{failure.rank}.log"
+    if failure.rank < 0:
+        who = "the launcher"
+        log = f"logs: {folder}/logs"
+    message = f"{who} failed{phase}: {failure.message}"
     return "\n".join(filter(None, [message, failure.traceback.rstrip(), log, *left_running]))

@@ -70,9 +70,8 @@ def _make_reward(reward: Reward, decode: Decode | None, timeout_s: float) -> Bat
         return make_remote(reward)
     if name in BUILT_IN or is_dotted(name):
         function = BUILT_IN.get(name) or import_function(name, setting="rewards: name")
-        return BatchReward(
-            name, reward.weight, FunctionReward(function, reward.options, name, timeout_s)
-        )
+        score = FunctionReward(function, reward.options, name, timeout_s)
+        return BatchReward(name, reward.weight, score, check=score.check)
     remedy = did_you_mean(
         name, NAMES, f"choose from {', '.join(NAMES)}, or write package.module:function"
     )

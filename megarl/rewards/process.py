@@ -74,6 +74,7 @@ def make_process(reward: Reward, decode: Decode) -> BatchReward:
     """
     options = parse_options(ProcessOptions, reward)
     total_s = None
+    check = None
     if "://" in options.scorer:
         scorer = HttpClient(options.scorer, options, reward=reward.name)
         total_s = scorer.total_s
@@ -83,8 +84,11 @@ def make_process(reward: Reward, decode: Decode) -> BatchReward:
             options.options,
             f"process, scorer {options.scorer}",
             options.function_s,
+            context=("steps",),
         )
-    return BatchReward(reward.name, reward.weight, _Process(options, decode, scorer), total_s)
+        check = scorer.check
+    score = _Process(options, decode, scorer)
+    return BatchReward(reward.name, reward.weight, score, total_s, check)
 
 
 @dataclass(frozen=True)

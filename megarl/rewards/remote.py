@@ -52,7 +52,8 @@ import certifi
 from pydantic import BaseModel, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.schema import Reward, Section
-from megarl.platform.env import SECRET, get_env
+from megarl.config.section import not_misread
+from megarl.platform.env import SECRET, SECRET_NAMES, get_env, redact
 from megarl.rewards.interface import (
     UNREACHABLE,
     BatchReward,
@@ -83,6 +84,7 @@ class HttpOptions(BaseModel):
     """The options of every reward that sends requests."""
 
     model_config = Section.model_config
+    _not_misread = not_misread
 
     timeout_s: PositiveFloat = 30.0  # of one attempt, from connecting to the answer's last byte
     total_s: PositiveFloat = 300.0  # of all requests of a step together, pauses included
@@ -128,16 +130,13 @@ class HttpClient:
                     f"rewards: {variable} has characters that no HTTP header may hold; "
                     "export it again"
                 )
+            SECRET_NAMES.add(variable)
             self.headers[header] = value
         self.certificates = _certificates(get_env("SSL_CERT_FILE") or certifi.where())
 
     def quote(self, value: Any, most: int = 200) -> str:
         """Returns a server's text on one line, cut, without header values that it may repeat."""
-        text = str(value)
-        for header in self.headers.values():
-            for secret in (header, header.split()[-1]):
-                text = text.replace(secret, "***")
-        return repr(text[:most])
+        return repr(redact(str(value))[:most])
 
     def ask(self, payloads: Sequence[Any], read: Read = lambda index, answer: answer) -> list[Any]:
         """Returns what `read` makes of the answers, in order; a ScoreError for a failed request."""

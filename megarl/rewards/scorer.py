@@ -4,7 +4,8 @@
                            +--> code, servers, judges: on their own threads, while -------+
                                 others are still generated
 
-A dropped sample has the reward None and extra["dropped"] = `reward/<name>/<cause>`;
+A dropped sample has the reward None, extra["dropped"] = `reward/<name>/<cause>`, and
+extra["detail"];
 extra["counted"] has the causes of scores with a value. Only a server that no sample could reach,
 with all retries, stops the run, which can be resumed.
 """
@@ -17,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 
 from megarl.config.schema import AnswerPlace, Reward
-from megarl.platform.env import redact
 from megarl.rewards.answers import extract_answer
 from megarl.rewards.catalog import make_rewards
 from megarl.rewards.interface import UNREACHABLE, BatchReward, Decode, Score, ScoreRequest
@@ -26,6 +26,7 @@ from megarl.rewards.time_limit import on_daemon_thread
 from megarl.types import CheckFailed, Prompt, Sample
 
 log = logging.getLogger(__name__)
+MAX_DETAIL = 300  # characters that a dropped sample carries
 
 
 def make_scorer(
@@ -92,14 +93,14 @@ class Scorer:
 
     def _dropped(self, sample: Sample, cause: str, detail: str) -> Sample:
         self._log_once(cause, sample, "is dropped", detail)
-        return sample.without_reward(cause)
+        return sample.without_reward(cause, detail[:MAX_DETAIL])
 
     def _log_once(self, cause: str, sample: Sample, effect: str, detail: str) -> None:
         if cause not in self.logged:
             self.logged.add(cause)
             log.warning(
                 f"{cause}: prompt {sample.prompt_id}, sample {sample.index} {effect}: "
-                f"{redact(detail)} (later cases are only counted)"
+                f"{detail} (later cases are only counted)"
             )
 
 
@@ -169,7 +170,7 @@ class Scoring:
             # every sample would be dropped, in the steps to come as well
             if order and all(score.cause in UNREACHABLE for score in scores[name]):
                 raise CheckFailed(
-                    f"the reward {redact(name)} is gone: {redact(scores[name][0].detail)}; "
+                    f"the reward {name} is gone: {scores[name][0].detail}; "
                     "start its server again, and the same command resumes"
                 )
         results = []

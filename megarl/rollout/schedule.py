@@ -167,6 +167,7 @@ class Rollouts:
     _open: dict[int, tuple[Batch, Sampling, Round | None]] = field(default_factory=dict, init=False)
     _collected: dict[int, Batch] = field(default_factory=dict, init=False)  # and not trained yet
     _version: int = field(default=-1, init=False)  # of the weights that sample
+    _first_drop: str = field(default="", init=False)  # why a sample of the step was dropped
 
     def collect(self, prompts: Prompts, count: int, *, version: int) -> Rollout:
         """Returns `count` groups, or fewer after `max_refills`, each with a scored sample.
@@ -293,8 +294,9 @@ class Rollouts:
             return
         message = (
             f"step {version}: none of {num_groups} groups can be trained on "
-            f"({dict(batch.counts)}); check the rewards"
+            f"({self._first_drop or dict(batch.counts)}); check the rewards"
         )
+        self._first_drop = ""
         batch.counts["rollout/empty"] = 1
         if self.empty_steps is None:
             raise ValueError(message)
@@ -332,7 +334,11 @@ class Rollouts:
         scored = []
         for sample in sorted(samples, key=lambda sample: sample.index):
             if sample.reward is None:
-                counts[str(sample.extra.get("dropped", "reward/none"))] += 1
+                cause = str(sample.extra.get("dropped", "reward/none"))
+                counts[cause] += 1
+                detail = sample.extra.get("detail")
+                if detail and not self._first_drop:
+                    self._first_drop = f"{cause}: {detail}"
             else:
                 scored.append(sample)
         counts["samples/dropped"] += len(samples) - len(scored)

@@ -24,7 +24,7 @@ from megarl.config.load import load_config, run_dir
 from megarl.config.run_dir import prepare_run_dir
 from megarl.config.schema import Config
 from megarl.config.stages import program
-from megarl.platform.env import LOOPBACK, Env, get_env, redact, set_env
+from megarl.platform.env import LOOPBACK, Env, clean_logs, get_env, log_text, set_env
 from megarl.processes.exit_codes import (
     DONE,
     STOPPED,
@@ -63,6 +63,7 @@ def run_rank(config: Config, env: Env, command: str) -> int:
     if env.is_main:
         sys.stdout = terminal
     faulthandler.enable()
+    clean_logs()
     _set_variables(env)
     say = partial(print, "megarl:", file=terminal)
     note_exit = partial(_note_exit, folder, env)
@@ -87,7 +88,7 @@ def run_rank(config: Config, env: Env, command: str) -> int:
         if env.launched:
             slots.write_failure(env.rank, to_record(failure))
         with suppress(OSError):  # the log's disk is full
-            print(redact(traceback.format_exc()), file=sys.stderr)
+            print(log_text(traceback.format_exc()), file=sys.stderr)
         if note_exit(failure):
             say(f"rank {env.rank} ended in {failure.phase}: {failure.message}")
         if watch is not None:

@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import (
 )
 
 from megarl.config.schema import Config
-from megarl.platform.env import LOOPBACK, Env, get_env, redact, set_env
+from megarl.platform.env import LOOPBACK, Env, get_env, log_text, set_env
 from megarl.processes.children import Children
 from megarl.processes.exit_codes import DEFECT, REFUSED, Failure, failure_of, first_failure
 from megarl.run.rank_process import redirect_output
@@ -72,7 +72,7 @@ class _Actor:
     def _failed(self, error: BaseException) -> dict[str, Any]:
         phase = getattr(getattr(self._made, "phase", None), "name", "")
         failure = failure_of(error, self._number, phase=phase, run_dir=self._log.parent.parent)
-        print(redact("".join(traceback.format_exception(error))), file=sys.stderr, flush=True)
+        print(log_text("".join(traceback.format_exception(error))), file=sys.stderr, flush=True)
         return {"failure": failure}
 
 

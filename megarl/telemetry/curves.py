@@ -12,12 +12,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from itertools import chain, cycle
+from operator import itemgetter
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
 
 JsonRows = Sequence[Mapping[str, Any]]
+Points = Sequence[tuple[int, float]]  # step, value
 
 CHARTS = yaml.safe_load(Path(__file__).with_name("curves.yaml").read_text(encoding="utf-8"))
 COLOURS = CHARTS["colours"]  # name: on a light page, on a dark one
@@ -25,6 +28,7 @@ INK = COLOURS["ink"][0]
 FAINT = COLOURS["faint"][0]
 CURVE_COLOURS = tuple(COLOURS)[4:]
 STYLE = Path(__file__).with_name("curves.mplstyle")
+MAX_POINTS = 1000  # of a curve that are drawn
 MAX_DRAWN = 1e100  # matplotlib's axes overflow near the largest float
 
 
@@ -32,7 +36,7 @@ MAX_DRAWN = 1e100  # matplotlib's axes overflow near the largest float
 class Curve:
     label: str
     colour: str  # a name in COLOURS
-    points: Sequence[tuple[int, float]]  # step, value
+    points: Points
     is_sparse: bool = False  # measured now and then: points on a dotted line
     is_dashed: bool = False
 
@@ -156,7 +160,7 @@ def _curves(
     return [Curve(label, next(colours), points, is_sparse) for label, points in series if points]
 
 
-def _series(rows: JsonRows, key: str) -> list[tuple[int, float]]:
+def _series(rows: JsonRows, key: str) -> Points:
     return [(row["step"], float(row[key])) for row in rows if isinstance(row.get(key), int | float)]
 
 
@@ -170,7 +174,7 @@ def _draw(axes: Any, panel: Panel) -> None:
     lowest = 0 if panel.is_log else -MAX_DRAWN
     for curve in panel.curves:
         drawn = [(step, value) for step, value in curve.points if lowest < value < MAX_DRAWN]
-        _draw_curve(axes, curve, [step for step, _ in drawn], [value for _, value in drawn])
+        _draw_curve(axes, curve, drawn)
     lines = _legend_lines(panel)
     axes.set_title(_plain(panel.title, most=60), pad=6 + 13 * lines)
     if panel.is_log and any(line.get_ydata().size for line in axes.lines):
@@ -188,14 +192,33 @@ def _legend_lines(panel: Panel) -> int:
     return (len(panel.curves) + 1) // 2 if panel.has_legend and len(panel.curves) > 1 else 0
 
 
-def _draw_curve(axes: Any, curve: Curve, steps: list[int], values: list[float]) -> None:
+def _thin(points: Points) -> tuple[Points, Points]:
+    """Returns the lowest and the highest point of each of MAX_POINTS parts of a curve, and the
+    means of the parts. A shorter curve stays as it is.
+    """
+    size = -(-len(points) // MAX_POINTS)
+    if size < 2:
+        return points, points
+    extremes = []
+    means = []
+    for start in range(0, len(points), size):
+        part = points[start : start + size]
+        extremes += sorted(pick(part, key=itemgetter(1)) for pick in (min, max))
+        means.append((part[0][0], fmean(value for _, value in part)))
+    return extremes, means
+
+
+def _draw_curve(axes: Any, curve: Curve, points: Points) -> None:
     colour = COLOURS[curve.colour][0]
     label = _plain(curve.label)
+    extremes, means = _thin(points)
+    steps = [step for step, _ in means]
+    values = [value for _, value in means]
     if curve.is_sparse:
         axes.plot(steps, values, "D:", color=colour, linewidth=0.9, markersize=5, label=label)
         return
     if len(values) >= 24:  # a running mean in front of the values
-        axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.9)
+        axes.plot(*zip(*extremes, strict=True), color=colour, alpha=0.25, linewidth=0.9)
         half = max(5, len(values) // 15) // 2  # of the window, which is shorter at the ends
         parts = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
         values = [sum(part) / len(part) for part in parts]

@@ -52,6 +52,8 @@ TIMES = {
     "publish": "publish",
 }
 
+MAX_BYTES = 32 << 20  # of timeline.json: some 300,000 spans
+
 # metric, label, format
 SHOWN = (
     ("reward/mean", "reward", "{:.3f}"),
@@ -81,17 +83,22 @@ class Silent(roles.Telemetry):
 
 class Timeline:
     """Nested spans as a Chrome trace, for chrome://tracing or Perfetto: a complete JSON array after
-    every flush. `seconds` totals the spans of each name in a step.
+    every flush, and begun anew beyond MAX_BYTES; the part before is kept as timeline_before.json.
+    `seconds` totals the spans of each name in a step.
     """
 
     def __init__(self, file: Path) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self._events = []
+        self._file = file
+        self._origin = time.perf_counter()
+        self._begin()
+
+    def _begin(self) -> None:
         self._separator = "\n"
-        self._out = file.open("w", encoding="utf-8")
+        self._out = self._file.open("w", encoding="utf-8")
         self._out.write("[\n]")
         self._out.flush()
-        self._origin = time.perf_counter()
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -120,6 +127,10 @@ class Timeline:
         self._out.flush()
         self._events = []
         self._separator = ",\n"
+        if self._out.tell() > MAX_BYTES:
+            self._out.close()
+            self._file.replace(self._file.with_name("timeline_before.json"))
+            self._begin()
 
     def close(self) -> None:
         self.flush()

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from math import isnan
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any
 
-from megarl.processes.files import write_atomic
+from megarl.processes.files import replacing
 
 if TYPE_CHECKING:  # reading metrics needs no torch
     from megarl.types import Group, PublishReport, Rollout, StepReport
@@ -133,8 +133,10 @@ def forget_steps(file: Path, start: int) -> None:
     """Removes the lines of steps from `start` on, which a resumed run repeats; creates the file if
     there is none.
     """
-    earlier = [row for row in read_metrics(file) if row["step"] < start] if start else []
-    write_atomic(file, "".join(map(_json_line, earlier)))
+    with replacing(file) as staging, staging.open("w", encoding="utf-8") as out:
+        for row in iterate_jsonl(file, step=int) if start else ():
+            if row["step"] < start:
+                out.write(_json_line(row))
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
@@ -143,23 +145,26 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
 
 
 def read_jsonl(file: Path, **types: type) -> list[dict[str, Any]]:
-    """The objects of a JSONL file that have these keys, with values of these types; none if there
-    is no file.
+    return list(iterate_jsonl(file, **types))
+
+
+def iterate_jsonl(file: Path, **types: type) -> Iterator[dict[str, Any]]:
+    """Yields the objects of a JSONL file that have these keys, with values of these types; none if
+    there is no file.
 
     Integers are from 0 to 2**53. One warning counts the other lines. Bytes that are not UTF-8
     become U+FFFD.
     """
-    text = file.read_bytes().decode(errors="replace") if file.is_file() else ""
-    # str.splitlines would also split at the line separators of Unicode, which JSON strings may
-    # contain
-    rows = []
+    if not file.is_file():
+        return
     bad = []
-    for number, line in enumerate(text.split("\n"), 1):
-        row = _parse(line, types)
-        if row is not None:
-            rows.append(row)
-        elif line.strip():
-            bad.append(number)
+    with file.open("rb") as lines:  # text would also be split at Unicode's line separators
+        for number, line in enumerate(lines, 1):
+            row = _parse(line.decode(errors="replace"), types)
+            if row is not None:
+                yield row
+            elif line.strip():
+                bad.append(number)
     if bad:
         count = f"{len(bad)} lines are" if len(bad) > 1 else "1 line is"
         print(
@@ -167,7 +172,6 @@ def read_jsonl(file: Path, **types: type) -> list[dict[str, Any]]:
             f"with {', '.join(types)}",
             file=sys.stderr,
         )
-    return rows
 
 
 def _parse(line: str, types: Mapping[str, type]) -> dict[str, Any] | None:

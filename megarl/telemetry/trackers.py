@@ -18,9 +18,10 @@ from typing import Any
 
 from megarl.config.load import run_dir
 from megarl.config.schema import Config, Telemetry
-from megarl.platform.env import get_env, is_installed, redact
+from megarl.platform.env import get_env, log_text
+from megarl.platform.packages import require
 from megarl.processes.files import write_atomic
-from megarl.telemetry.metrics import read_metrics
+from megarl.telemetry.metrics import iterate_jsonl, read_metrics
 
 UPLOAD_S = 60  # W&B may take this long to upload what is left at the end
 
@@ -29,12 +30,8 @@ def check_trackers(telemetry: Telemetry) -> None:
     """Raises ValueError if the package of a tracker is missing, or a login to Weights & Biases."""
     for name, module in (("tensorboard", "tensorboard.summary"), ("wandb", "wandb.sdk")):
         value = getattr(telemetry, name)
-        if value and not is_installed(module):
-            shown = "true" if value is True else value
-            raise ValueError(
-                f"telemetry.{name}={shown} needs the package {name}, which is not installed; run "
-                f"pip install {name}"
-            )
+        if value:
+            require(f"telemetry.{name}={str(value).replace('True', 'true')}", module)
     if telemetry.wandb:
         import wandb
 
@@ -148,7 +145,7 @@ class WandB:
         print(f"Weights & Biases run: {upload if self._run.offline else self._run.url}", flush=True)
         if self._run.offline:
             results = {row["step"]: row for row in read_metrics(folder / "eval.jsonl")}
-            for row in read_metrics(folder / "metrics.jsonl"):
+            for row in iterate_jsonl(folder / "metrics.jsonl", step=int):
                 if row["step"] < start:
                     named = {
                         f"eval/{name}": value
@@ -175,4 +172,4 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _warn(message: str) -> None:
-    print(f"megarl: warning: {redact(' '.join(message.split()))}", flush=True)
+    print(f"megarl: warning: {log_text(' '.join(message.split()))}", flush=True)

@@ -3,6 +3,7 @@
 from planted.algorithms import ALGORITHMS
 from planted.batches import BATCHES
 from planted.critic import CRITIC
+from planted.doors import DOORS
 from planted.folders import FOLDERS
 from planted.formats import FORMATS
 from planted.fp8 import FP8
@@ -32,6 +33,7 @@ MUTANTS = [
     *ALGORITHMS,
     *BATCHES,
     *CRITIC,
+    *DOORS,
     *FP8,
     *FOLDERS,
     *FORMATS,

@@ -307,8 +307,8 @@ BATCHES = [
     ),
     (
         "rewards/remote.py",
-        'text.replace(secret, "***")',
-        "text.replace(secret, secret)",
+        "repr(redact(str(value))[:most])",
+        "repr(str(value)[:most])",
         "unit/rewards/test_remote.py::test_logs_show_a_servers_text_escaped_and_without_secrets",
     ),
     (

@@ -205,8 +205,8 @@ SYSTEM = [
     ),
     (
         "telemetry/metrics.py",
-        'if row["step"] < start]',
-        'if row["step"] <= start]',
+        'if row["step"] < start:',
+        'if row["step"] <= start:',
         f"{TELEMETRY}::test_resume_drops_the_steps_done_again_and_a_torn_line",
     ),
     (
@@ -466,8 +466,8 @@ SYSTEM = [
     ),
     (
         "telemetry/metrics.py",
-        'text.split("\\n")',
-        "text.splitlines()",
+        'with file.open("rb") as lines:',
+        'for lines in [[l.encode() for l in file.read_text(errors="replace").splitlines()]]:',
         f"{REPORT}::test_sampled_text_stays_text",
     ),
     (
@@ -502,8 +502,8 @@ SYSTEM = [
     ),
     (
         "telemetry/metrics.py",
-        'write_atomic(file, "".join(map(_json_line, earlier)))',
-        'file.write_text("".join(map(_json_line, earlier)))',
+        'with replacing(file) as staging, staging.open("w"',
+        'with file.open("r+"',
         f"{TOLERANCE}::test_a_kill_while_a_resumed_run_forgets_steps_loses_nothing",
     ),
     (
@@ -544,26 +544,26 @@ SYSTEM = [
     ),
     (
         "platform/env.py",
-        'text = text.replace(value, f"${secrets[value]}")',
+        'text = text.replace(word, f"${secrets[word]}")',
         "pass",
         "unit/test_secrets.py::test_a_run_that_fails_with_secrets_in_its_error",
     ),
     (
         "run/rank_process.py",
-        "redact(traceback.format_exc())",
+        "log_text(traceback.format_exc())",
         "traceback.format_exc()",
         "unit/test_secrets.py::test_a_run_that_fails_with_secrets_in_its_error",
     ),
     (
         "processes/exit_codes.py",
-        "redact(getattr(self, name))",
+        "log_text(getattr(self, name))",
         "getattr(self, name)",
         "unit/test_secrets.py::test_failures_and_warnings",
     ),
     (
-        "rewards/scorer.py",
-        "redact(detail)",
-        "detail",
+        "platform/env.py",
+        "return log_text(super().getMessage())",
+        "return super().getMessage()",
         "unit/test_secrets.py::test_a_users_function_that_raises_with_a_secret",
     ),
     (

@@ -71,12 +71,8 @@ UNTRUSTED = [
     ("config/load.py", "or depth > MAX_DEPTH:", "or depth > 5000:", TRAP),
     (
         "config/load.py",
-        "        if (\n"
-        "            isinstance(node, yaml.ScalarNode)\n"
-        '            and node.tag.endswith((":int", ":float"))\n'
-        "            and len(node.value) > MAX_DIGITS\n"
-        "        ):\n",
-        '        if isinstance(node, yaml.ScalarNode) and node.tag.endswith((":int", ":float")) and False:\n',
+        'rf".{{{MAX_DIGITS + 1}}}"',
+        '"^$"',
         TRAP,
     ),
     ("config/load.py", "    except RecursionError:", "    except KeyboardInterrupt:", TRAP),

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from megarl import cli
 from megarl.config.schema import Reward
-from megarl.platform.env import redact
-from megarl.processes.exit_codes import Failure, write_exit
+from megarl.platform.env import MAX_CHARS, clean_logs, redact
+from megarl.processes.exit_codes import Failure, parse_record, say, to_record, write_exit
 from megarl.rewards import scorer
+from megarl.rewards.remote import HttpClient, HttpOptions
 from megarl.telemetry.trackers import _warn
 
 CANARIES = {
@@ -47,11 +50,66 @@ def texts(folder: Path) -> str:
         ("https://me:pass@host/a@b http://token@host", "https://***@host/a@b http://***@host"),
         ("see https://host/a, or write to me@host", "see https://host/a, or write to me@host"),
         ("true", "true"),
+        (
+            "login as app:hunter22pass failed for abcdef99",
+            "login as app:$DATABASE_URL failed for $BUILD_ID",
+        ),
+        ("401: Authorization: Bearer abcdef", "401: Authorization: Bearer ***"),
+        ("{'authorization': 'Basic dXNlcjpwYXNz'}", "{'authorization': 'Basic ***'}"),
+        ("GET /v1?a=1&api_key=xyz12&b=2", "GET /v1?a=1&api_key=***&b=2"),
+        ("/s?access_token=abcd#x", "/s?access_token=***#x"),
+        ('{"api-key": "0123"} password=swordfish', '{"api-key": "***"} password=***'),
+        ("sk-proj-abcDEF0123456789", "***"),
+        ("ghp_0123456789abcdefghij, hf_abcdefghijklmnopqr.", "***, ***."),
+        ("rollout.max_tokens=16 key=5 hf_dataset.py", "rollout.max_tokens=16 key=5 hf_dataset.py"),
+        ("task-mask-scheduler-9 tokens: 12345", "task-mask-scheduler-9 tokens: 12345"),
     ],
 )
-def test_what_is_replaced(text: str, shown: str) -> None:
+def test_what_is_replaced(text: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # a DSN, and a header's value under any name (headers_env)
+    monkeypatch.setenv("DATABASE_URL", "postgres://app:hunter22pass@db/x")
+    monkeypatch.setenv("BUILD_ID", "abcdef99")
+    options = HttpOptions(headers_env={"X-Auth": "BUILD_ID"})
+    HttpClient("http://host/s", options, reward="r")
     assert redact(text) == shown
     assert redact(redact(text)) == shown
+
+
+@pytest.mark.parametrize("unit", ["?key", "password ", "://a", "bearer ", "&token", "sk-a", "a:b@"])
+def test_hostile_text_is_searched_at_once(unit: str) -> None:
+    began = time.process_time()
+    redact(unit * 300_000)
+    assert time.process_time() - began < 10, "quadratic time would be hours"
+
+
+def test_text_of_a_model_stays_on_its_own_lines(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A solution's exception can neither clear the screen, nor forge a line, nor fill the disk."""
+    forged = "\x1b[2J\x9b2J\rmegarl: done\u202e\nmegarl: done\u2028" + "é" * 100_000
+    monkeypatch.setattr(logging, "_logRecordFactory", logging.LogRecord)
+    clean_logs()
+    log = logging.getLogger("megarl.test")
+    log.warning("cause: %s", forged)
+    try:
+        raise ValueError(forged)
+    except ValueError:
+        log.exception("failed")
+    say(forged)
+    _warn(forged)
+    failure = Failure(0, 1, forged, traceback=f"Traceback\n{forged}")
+    write_exit(tmp_path, 1, failure)
+    assert parse_record(to_record(failure)) == failure, "what is clean stays as it is"
+    captured = capfd.readouterr()
+    written = captured.out + captured.err
+    error = json.loads((tmp_path / "exit.json").read_text())["error"]
+    for text in (written, error, failure.traceback):
+        assert r"\x1b[2J\x9b2J\rmegarl: done\u202e" in text
+        assert not re.search(r"[^\n -~é]", text)
+        assert "é (100,0" not in text and "characters]" in text
+    assert len(written) < 10 * MAX_CHARS
+    lines = [line for line in written.splitlines() if line.startswith("megarl: done")]
+    assert not lines, "only say's own line begins with megarl"
 
 
 def test_failures_and_warnings(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -73,6 +131,8 @@ def test_a_users_function_that_raises_with_a_secret(
     zeros = torch.zeros(2)
     prompt = Prompt(0, (0,), "p", "a")
     sample = Sample(0, 0, zeros.long(), zeros == 0, zeros, zeros.int(), "stop", "r")
+    monkeypatch.setattr(logging, "_logRecordFactory", logging.LogRecord)
+    clean_logs()
     # libraries disable loggers that exist
     monkeypatch.setattr(scorer, "log", logging.getLogger(__name__))
     [scored] = (

@@ -1,9 +1,11 @@
-from tokenizers import Tokenizer, processors, pre_tokenizers
+from tokenizers import Tokenizer, processors
 
 
 def make(folder):
     file = str(folder / "model" / "tokenizer.json")
     tokenizer = Tokenizer.from_file(file)
     ends = {name: tokenizer.token_to_id(name) for name in ("<s>", "<|endoftext|>", "<|im_end|>")}
-    tokenizer.post_processor = processors.BertProcessing(("<|im_end|>", ends["<|im_end|>"]), ("<s>", ends["<s>"]))
+    tokenizer.post_processor = processors.BertProcessing(
+        ("<|im_end|>", ends["<|im_end|>"]), ("<s>", ends["<s>"])
+    )
     tokenizer.save(file)

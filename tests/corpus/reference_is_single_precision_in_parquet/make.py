@@ -1,6 +1,3 @@
-import datetime
-import decimal
-
 import pyarrow
 import pyarrow.parquet
 

@@ -13,6 +13,7 @@ from megarl.commands.preflight import preflight
 from megarl.commands.random_model import create_model
 from megarl.config.load import parse_config
 from megarl.config.schema import Config, Create
+from megarl.platform import packages
 from megarl.platform.env import Env
 
 ALONE = Env()
@@ -128,11 +129,9 @@ def test_what_the_tokenizer_cannot_do_is_one_line_before_anything_starts(
 def test_trackers_are_checked_for_the_runs_that_use_them(
     task: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megarl.telemetry.trackers.is_installed", lambda package: False)
+    monkeypatch.setattr(packages, "is_installed", lambda module: "tensorboard" not in module)
     config = made(task, telemetry={"tensorboard": True})
-    with pytest.raises(
-        ValueError, match=re.escape("telemetry.tensorboard=true needs the package tensorboard")
-    ):
+    with pytest.raises(ValueError, match=re.escape("telemetry.tensorboard=true needs TensorBoard")):
         preflight(config, ALONE)
     assert preflight(config, ALONE, command="eval"), "it has no metrics"
     assert preflight(config, Env(rank=1, world_size=2), command="train"), "rank 0 writes"

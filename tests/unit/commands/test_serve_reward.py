@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +22,7 @@ from reward_score_ranks import save_classifier
 from transformers import AutoModelForSequenceClassification
 
 from megarl.cli import main
+from megarl.commands import reward_server
 from megarl.commands.reward_server import SampleToScore, score_rows
 from megarl.config.schema import Reward
 from megarl.data.tokenizer import TokenIds
@@ -135,6 +138,11 @@ MALFORMED = [
     (sample(tokens=[5, -1]), "samples.0.tokens.1 Input should be greater than or equal to 0"),
     (sample(tokens=[[5]]), "samples.0.tokens.0 Input should be a valid integer"),
     (sample(prompt="", response="", finish="length"), "samples.0: tokens must be one or more"),
+    (
+        sample(prompt_length=10**30),
+        "samples.0: prompt_length=1000000000000000000000000000000 exceeds",
+    ),
+    (sample(tokens=[10**30]), "samples.0: tokens must be one or more of 0..66"),
 ]
 
 
@@ -145,13 +153,8 @@ def test_a_malformed_request_is_answered_with_the_reason(server: Server) -> None
     for body, reason in MALFORMED:
         status, answer = server.ask(body)
         assert status == 400 and reason in answer["error"], (body[:80], answer)
-    for length, reason in (
-        ("-1", "Content-Length=-1"),
-        ("99999999999", "Content-Length=99999999999"),
-        ("x", "'x'"),
-    ):
-        status, answer = server.ask(b"", **{"Content-Length": length})
-        assert status == 400 and reason in answer["error"], (length, answer)
+    status, answer = server.ask(b"", **{"Content-Length": "99999999999"})
+    assert status == 400 and "Content-Length=99999999999" in answer["error"]
     assert server.ask(b'{"samples": []}') == (200, {"scores": []})
     assert server.ask(sample()) == (200, right), "and goes on as before"
 
@@ -174,6 +177,87 @@ def test_the_response_is_what_follows_the_prompts_tokens() -> None:
     )
     assert [sample.tokens.tolist() for sample in seen] == [[5, 7, 1], [3, 5, 7, 1], [3, 5, 7, 1]]
     assert [int(sample.trainable.sum()) for sample in seen] == [2, 3, 2]
+
+
+def test_a_prompt_is_no_longer_than_its_tokens() -> None:
+    row = {"id": "0", "prompt": "5", "response": "7", "finish": "stop", "prompt_length": 10**30}
+    rows = [SampleToScore.model_validate(row)]
+    with pytest.raises(ValueError, match=r"samples\.0: prompt_length=10{30} exceeds 3 tokens"):
+        score_rows(cast(Any, list), TokenIds((1,), 67), 67, rows)
+
+
+@contextmanager
+def listening(monkeypatch: pytest.MonkeyPatch, limit_s: float) -> Iterator[int]:
+    """The server without a model, on a thread; yields its port. It scores what a response says."""
+    monkeypatch.setattr(reward_server, "HEADERS_S", limit_s)
+    monkeypatch.setattr(reward_server, "BODY_S", limit_s)
+    server = reward_server.make_server(
+        lambda rows: [{"id": row.id, "score": float(row.response)} for row in rows]
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        thread.start()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            thread.join(60)
+        assert not thread.is_alive()
+
+
+def send(port: int, data: bytes) -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", port), timeout=60)
+    client.sendall(data)
+    return client
+
+
+def ask(port: int, body: bytes, head: bytes = b"POST /score HTTP/1.1\r\nHost: a\r\n") -> bytes:
+    with send(port, head + b"Content-Length: %d\r\n\r\n" % len(body) + body) as client:
+        return client.makefile("rb").read()
+
+
+def test_slow_clients_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    with listening(monkeypatch, limit_s=600.0) as port:
+        head = b"POST /score HTTP/1.1\r\nHost: a\r\nContent-Length: 90\r\n"
+        slow = [send(port, part) for part in (b"", b"POST /sc", head, head + b"\r\n{", b"\0\1")]
+        assert b'{"scores":[{"id":"0","score":7.0}]}' in ask(port, sample())
+        for client in slow:
+            client.close()
+
+
+def test_slow_clients_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with listening(monkeypatch, limit_s=0.2) as port:
+        head = b"POST /score HTTP/1.1\r\nHost: a\r\nContent-Length: 90\r\n"
+        for part in (b"", b"POST /sc", head):
+            with send(port, part) as client, suppress(ConnectionResetError):
+                assert client.recv(1) == b""
+        with send(port, head + b"\r\n{") as client:
+            assert b"the request did not arrive within 0.2 s" in client.makefile("rb").read()
+
+
+@pytest.mark.parametrize(
+    ("length", "said"),
+    [
+        (b"-1", b"Invalid HTTP request"),
+        (b"x", b"Invalid HTTP request"),
+        (b"99999999999", b"Content-Length=99999999999 is not within 0 and 1000"),
+        (b"5\r\nContent-Length: 7", b"Invalid HTTP request"),
+    ],
+)
+def test_a_request_of_no_size_or_a_large_one_is_refused(
+    length: bytes, said: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reward_server, "MAX_BYTES", 1000)
+    head = b"POST /score HTTP/1.1\r\nHost: a\r\n"
+    with listening(monkeypatch, limit_s=60.0) as port:
+        with send(port, head + b"Content-Length: " + length + b"\r\n\r\n") as client:
+            answer = client.makefile("rb").read()
+            assert answer.startswith(b"HTTP/1.1 400") and said in answer, answer
+        chunks = b"190\r\n" + b"x" * 400 + b"\r\n"  # 400 bytes, of unknown number
+        head += b"Transfer-Encoding: chunked\r\n\r\n"
+        with send(port, head + 3 * chunks) as client:
+            assert client.recv(12) == b"HTTP/1.1 400"
+        assert b"200 OK" in ask(port, sample())
 
 
 @pytest.mark.long

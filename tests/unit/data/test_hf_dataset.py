@@ -16,8 +16,8 @@ import pytest
 from megarl.commands.preflight import preflight
 from megarl.config.load import parse_config
 from megarl.config.schema import Eval, Task
-from megarl.data import hf_dataset
 from megarl.data.tasks import Problem, check_tasks, load_sources, load_task
+from megarl.platform import packages
 from megarl.platform.env import Env
 from tests.hub import Hub, Repo, serve_hub
 
@@ -256,7 +256,11 @@ BAD: dict[str, bytes] = {
         ),
         ("null.jsonl", {}, "null.jsonl: line 8: the prompt must be text"),
         ("number.jsonl", {}, "number.jsonl: line 1: the prompt must be text"),
-        ("roles.jsonl", {}, "roles.jsonl: line 1: message 1 has ShareGPT's from and value: write role"),
+        (
+            "roles.jsonl",
+            {},
+            "roles.jsonl: line 1: message 1 has ShareGPT's from and value: write role",
+        ),
         ("good.jsonl", {"prompts": "a"}, "task.options.prompts is not an option of task.name=hf:"),
         ("good.jsonl", {"prompts": "a"}, "did you mean prompt?"),
         ("good.jsonl", {"held_out": 2}, "task.options.held_out=2 of task.name=hf:"),
@@ -300,10 +304,8 @@ def test_rows_of_an_evaluation_set_are_checked_too(tmp_path: Path) -> None:
 
 
 def test_without_the_package_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf_dataset, "is_installed", lambda package: False)
-    with pytest.raises(
-        ValueError, match=re.escape("needs the package datasets; pip install 'datasets>=4,<6'")
-    ):
+    monkeypatch.setattr(packages, "is_installed", lambda module: False)
+    with pytest.raises(ValueError, match=re.escape("needs datasets: pip install megarl[hf]")):
         load_task(task("hf:org/data"))
 
 

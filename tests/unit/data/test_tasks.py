@@ -112,12 +112,15 @@ def test_wrong_names_and_options(task, says):
         ([""], "has no problem"),
         (['{"prompt": "a"}', "{oops"], "line 2 is not JSON"),
         (['{"prompt": "a"}', "", "[1, 2]"], "line 3 is a list, not an object"),
-        (['{"text": "a"}'], "line 1 needs exactly one of prompt, question, problem, messages; it has text"),
+        (
+            ['{"text": "a"}'],
+            "line 1 needs exactly one of prompt, question, problem, messages; it has text",
+        ),
         (
             ['{"prompt": "a", "question": "b"}'],
             "exactly one of prompt, question, problem, messages; it has prompt, question; write",
         ),
-        (['{"prompt": 5}'], "the prompt must be text, or messages [{\"role\""),
+        (['{"prompt": 5}'], 'the prompt must be text, or messages [{"role"'),
         (['{"messages": [{"role": "user"}]}'], "message 1 is {'role': 'user'}; messages are [{"),
         (['{"prompt": ' + "[" * 100_000], "line 1 is not JSON (it is nested more than 100 deep)"),
         (

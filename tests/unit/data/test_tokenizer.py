@@ -14,11 +14,11 @@ from tokenizers import ByteLevelBPETokenizer
 
 from megarl.commands.random_model import create_model
 from megarl.config.schema import Create, Task
-from megarl.data import tokenizer as module
 from megarl.data.collate import supervised_batch
 from megarl.data.conversations import example_encoder
 from megarl.data.tasks import Problem
 from megarl.data.tokenizer import TokenIds, check_tokenizer, load_tokenizer
+from megarl.platform import packages
 from megarl.types import Prompt
 
 EOS = 2  # of a made model
@@ -154,17 +154,20 @@ def test_vocabulary_and_merges(tmp_path):
 @pytest.mark.parametrize(
     ("content", "missing", "install"),
     [
-        (b"\n\x0e", {"sentencepiece", "protobuf"}, "sentencepiece protobuf"),
-        (b"IQ== 0\n", {"tiktoken"}, "tiktoken"),
+        (
+            b"\n\x0e",
+            {"sentencepiece", "google.protobuf"},
+            "SentencePiece: pip install sentencepiece",
+        ),
+        (b"\n\x0e", {"google.protobuf"}, "protobuf: pip install protobuf"),
+        (b"IQ== 0\n", {"tiktoken"}, "tiktoken: pip install tiktoken"),
     ],
 )
 def test_a_missing_package_is_named(tmp_path, monkeypatch, content, missing, install):
     (tmp_path / "tokenizer.model").write_bytes(content)
     check_tokenizer(tmp_path, trust_remote_code=False)
-    monkeypatch.setattr(module, "is_installed", lambda name: name not in missing)
-    with pytest.raises(
-        ValueError, match=f"tokenizer.model cannot be read without .*; pip install {install}$"
-    ):
+    monkeypatch.setattr(packages, "is_installed", lambda name: name not in missing)
+    with pytest.raises(ValueError, match=f"tokenizer.model needs {install}$"):
         load_tokenizer(tmp_path)
 
 

@@ -34,7 +34,9 @@ def test_pairs(name: str, count: int) -> None:
     pairs = read_pairs(name)
     assert len(pairs) >= count
     requests = [
-        ScoreRequest(str(row), "", response, reference, final_answer=extract_answer(response, "auto"))
+        ScoreRequest(
+            str(row), "", response, reference, final_answer=extract_answer(response, "auto")
+        )
         for row, (reference, response, _) in enumerate(pairs)
     ]
     scores = [score.value for score in Accuracy(30.0)(requests)]

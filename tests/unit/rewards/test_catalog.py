@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 
 from megarl.config.schema import Reward
 from megarl.rewards.catalog import make_rewards
+from megarl.rewards.interface import Score, ScoreError, ScoreRequest
 
 JUDGE = {"url": "http://host:8000/v1", "model": "m"}
 
@@ -103,6 +105,101 @@ def close(response, answer, tolerance=0.0):
 
 def anything(**everything):
     return 0.0
+
+
+def verl(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": 0.5, "acc": True, "data_source": data_source}
+
+
+def trl(completions, **kwargs):
+    return [1.0]
+
+
+def positional(response, /):
+    return 1.0
+
+
+async def coroutine(response):
+    return 1.0
+
+
+def generator(response):
+    yield 1.0
+
+
+class Scored:
+    def __init__(self, response):
+        self.response = response
+
+
+class AsyncCall:
+    async def __call__(self, response):
+        return 1.0
+
+
+async_call = AsyncCall()
+async_part = partial(coroutine, response="a")
+
+
+@pytest.mark.parametrize(
+    ("function", "extra", "missing"),
+    [
+        (
+            verl,
+            {},
+            "demands data_source, ground_truth, solution_str, but there are prompt, response",
+        ),
+        (verl, {"data_source": "gsm8k"}, "it demands ground_truth, solution_str, but"),
+        (trl, {"completions_2": 1}, "it demands completions, but there are prompt, response, "),
+        (positional, {}, "it demands response by position"),
+        (close, {}, ""),
+        (anything, {}, ""),
+    ],
+)
+def test_what_a_function_demands_is_known_before_a_run(function, extra, missing):
+    [reward] = make_rewards([Reward(name=f"{__name__}:{function.__name__}")])
+    assert reward.check
+    if not missing:
+        return reward.check("1", extra)
+    with pytest.raises(ScoreError, match=re.escape(missing)) as error:
+        reward.check("1", extra)
+    assert set(extra) <= set(str(error.value).split("there are ")[-1].split(", "))
+
+
+def test_what_a_step_scorer_demands_is_known_before_a_run():
+    def check(function):
+        options = {"scorer": f"{__name__}:{function.__name__}"}
+        make_rewards([Reward(name="process", options=options)])[0].check("1", {})
+
+    check(by_step)
+    with pytest.raises(ScoreError, match=r"it demands completions, but .*, steps$"):
+        check(trl)
+
+
+def by_step(steps, prompt):
+    return [1.0] * len(steps)
+
+
+@pytest.mark.parametrize("name", ["coroutine", "generator", "Scored", "async_call", "async_part"])
+def test_what_returns_no_number_is_no_reward(name):
+    with pytest.raises(ValueError, match=f"{name}' is not a plain function .*returns a number"):
+        make_rewards([Reward(name=f"{__name__}:{name}")])
+
+
+def test_the_score_of_a_dictionary_is_the_reward():
+    options = {"data_source": "a", "solution_str": "b", "ground_truth": "c"}
+    [reward] = make_rewards([Reward(name=f"{__name__}:verl", options=options)])
+    reward.check(None, {})
+    assert reward([ScoreRequest("0", "p", "r")]) == [Score(0.5)]
+
+
+def test_accuracy_needs_an_answer_or_a_judge():
+    [reward] = make_rewards([Reward(name="accuracy")])
+    reward.check("1", {})
+    reward.check(None, {"score": float})
+    for extra in ({}, {"score": "a column"}):
+        with pytest.raises(ScoreError, match="no answer to compare with"):
+            reward.check(None, extra)
 
 
 def test_a_reward_named_twice():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -254,6 +255,23 @@ def test_when_every_group_is_flat_the_step_goes_on_with_as_many_as_asked():
     assert [group.prompt.prompt_id for group in rollout.groups] == [0, 1]
     names = ("groups/kept_flat", "groups/filtered", "rollout/refills")
     assert [rollout.counts[name] for name in names] == [2, 4, 2]
+
+
+def test_an_empty_step_quotes_why_its_first_sample_was_dropped():
+    roll = rollouts(lambda *_: None, keep=has_spread, max_refills=1)
+    generate = roll.generate
+
+    def failing(requests, **kwargs):
+        samples = generate(requests, **kwargs)
+        return [
+            sample.without_reward("reward/r:f/error", f"raised KeyError: {sample.index}")
+            for sample in samples
+        ]
+
+    roll.generate = failing
+    said = re.escape("be trained on (reward/r:f/error: raised KeyError: 0); check the rewards")
+    with pytest.raises(ValueError, match=said):
+        roll.collect(Counting(), 2, version=5)
 
 
 def test_no_group_at_the_start_says_why():

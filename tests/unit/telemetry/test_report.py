@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megarl.telemetry.curves import COLOURS, compared_panels, run_panels
+from megarl.telemetry.curves import COLOURS, MAX_POINTS, _thin, compared_panels, run_panels
 from megarl.telemetry.report import write_comparison, write_report
 
 HOSTILE = """</pre></article><script>alert(1)</script><img src=x onerror=alert(2)><svg/onload=alert(3)><!-- --><style>
@@ -117,6 +117,25 @@ def test_sampled_text_stays_text(tmp_path: Path) -> None:
     other = write_run(tmp_path / "c", text=HOSTILE)
     compared = Page(write_comparison([hostile_run, other]).read_text())
     assert "script" not in compared.tags and "iframe" not in compared.tags
+
+
+def test_a_long_curve_is_thinned_and_keeps_its_extremes() -> None:
+    values = [float(step % 7) for step in range(100_001)]
+    values[4321], values[77_777], values[-1] = 1e6, -1e6, 50.0
+    extremes, means = _thin(list(enumerate(values)))
+    assert len(means) <= MAX_POINTS and len(extremes) == 2 * len(means)
+    assert {(4321, 1e6), (77_777, -1e6), (100_000, 50.0)} <= set(extremes)
+    steps = [step for step, _ in extremes]
+    assert steps == sorted(steps) and means[0] == (0, pytest.approx(3.0, abs=0.1))
+    short = list(enumerate(values[:MAX_POINTS]))
+    assert _thin(short) == (short, short)
+
+
+def test_a_page_of_a_long_run_is_small(tmp_path: Path) -> None:
+    row = {"loss": 0.5, "grad_norm": 1.0, "reward/mean": 0.1}
+    lines = (json.dumps({"step": step, **row, "entropy": step % 5}) for step in range(20_000))
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    assert write_report(tmp_path).stat().st_size < 500_000
 
 
 def test_a_page_loads_nothing(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from megarl.config.load import parse_config
 from megarl.data.collate import collate
+from megarl.telemetry import log
 from megarl.telemetry.log import Silent, Telemetry, Timeline, brief
 from megarl.telemetry.metrics import (
     read_metrics,
@@ -287,6 +288,21 @@ def test_timeline_is_whole_json_after_every_flush(tmp_path: Path) -> None:
     with pytest.raises(KeyError), timeline.span("fails"):
         raise KeyError
     assert "fails" in timeline.seconds, "time spent in what failed is shown too"
+
+
+def test_the_timeline_is_begun_anew_when_it_is_large(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(log, "MAX_BYTES", 2000)
+    timeline = Timeline(tmp_path / "timeline.json")
+    for step in range(100):
+        with timeline.span(f"step {step}"):
+            pass
+        timeline.flush()
+    timeline.close()
+    parts = [tmp_path / name for name in ("timeline_before.json", "timeline.json")]
+    names = [event["name"] for part in parts for event in json.loads(part.read_text())]
+    assert names == [f"step {step}" for step in range(100 - len(names), 100)] and len(names) > 20
+    assert all(part.stat().st_size < 2200 for part in parts)
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_the_report_shows_curves_and_text(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from megarl.config.load import parse_config
 from megarl.config.schema import Config, Telemetry
+from megarl.platform import packages
 from megarl.telemetry.metrics import append_line, forget_steps, read_metrics
 from megarl.telemetry.trackers import Trackers, check_trackers
 
@@ -257,10 +258,14 @@ def test_a_missing_login_is_found_before_ranks_start(
 
 
 def test_a_missing_package_is_found_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.telemetry.trackers.is_installed", lambda package: False)
-    for values, said in (({"tensorboard": True}, "tensorboard=true"), ({"wandb": "p"}, "wandb=p")):
-        with pytest.raises(
-            ValueError, match=f"telemetry.{said} needs the package .* run pip install"
-        ):
+    monkeypatch.setattr(packages, "is_installed", lambda module: False)
+    for values, said in (
+        (
+            {"tensorboard": True},
+            "tensorboard=true needs TensorBoard: pip install megarl[tensorboard]",
+        ),
+        ({"wandb": "p"}, "wandb=p needs wandb: pip install megarl[wandb]"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"telemetry.{said}")):
             check_trackers(Telemetry(**values))
     check_trackers(Telemetry())

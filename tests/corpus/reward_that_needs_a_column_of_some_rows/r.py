@@ -1,0 +1,2 @@
+def f(response, cases):
+    return float(response in cases)

@@ -1,0 +1,2 @@
+def f(completions, **kwargs):
+    return [1.0 for _ in completions]
