@@ -55,7 +55,7 @@ COMMA = re.compile(
     r",\s*(?:and|or)\b|,(?![0-9]{3}(?![0-9]))|;|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])"
 )
 BINARY = r"[*/^_=]|\\(?:times|cdot|div)(?![A-Za-z])|" + RELATION.pattern
-INCOMPLETE = re.compile(rf"\s*(?:{BINARY})|.*(?:{BINARY}|[-+\\]|\\pm)\s*\Z", re.DOTALL)
+INCOMPLETE = re.compile(rf"\s*(?:{BINARY}).*|.*(?:{BINARY}|[-+\\]|\\pm)\s*\Z", re.DOTALL)
 # any other sign must be in the reference as well
 PLAIN = re.compile(r"[0-9A-Za-z\s+*/^(){}\[\].,=<>|_\\!-]*")
 KNOWN = r"""
@@ -178,13 +178,12 @@ def _is_name(text: str) -> bool:
 
 
 def _compare_quantities(ours: Quantity, theirs: Quantity) -> Result:
-    if ours.unit and theirs.unit:
-        if ours.unit != theirs.unit:
-            return False
-    elif ours.noun != theirs.noun and (theirs.noun or theirs.unit):
-        # a unit may be left out, and a number may be of anything
-        if ours.noun or not theirs.is_upright:
-            return False
+    if ours.unit and theirs.unit and ours.unit != theirs.unit:
+        return False
+    # a unit may be left out, and a number may be of anything
+    is_other = ours.noun != theirs.noun and (ours.noun or not theirs.is_upright)
+    if is_other and (theirs.noun or (theirs.unit and not ours.unit)):
+        return False
     if ours.scale == theirs.scale:
         return _compare_values(ours.value, theirs.value)
     if ours.unit or ours.noun or {ours.scale, theirs.scale} != {"", PERCENT}:
