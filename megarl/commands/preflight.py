@@ -58,7 +58,7 @@ def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
         require("precision.fp8", "transformer_engine")
     if folder is not None:
         check_tokenizer(folder, trust_remote_code=model.trust_remote_code)
-        if not is_hub_id(model.path) and has_weights(folder):  # not yet downloaded
+        if not is_hub_id(model.path or "") and has_weights(folder):  # not yet downloaded
             check_weights(folder, job.model)
         copied_files(folder)
     is_evaluated = command == "eval" or config.eval.every > 0

@@ -39,8 +39,8 @@ class Task(Section):
     """Variables of the chat template, for example {enable_thinking: false}."""
     answer: AnswerPlace = "auto"
     """Part of a response, after any thinking, that `accuracy` judges. tag: between <answer> and
-    </answer>; boxed: within \\\\boxed{}; last_line: alone on it; last_number: at the end; whole;
-    auto: tag or boxed if present, else whole."""
+    </answer>; boxed: within \\\\boxed{}; last_line: alone on it; last_number: with all that is
+    written onto it, as 3/7; whole; auto: tag or boxed if present, else whole."""
     seed: int = 0
     """Seed of generated problems, and of the order of stored ones."""
     size: PositiveInt | None = None

@@ -120,4 +120,4 @@ def _last_number(text: str) -> str | None:
     while last.startswith("{") and last.endswith("}"):
         last = last[1:-1]
     last = last.strip("{}") if PLAIN.fullmatch(last.strip("{}")) else last
-    return last.replace(",", "")
+    return re.sub(r"\\?,", "", last)

@@ -55,15 +55,15 @@ COMMA = re.compile(
     r",\s*(?:and|or)\b|,(?![0-9]{3}(?![0-9]))|;|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])"
 )
 BINARY = r"[*/^_=]|\\(?:times|cdot|div)(?![A-Za-z])|" + RELATION.pattern
-INCOMPLETE = re.compile(rf"\s*(?:{BINARY})|.*(?:{BINARY}|[-+\\]|\\pm)\s*\Z", re.DOTALL)
+INCOMPLETE = re.compile(rf"\s*(?:{BINARY}).*|.*(?:{BINARY}|[-+\\]|\\pm)\s*\Z", re.DOTALL)
 # any other sign must be in the reference as well
 PLAIN = re.compile(r"[0-9A-Za-z\s+*/^(){}\[\].,=<>|_\\!-]*")
 KNOWN = r"""
 sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan log ln exp sqrt frac binom choose max
 min gcd lcm deg pi cdot cdots ldots dots times div pm mp circ infty sum prod int lim le ge in cup
 cap setminus emptyset lfloor rfloor lceil rceil overline vec hat mathbb operatorname begin end
-pmatrix bmatrix matrix alpha beta gamma delta epsilon varepsilon zeta eta theta iota kappa lambda
-mu nu xi rho sigma tau phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega
+pmatrix bmatrix matrix alpha beta gamma delta epsilon varepsilon zeta eta theta iota kappa lambda mu nu xi
+rho sigma tau phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega
 \ { } $ %
 """
 COMMANDS = set(KNOWN.split())  # math-verify reads these as they are meant
@@ -178,15 +178,11 @@ def _is_name(text: str) -> bool:
 
 
 def _compare_quantities(ours: Quantity, theirs: Quantity) -> Result:
-    if ours.unit and theirs.unit:
-        if ours.unit != theirs.unit:
-            return False
+    if ours.unit and theirs.unit and ours.unit != theirs.unit:
+        return False
     # a unit may be left out, and a number may be of anything
-    elif (
-        ours.noun != theirs.noun
-        and (theirs.noun or theirs.unit)
-        and (ours.noun or not theirs.is_upright)
-    ):
+    is_other = ours.noun != theirs.noun and (ours.noun or not theirs.is_upright)
+    if is_other and (theirs.noun or (theirs.unit and not ours.unit)):
         return False
     if ours.scale == theirs.scale:
         return _compare_values(ours.value, theirs.value)

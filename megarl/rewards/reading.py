@@ -20,11 +20,14 @@ def _pairs(text: str) -> dict[str, str]:
 
 
 UPRIGHT = "\f"  # white space that stands where an upright font begins or ends
-IGNORED = r"""left right big Big bigl bigr Bigl Bigr bigg biggl biggr rm bf it displaystyle
-textstyle limits ( ) [ ]"""
+IGNORED = r"""
+left right big Big bigl bigr Bigl Bigr bigg biggl biggr rm bf it displaystyle textstyle limits ( ) [ ]
+"""
 SPACES = "quad qquad enspace thinspace space , ; :"
-RENAMED = r"""dfrac \frac tfrac \frac cfrac \frac leq \le geq \ge leqslant \le geqslant \ge neq \ne
-lt < gt > ast * lbrace \{ rbrace \} degree ^\circ varnothing \emptyset colon : dbinom \binom"""
+RENAMED = r"""
+dfrac \frac tfrac \frac cfrac \frac leq \le geq \ge leqslant \le geqslant \ge neq \ne
+lt < gt > ast * lbrace \{ rbrace \} degree ^\circ varnothing \emptyset colon : dbinom \binom
+"""
 COMMANDS = {
     **dict.fromkeys(IGNORED.split(), ""),
     **dict.fromkeys([*SPACES.split(), " ", "\n"], " "),

@@ -5,7 +5,94 @@ JUDGING = "unit/jail/test_judging.py"
 JUDGES = "unit/data/test_task_judge.py"
 MATHS = "unit/rewards/test_maths.py"
 
+PAIRS = "unit/rewards/test_answer_pairs.py::test_pairs[answers.yaml-1000]"
+THOUGHTS = "unit/rewards/test_thoughts.py"
+
 JUDGED = [
+    (
+        "rewards/maths.py",
+        'if not words or words == ["nan"]:',
+        "if not words:",
+        PAIRS,
+    ),
+    (
+        "rewards/maths.py",
+        "return gold == other or abs(gold - other) <= 1e-4 * abs(gold)",
+        "return True",
+        PAIRS,
+    ),
+    (
+        "rewards/maths.py",
+        "if ours.unit and theirs.unit and ours.unit != theirs.unit:",
+        "if False:",
+        PAIRS,
+    ),
+    (
+        "rewards/maths.py",
+        "if letter != right_letter or (text and not right_text and OTHER_CHOICE.search(text)):",
+        "if letter != right_letter:",
+        PAIRS,
+    ),
+    (
+        "rewards/maths.py",
+        "if _is_whole(theirs.value):  # 500% is not 5",
+        "if False:",
+        PAIRS,
+    ),
+    (
+        "rewards/maths.py",
+        'is_bare and not {"+", "-"} & {*name}',
+        "is_bare",
+        "unit/rewards/test_answer_pairs.py::test_pairs[answers_blind.yaml-2500]",
+    ),
+    (
+        "rewards/reading.py",
+        '    if HIDDEN.search(" ".join(nouns)) or',
+        "    if",
+        PAIRS,
+    ),
+    (
+        "rewards/answers.py",
+        "    if BOXED in text:\n        return _boxed(text)\n    return without_marks(text)",
+        "    return without_marks(text)",
+        "unit/rewards/test_answers.py::test_places",
+    ),
+    (
+        "rewards/thoughts.py",
+        "    if is_open:\n        return None\n",
+        "",
+        f"{THOUGHTS}::test_every_family_has_an_end",
+    ),
+    (
+        "rewards/scorer.py",
+        "self._openings[prompt.prompt_id] = opened_tag(end)",
+        'self._openings[prompt.prompt_id] = ""',
+        f"{THOUGHTS}::test_rewards_know_what_the_prompt_opened",
+    ),
+    (
+        "rewards/code.py",
+        'text = after_thoughts(response) or ""',
+        "text = response",
+        f"{THOUGHTS}::test_what_was_thought_is_no_code_and_no_verdict",
+    ),
+    (
+        "data/tokenizer.py",
+        "if one.special and one.content in stop",
+        "if False",
+        "corpus/test_corpus.py::test_report[thoughts_and_a_stop_text]",
+    ),
+    (
+        "data/tokenizer.py",
+        "[token for token in tokens if token not in self.hidden],",
+        "[token for token in tokens if token not in self.hidden], skip_special_tokens=True,",
+        "corpus/test_corpus.py::test_report[thoughts_between_special_tokens]",
+    ),
+    (
+        "data/task_judge.py",
+        "    if names is None:",
+        "    if not names:",
+        f"{JUDGES}::test_a_product_without_a_variable",
+    ),
     (
         "jail/fork_server.py",
         "env=ENVIRONMENT,",
@@ -75,8 +162,8 @@ JUDGED = [
     ),
     (
         "rewards/maths.py",
-        "if is_unevaluated(candidate) and not is_unevaluated(answer):",
-        "if False:",
+        "is_left(parsed[-1][0]) <= is_left(gold[0])",
+        "True",
         f"{MATHS}::test_forms_of_an_answer",
     ),
     (

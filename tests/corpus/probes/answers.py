@@ -37,7 +37,7 @@ def _scored(folder: Path) -> list[Sample]:
     settings: Mapping[str, Any] = yaml.safe_load((folder / "task.yaml").read_text())
     task = Task(**{key: value for key, value in settings.items() if key != "stop"})
     (source,) = load_sources(task)
-    tokenizer = None
+    tokenizer: Any = None
     if (folder / "tokenizer.json").exists():
         tokenizer = load_tokenizer(folder, stop=settings.get("stop", ()))
     prompts = []

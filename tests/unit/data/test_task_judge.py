@@ -213,6 +213,18 @@ def test_names_that_are_not_the_problems_are_refused(name):
     ] == ["refused"] * 4
 
 
+def test_a_product_without_a_variable():
+    problem = {"source_dataset": "polynomial_multiplication", "variables": []}
+    task = TaskJudge("polynomial_multiplication", {}, {"answer": "6", "metadata": problem})
+    verdicts = judge_answers([(task, text) for text in ("6", "5", "2*3", "x")], timeout_s=30.0)
+    assert [(verdict.value, verdict.cause) for verdict in verdicts] == [
+        (1.0, ""),
+        (0.0, ""),
+        (1.0, ""),
+        (0.0, "refused"),
+    ]
+
+
 @pytest.mark.long
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", NAMES)

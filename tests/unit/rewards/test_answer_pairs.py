@@ -29,7 +29,7 @@ def read_pairs(name: str) -> list[tuple[object, str, float]]:
     return pairs
 
 
-@pytest.mark.parametrize(("name", "count"), [("answers_blind.yaml", 1500), ("answers.yaml", 1000)])
+@pytest.mark.parametrize(("name", "count"), [("answers_blind.yaml", 2500), ("answers.yaml", 1000)])
 def test_pairs(name: str, count: int) -> None:
     pairs = read_pairs(name)
     assert len(pairs) >= count
@@ -41,14 +41,3 @@ def test_pairs(name: str, count: int) -> None:
     ]
     scores = [score.value for score in Accuracy(30.0)(requests)]
     assert [pair for pair, score in zip(pairs, scores, strict=True) if score != pair[2]] == []
-
-
-def test_half_of_the_published_forms_have_their_source() -> None:
-    groups = [
-        group
-        for name in ("answers_blind.yaml", "answers.yaml")
-        for group in yaml.safe_load((HERE / name).read_text(encoding="utf-8"))
-    ]
-    assert sum("source" in group for group in groups) >= 60
-    cheats = [group for group in groups if not (group.get("wrong") or group.get("responses_wrong"))]
-    assert all(len(group["right"]) <= 4 for group in cheats)

@@ -7,8 +7,9 @@ import time
 import pytest
 
 from megarl.rewards.answers import extract_answer
-from megarl.rewards.interface import Score, ScoreRequest
-from megarl.rewards.rules import Accuracy, even_fraction, format_think
+from megarl.jail.judging import JudgePool
+from megarl.rewards.interface import Score, ScoreError, ScoreRequest
+from megarl.rewards.rules import Accuracy, check_math_verify, even_fraction, format_think
 
 
 def judge(
@@ -59,6 +60,30 @@ def test_a_column_named_score_is_not_a_scorer():
 def test_accuracy_without_an_answer_is_an_error():
     (score,) = judge("5", answer=None)
     assert score.value is None and "no answer" in score.detail
+
+
+def test_references_that_are_no_text():
+    right, wrong = judge("0.0000325", "3.25", answer=0.0000325)
+    assert (right, wrong) == (Score(1.0), Score(0.0))
+    assert judge("True", "no", answer=True) == [Score(1.0), Score(0.0)]
+    assert judge("b", "2/1", "c", answer=["b", 2]) == [Score(1.0), Score(1.0), Score(0.0)]
+    for missing in (float("nan"), [], {"a": 1}):
+        (score,) = judge("nan", answer=missing)
+        assert (score.value, score.cause) == (None, "error")
+        with pytest.raises(ScoreError):
+            Accuracy().check(missing, {})
+    Accuracy().check(None, {"score": float})
+    Accuracy().check("5", {})
+
+
+def test_a_parser_under_which_math_verify_misreads_is_refused(monkeypatch):
+    check_math_verify.__wrapped__()
+    monkeypatch.setattr("megarl.rewards.rules.version", lambda package: "4.9.3")
+    check_math_verify.__wrapped__()  # it is tried, and reads right
+    pool = JudgePool("megarl.rewards.maths:no_such_judge")
+    monkeypatch.setattr("megarl.rewards.rules.MATHS", pool)
+    with pytest.raises(ValueError, match=r"4\.9\.3.*pip install antlr4-python3-runtime==4\.13\.2"):
+        check_math_verify.__wrapped__()
 
 
 SLOW = [
