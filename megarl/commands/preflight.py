@@ -42,10 +42,11 @@ def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
     if command == "train" and config.stage_spec.learns == "feedback":
         check = partial(check_feedback, steps=config.reward_model.process)
     notes = tuple(check_tasks(config.task, config.eval, held_out=is_evaluated, check=check))
+    _check_text(config, folder)
     if needs_engine(config.stage, command):
         sources = partial(load_sources, config.task)
-        notes += tuple(check_problems(make_rewards(config.rewards), sources))
-    _check_text(config, folder)
+        for rewards in (config.rewards, config.iterative.reward_model.labels):
+            notes += tuple(check_problems(make_rewards(rewards), sources))
     if command == "train" and env.is_main:
         check_trackers(config.telemetry)
     return replace(job, warnings=job.warnings + notes)
