@@ -83,7 +83,10 @@ def test_hostile_text_is_searched_at_once(unit: str) -> None:
 
 
 def test_text_of_a_model_stays_on_its_own_lines(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A solution's exception can neither clear the screen, nor forge a line, nor fill the disk."""
     forged = "\x1b[2J\x9b2J\rmegarl: done\u202e\nmegarl: done\u2028" + "é" * 100_000
@@ -101,9 +104,9 @@ def test_text_of_a_model_stays_on_its_own_lines(
     write_exit(tmp_path, 1, failure)
     assert parse_record(to_record(failure)) == failure, "what is clean stays as it is"
     captured = capfd.readouterr()
-    written = captured.out + captured.err
+    written = caplog.text + captured.out + captured.err
     error = json.loads((tmp_path / "exit.json").read_text())["error"]
-    for text in (written, error, failure.traceback):
+    for text in (caplog.text, written, error, failure.traceback):
         assert r"\x1b[2J\x9b2J\rmegarl: done\u202e" in text
         assert not re.search(r"[^\n -~é]", text)
         assert "é (100,0" not in text and "characters]" in text

@@ -126,6 +126,23 @@ def test_what_the_tokenizer_cannot_do_is_one_line_before_anything_starts(
     assert main(["train", str(tmp_path / "c.yaml"), "--dry-run", *accepted]) == 0
 
 
+def demanding(response: str, criteria: str) -> float:
+    return float(criteria in response)
+
+
+def test_what_ranks_samples_for_a_reward_model_is_checked_too(task: dict[str, Any]) -> None:
+    labels = [{"name": f"{__name__}:demanding"}]
+    for sections in (
+        {"rewards": labels},
+        {"stage": "iterative_grpo", "iterative": {"reward_model": {"labels": labels}}},
+    ):
+        rewards = {"rewards": [{"name": "model"}]} | sections
+        with pytest.raises(
+            ValueError, match=r"demanding' cannot score 1 of 1 problems; .* criteria"
+        ):
+            preflight(made(task, **rewards), ALONE)
+
+
 def test_trackers_are_checked_for_the_runs_that_use_them(
     task: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
