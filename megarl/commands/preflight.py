@@ -64,18 +64,11 @@ def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
     is_evaluated = command == "eval" or config.eval.every > 0
     check = ProblemCheck(config, folder, command)
     notes = tuple(check_tasks(config.task, config.eval, held_out=is_evaluated, check=check))
-<<<<<<< HEAD
     notes += tuple(check.warnings())
-    if needs_engine(config.stage, command):
-        sources = partial(load_sources, config.task)
-        notes += tuple(check_problems(make_rewards(config.rewards), sources))
-=======
-    _check_text(config, folder)
     if needs_engine(config.stage, command):
         sources = partial(load_sources, config.task)
         for rewards in (config.rewards, config.iterative.reward_model.labels):
             notes += tuple(check_problems(make_rewards(rewards), sources))
->>>>>>> doors/main
     if command == "train" and env.is_main:
         check_trackers(config.telemetry)
     return replace(job, warnings=job.warnings + notes)

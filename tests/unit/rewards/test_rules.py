@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from megarl.rewards.answers import extract_answer
 from megarl.jail.judging import JudgePool
+from megarl.rewards.answers import extract_answer
 from megarl.rewards.interface import Score, ScoreError, ScoreRequest
 from megarl.rewards.rules import Accuracy, check_math_verify, even_fraction, format_think
 
