@@ -62,10 +62,10 @@ def _refuse_misread(cls: type[BaseModel], value: Any, info: ValidationInfo) -> A
             raise ValueError("it should be a number or text, not true or false")
         if isinstance(item, float) and "str" in kind and "float" not in kind:
             raise ValueError("it should be text; put it in quotes")
-        # URLs are checked where they are used
-        if is_line and isinstance(item, str) and "://" not in item:
-            if len(f"{item}.".splitlines()) > 1:
-                raise ValueError("it should be text on one line")
+        if not isinstance(item, str) or "://" in item:  # URLs are checked where they are used
+            continue
+        if is_line and len(f"{item}.".splitlines()) > 1:
+            raise ValueError("it should be text on one line")
     return value
 
 

@@ -62,8 +62,8 @@ KNOWN = r"""
 sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan log ln exp sqrt frac binom choose max
 min gcd lcm deg pi cdot cdots ldots dots times div pm mp circ infty sum prod int lim le ge in cup
 cap setminus emptyset lfloor rfloor lceil rceil overline vec hat mathbb operatorname begin end
-pmatrix bmatrix matrix alpha beta gamma delta epsilon varepsilon zeta eta theta iota kappa lambda mu nu xi
-rho sigma tau phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega
+pmatrix bmatrix matrix alpha beta gamma delta epsilon varepsilon zeta eta theta iota kappa lambda
+mu nu xi rho sigma tau phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega
 \ { } $ %
 """
 COMMANDS = set(KNOWN.split())  # math-verify reads these as they are meant
