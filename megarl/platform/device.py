@@ -39,10 +39,11 @@ def pick_device(local_rank: int) -> torch.device:
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
-    with suppress(RuntimeError, ValueError):  # torch 2.11 does not know it
-        torch._C._accelerator_setAllocatorSettings(
-            ",".join(filter(None, (get_env("PYTORCH_ALLOC_CONF"), PINNED)))
-        )
+    configured = get_env("PYTORCH_ALLOC_CONF") or ""
+    try:
+        torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (configured, PINNED))))
+    except (RuntimeError, ValueError):  # torch 2.11 does not know it, but would give it to vLLM
+        torch._C._accelerator_setAllocatorSettings(configured)
     return device
 
 
