@@ -21,8 +21,8 @@ def _pairs(text: str) -> dict[str, str]:
 
 UPRIGHT = "\f"  # white space that stands where an upright font begins or ends
 IGNORED = r"""
-left right big Big bigl bigr Bigl Bigr bigg biggl biggr rm bf it displaystyle textstyle
-limits ( ) [ ]
+left right big Big bigl bigr Bigl Bigr bigg biggl biggr rm bf it displaystyle
+textstyle limits ( ) [ ]
 """
 SPACES = "quad qquad enspace thinspace space , ; :"
 RENAMED = r"""
