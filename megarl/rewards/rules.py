@@ -90,7 +90,7 @@ class Accuracy:
         try:
             texts_of(answer)
         except ValueError as error:
-            raise ScoreError("no_answer", str(error)) from None
+            raise ScoreError("error", str(error)) from None
 
     def _compare(self, text: str, answer: object) -> Score | list[Equality]:
         try:
