@@ -384,8 +384,8 @@ def make_judge(context: None) -> Callable[[list[Equality]], float]:
         texts, answer = equality
         boxed = [f"\\boxed{{{text}}}" for text in (answer, *texts)]
         gold, *parsed = [math_verify.parse(text, parsing_timeout=0) for text in boxed]
-        return all(verify(gold, text) and is_near(gold[0], text[0]) for text in parsed) and is_left(
-            parsed[-1][0]
-        ) <= is_left(gold[0])
+        if not all(verify(gold, text) and is_near(gold[0], text[0]) for text in parsed):
+            return False
+        return is_left(gold[0]) or not is_left(parsed[-1][0])
 
     return lambda equalities: float(any(map(is_true, equalities)))
