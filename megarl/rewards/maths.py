@@ -2,7 +2,7 @@
 
     the same words, choice or number                          --> right
     another unit, not mathematics, not the form of one answer --> wrong
-    else                                                      --> questions for math-verify
+    else                                                      --> equalities for math-verify
 
 math-verify (in its own process: megarl.jail.judging) drops signs it does not know, takes the last
 value of what it cannot parse, and reads words as products of letters: 'silent' equals 'listen'. So
@@ -71,14 +71,14 @@ OPENING = re.compile(r"\\?([({\[])")
 
 PERCENT = "*%^1"
 
-Question = tuple[tuple[str, ...], str]  # texts that must all equal the reference as mathematics
-Result = bool | list[Question]  # questions of which one must be true
+Equality = tuple[tuple[str, ...], str]  # texts that must all equal the reference as mathematics
+Comparison = bool | list[Equality]  # equalities of which one must be true
 
 
-def compare(candidate: str, answer: object) -> Result:
+def compare(candidate: str, answer: object) -> Comparison:
     """Compares a candidate with a reference, or with each of a list; one must be right.
 
-    Returns whether it is, or the questions on which it depends. Raises ValueError for a reference
+    Returns whether it is, or the equalities on which it depends. Raises ValueError for a reference
     that is no text, number or truth value.
     """
     return _any(_compare_texts(candidate, text) for text in texts_of(answer))
@@ -100,22 +100,22 @@ def texts_of(answer: object) -> list[str]:
     raise ValueError(f"the answer is a {type(answer).__name__}; write a text, a number or a list")
 
 
-def _any(results: Iterable[Result]) -> Result:
-    questions = []
+def _any(results: Iterable[Comparison]) -> Comparison:
+    equalities = []
     for result in results:
         if result is True:
             return True
-        questions += result or []
-    return questions or False
+        equalities += result or []
+    return equalities or False
 
 
-def _compare_texts(candidate: str, answer: str) -> Result:
+def _compare_texts(candidate: str, answer: str) -> Comparison:
     if max(len(candidate), len(answer)) > MAX_CHARS:
         return bool(candidate.strip()) and candidate.split() == answer.split()
     return _compare(plain_latex(candidate), plain_latex(answer))
 
 
-def _compare(candidate: str, answer: str) -> Result:
+def _compare(candidate: str, answer: str) -> Comparison:
     words = tokens_of(candidate)
     if not words or words == ["nan"]:
         return False
@@ -130,7 +130,7 @@ def _compare(candidate: str, answer: str) -> Result:
     return _compare_named(text or candidate, right_text or answer)
 
 
-def _compare_named(candidate: str, answer: str) -> Result:
+def _compare_named(candidate: str, answer: str) -> Comparison:
     """Compares x = 17, x = 1, x = 2 and x \\in [0, 1] by their values, other equations as such."""
     name, (*_, value) = _split_name(answer)
     our_name, sides = _split_name(candidate)
@@ -160,7 +160,7 @@ def _split_name(text: str) -> tuple[list[str], list[str]]:
     return names[0], [", ".join(sides[-1] for sides in elements)]
 
 
-def _compare_sides(sides: list[str], answer: str) -> Result:
+def _compare_sides(sides: list[str], answer: str) -> Comparison:
     """Compares the last side, and the others if they are no names: 10 + 7 = 17, but not 18 = 17."""
     *others, last = sides
     others = [side for side in others if not _is_name(side)]
@@ -169,15 +169,15 @@ def _compare_sides(sides: list[str], answer: str) -> Result:
         return result
     if not all(_is_comparable(side, answer) for side in others):
         return False
-    questions = [((last,), answer)] if result is True else result
-    return [((*others, *texts), reference) for texts, reference in questions]
+    equalities = [((last,), answer)] if result is True else result
+    return [((*others, *texts), reference) for texts, reference in equalities]
 
 
 def _is_name(text: str) -> bool:
     return NAME.fullmatch(text) is not None and not NO_NAME.search(text)
 
 
-def _compare_quantities(ours: Quantity, theirs: Quantity) -> Result:
+def _compare_quantities(ours: Quantity, theirs: Quantity) -> Comparison:
     if ours.unit and theirs.unit and ours.unit != theirs.unit:
         return False
     # a unit may be left out, and a number may be of anything
@@ -208,7 +208,7 @@ def _is_whole(text: str) -> bool:
     return number is not None and not number.partition(".")[2].strip("0")
 
 
-def _compare_values(candidate: str, answer: str) -> Result:
+def _compare_values(candidate: str, answer: str) -> Comparison:
     candidate = _spell_out(candidate)
     answer = _spell_out(answer)
     ours = read_number(candidate)
@@ -336,8 +336,8 @@ def import_math_verify() -> None:
         judge([((text,), text)])
 
 
-def make_judge(context: None) -> Callable[[list[Question]], float]:
-    """Returns ``judge(questions)``, which is 1 if one of them is true, else 0."""
+def make_judge(context: None) -> Callable[[list[Equality]], float]:
+    """Returns ``judge(equalities)``, which is 1 if one of them is true, else 0."""
     import math_verify
 
     # without its own time limits, which need the process's only alarm
@@ -380,12 +380,12 @@ def make_judge(context: None) -> Callable[[list[Question]], float]:
         gold, other = (complex(value.doit().evalf()) for value in (gold, other))
         return gold == other or abs(gold - other) <= 1e-4 * abs(gold)
 
-    def is_true(question: Question) -> bool:
-        texts, answer = question
+    def is_true(equality: Equality) -> bool:
+        texts, answer = equality
         boxed = [f"\\boxed{{{text}}}" for text in (answer, *texts)]
         gold, *parsed = [math_verify.parse(text, parsing_timeout=0) for text in boxed]
-        return all(verify(gold, text) and is_near(gold[0], text[0]) for text in parsed) and is_left(
-            parsed[-1][0]
-        ) <= is_left(gold[0])
+        if not all(verify(gold, text) and is_near(gold[0], text[0]) for text in parsed):
+            return False
+        return is_left(gold[0]) or not is_left(parsed[-1][0])
 
-    return lambda questions: float(any(map(is_true, questions)))
+    return lambda equalities: float(any(map(is_true, equalities)))

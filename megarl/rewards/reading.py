@@ -21,8 +21,8 @@ def _pairs(text: str) -> dict[str, str]:
 
 UPRIGHT = "\f"  # white space that stands where an upright font begins or ends
 IGNORED = r"""
-left right big Big bigl bigr Bigl Bigr bigg biggl biggr rm bf it displaystyle textstyle
-limits ( ) [ ]
+left right big Big bigl bigr Bigl Bigr bigg biggl biggr rm bf it displaystyle
+textstyle limits ( ) [ ]
 """
 SPACES = "quad qquad enspace thinspace space , ; :"
 RENAMED = r"""
@@ -231,7 +231,7 @@ class Quantity:
     value: str  # plain LaTeX
     unit: str = ""  # in base units, as h^-1 km^1
     noun: str = ""  # what is counted
-    is_upright: bool = False  # the noun is in \text, as units are
+    is_upright: bool = False  # the noun is in \text, as units are, or in no Latin letters
     scale: str = ""  # what multiplies the value, as *%^1
 
 
@@ -310,4 +310,5 @@ def _read_unit(value: str, text: str) -> Quantity | None:
     names = [f"{name}^{count}" for name, count in sorted(powers.items())]
     unit = " ".join(name for name in names if name[0] != "*")
     scale = " ".join(name for name in names if name[0] == "*")
-    return Quantity(value, unit, noun, text.startswith(UPRIGHT), scale)
+    is_upright = text.startswith(UPRIGHT) or not text.isascii()
+    return Quantity(value, unit, noun, is_upright, scale)

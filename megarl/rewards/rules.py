@@ -14,7 +14,7 @@ from typing import Any
 from megarl.data.task_judge import TaskJudge, judge_answers
 from megarl.jail.judging import JudgePool
 from megarl.rewards.interface import Score, ScoreError, ScoreRequest, try_score
-from megarl.rewards.maths import Question, compare, texts_of
+from megarl.rewards.maths import Equality, compare, texts_of
 from megarl.rewards.thoughts import is_thought_and_answer
 from megarl.rewards.time_limit import call_with_time_limit
 
@@ -33,8 +33,8 @@ def check_math_verify() -> None:
         installed = version(PARSER)
     if installed == "4.13.2":  # that of the tests
         return
-    question = (("50\\%", "0.5"), "\\frac{1}{2}")
-    (verdict,) = MATHS.judge(None, [([question],)], timeout_s=60.0)
+    half = (("50\\%", "0.5"), "\\frac{1}{2}")
+    (verdict,) = MATHS.judge(None, [([half],)], timeout_s=60.0)
     if verdict.value != 1.0:
         raise ValueError(
             f"rewards: name='accuracy': math-verify misreads 50\\% ({PARSER} is {installed}; "
@@ -90,9 +90,9 @@ class Accuracy:
         try:
             texts_of(answer)
         except ValueError as error:
-            raise ScoreError("no_answer", str(error)) from None
+            raise ScoreError("error", str(error)) from None
 
-    def _compare(self, text: str, answer: object) -> Score | list[Question]:
+    def _compare(self, text: str, answer: object) -> Score | list[Equality]:
         try:
             result = compare(text, answer)
         except ValueError as error:

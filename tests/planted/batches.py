@@ -247,7 +247,7 @@ BATCHES = [
     ),
     (
         "rewards/reading.py",
-        'text.strip().rstrip(".").rstrip()',
+        'text.strip().rstrip(".\\u3002").rstrip()',
         "text.strip()",
         f"{MATHS}::test_forms_of_an_answer",
     ),

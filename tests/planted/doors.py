@@ -91,8 +91,8 @@ DOORS = [
     ),
     (
         "rewards/rules.py",
-        'if answer is None and not callable(extra.get("score")):',
-        "if answer is None:",
+        '        if callable(extra.get("score")):\n            return\n',
+        "",
         f"{CATALOG}::test_accuracy_needs_an_answer_or_a_judge",
     ),
     (

@@ -162,8 +162,8 @@ JUDGED = [
     ),
     (
         "rewards/maths.py",
-        "is_left(parsed[-1][0]) <= is_left(gold[0])",
-        "True",
+        "return is_left(gold[0]) or not is_left(parsed[-1][0])",
+        "return True",
         f"{MATHS}::test_forms_of_an_answer",
     ),
     (
