@@ -327,9 +327,7 @@ def supervised_loss(outputs: TokenOutputs, rows: MicrobatchRows) -> TokenLosses:
 
 def _trained(batch: TokenBatch, plan: MicrobatchPlan) -> Tensor:
     """Returns [T] bool: the tokens that the updates of `plan` train."""
-    return batch.mask & planned_rows(plan, batch.num_rows).repeat_interleave(
-        batch.cu_seqlens.diff()
-    )
+    return batch.mask & planned_rows(plan, batch.num_rows).repeat_interleave(batch.lengths_N)
 
 
 def planned_rows(plan: MicrobatchPlan, num_rows: int) -> Tensor:
@@ -377,10 +375,9 @@ def has_spread(batch: TrainBatch, algorithm: Algorithm) -> bool:
         compared = {"dr_grpo"}
     elif algorithm.advantage == "grpo_process":
         compared = {"grpo_process"}
-    for name in compared:
-        if ADVANTAGES[name](rewards_T, *rows, step_ends_T=batch.step_ends).any():
-            return True
-    return False
+    return any(
+        ADVANTAGES[name](rewards_T, *rows, step_ends_T=batch.step_ends).any() for name in compared
+    )
 
 
 def _with_outcomes(batch: TrainBatch, rewards_N: Tensor) -> Tensor:

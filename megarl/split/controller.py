@@ -42,8 +42,9 @@ from megarl.run.sync import make_checks
 from megarl.split.engines import EngineLost, Engines
 from megarl.split.ray_actors import GRACE_S, POLL_S, Place, RankLost, TrainerRanks
 from megarl.split.ray_cluster import Cluster
-from megarl.split.services import RankService, SyncService
+from megarl.split.services import SyncService
 from megarl.split.stopped_processes import Watch
+from megarl.split.trainer_rank import TrainerRank
 from megarl.stages.rl import make_run, train
 from megarl.types import (
     CheckFailed,
@@ -66,7 +67,7 @@ class RemoteTrainer:
     finds it.
     """
 
-    ranks: RankService
+    ranks: TrainerRank
     prompts: Prompts  # saved with the ranks' states
 
     def score(self, batch: TrainBatch) -> TokenScores:

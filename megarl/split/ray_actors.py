@@ -35,7 +35,7 @@ from megarl.split.ray_cluster import Cluster
 from megarl.split.stopped_processes import Watch
 
 if TYPE_CHECKING:  # its types need torch, which an actor imports once its environment is set
-    from megarl.split.services import RankService
+    from megarl.split.trainer_rank import TrainerRank
 
 GRACE_S = 10.0  # for the peers of a failed rank to fail too: the first record gives the cause
 POLL_S = 0.5
@@ -211,16 +211,16 @@ class TrainerRanks:
         return ranks
 
     @property
-    def service(self) -> "RankService":
+    def service(self) -> "TrainerRank":
         """The methods of all ranks; a call returns what rank 0 does.
 
         Raises CheckFailed if all ranks refuse, RankLost if one fails otherwise.
         """
-        return cast("RankService", Proxy(lambda *call: self.wait(self._send(*call))))
+        return cast("TrainerRank", Proxy(lambda *call: self.wait(self._send(*call))))
 
-    def begin(self, ask: Callable[["RankService"], Any]) -> list[Any]:
+    def begin(self, ask: Callable[["TrainerRank"], Any]) -> list[Any]:
         """Begins the call that `ask` makes; `wait` waits for it."""
-        return ask(cast("RankService", Proxy(self._send)))
+        return ask(cast("TrainerRank", Proxy(self._send)))
 
     def _send(self, method: str, *values: Any) -> list[Any]:
         from megarl.rollout.exchange import pack_batch

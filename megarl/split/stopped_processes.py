@@ -80,9 +80,9 @@ class Watch:
     def __init__(self, timeout_s: float) -> None:
         self._limit_s = timeout_s / 2
         self._ended = threading.Event()
-        self._places = dict[str, tuple[str, int]]()
-        self._nodes = dict[str, Any]()
-        self._gone = set[tuple[str, tuple[str, int]]]()
+        self._places = {}
+        self._nodes = {}
+        self._gone = set()
         self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
         self._thread.start()
 

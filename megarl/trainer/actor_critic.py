@@ -15,7 +15,7 @@ from torch import Tensor
 from megarl.algorithms.critic import value_losses, value_metrics
 from megarl.algorithms.objective import loss_weights
 from megarl.config.schema import Critic
-from megarl.roles import Gate, SpanContext
+from megarl.roles import Gate
 from megarl.trainer.heads import RewardHead, ValueHead
 from megarl.trainer.learner import PolicyLearner, batch_plans
 from megarl.trainer.trainer import Trainer
@@ -46,9 +46,6 @@ class ActorCritic:
     @property
     def trainers(self) -> list[Trainer]:
         return [self.actor.trainer, self.critic]
-
-    def timed(self, span: SpanContext) -> "ActorCritic":
-        return replace(self, actor=self.actor.timed(span))
 
     def score(self, batch: TrainBatch) -> TokenScores:
         scores = self.actor.score(batch)

@@ -46,13 +46,9 @@ FUSED = {
     ".self_attention.q_layernorm.": ".self_attention.linear_q_up_proj.layer_norm_",
     ".self_attention.kv_layernorm.": ".self_attention.linear_kv_up_proj.layer_norm_",
 }
-OFF = (
-    "fp16",
-    "should_pad_vocab",
-    "moe_permute_fusion",
-    "moe_shared_expert_overlap",
-    "apply_rope_fusion",
-)
+OFF = """
+    fp16 should_pad_vocab moe_permute_fusion moe_shared_expert_overlap apply_rope_fusion
+"""
 UNSET = ("mtp_num_layers", "moe_z_loss_coeff", "fp8")
 Shapes = Mapping[str, tuple[int, ...]]
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -95,7 +91,7 @@ class Bridged:
         if provider.num_moe_experts:
             settings |= router_settings(use_te=use_te)
         settings["vocab_size"] = padded_vocab(shape.vocab, layout.tp.size)
-        settings |= dict.fromkeys(OFF, False) | dict.fromkeys(UNSET)
+        settings |= dict.fromkeys(OFF.split(), False) | dict.fromkeys(UNSET)
         for name, value in settings.items():
             setattr(provider, name, value)
         if not use_te:

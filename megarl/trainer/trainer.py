@@ -300,7 +300,7 @@ class Trainer:
     def _rows(self, batch: TokenBatch) -> RowsByRank:
         """Returns the rows of each micro-batch of each data-parallel rank, for a forward pass."""
         (ranks,) = plan_rows(
-            batch.cu_seqlens.diff().tolist(),
+            batch.lengths_N.tolist(),
             dp=self.layout.dp.size,
             updates=1,
             max_tokens=self.train.max_tokens_per_microbatch,
@@ -426,8 +426,7 @@ def _split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
     reduction = dict(options)
     reduction.pop("unsafe", None)
     names = [name for name in reduction if hasattr(MLATransformerConfig, name)]
-    settings = {name: reduction.pop(name) for name in names}
-    return settings, reduction
+    return {name: reduction.pop(name) for name in names}, reduction
 
 
 def _load(

@@ -182,7 +182,7 @@ class AsyncEngine:
         llm = AsyncLLM.from_engine_args(engine_args)
         children = Children.of_this_process()
         engine = cls(llm, config, folder, children, stop_token_ids, replica)
-        engine.children.watch(asyncio.get_running_loop(), engine._lose)
+        children.watch(asyncio.get_running_loop(), engine._lose)
         engine._checks = asyncio.ensure_future(engine._check_core())
         return engine
 

@@ -109,7 +109,7 @@ class Engine:
         if fp8:
             weights = weights.in_fp8(scale_shapes(read_model(folder), fp8))
         capture = capture_of(llm, model, rollout, eager=eager)
-        reset_cache: Callable[[], object] = llm.reset_prefix_cache
+        reset_cache = llm.reset_prefix_cache
         if capture:
             reset_cache = capture.reset_cache
         with unwrapped(model):

@@ -116,10 +116,10 @@ class _Tracer(TorchDispatchMode):
 
     def __init__(self, sources: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.slices: list[ShardSlice] = []
-        self.fills: list[tuple[ShardSlice, float]] = []
+        self.slices = []
+        self.fills = []
         self._sources = {_storage(tensor): (name, tensor) for name, tensor in sources.items()}
-        self._clones: dict[int, tuple[Tensor, Tensor]] = {}  # storage -> clone, part of the source
+        self._clones = {}  # storage -> clone, part of the source
         # storages of sources that the loader sets to zero before it copies them
         self._zeroed = set()
         self._parameters = {_storage(tensor): (name, tensor) for name, tensor in parameters.items()}
