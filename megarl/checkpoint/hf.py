@@ -19,12 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megarl.checkpoint.hf_files import (
-    copy_model_files,
-    drop_quantization,
-    file_names,
-    write_index,
-)
+from megarl.checkpoint.hf_files import copy_model_files, drop_quantization, file_names, write_index
 from megarl.checkpoint.hf_folder import split_by_size
 from megarl.models.lora import WEIGHTS
 from megarl.models.shards import whole_tensor

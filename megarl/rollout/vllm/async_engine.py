@@ -26,7 +26,6 @@ from megarl.platform.env import get_env, set_env
 from megarl.processes.children import Children
 from megarl.rollout.exchange import pack
 from megarl.rollout.vllm import arguments
-from megarl.rollout.vllm.arguments import engine_settings
 from megarl.types import CheckFailed, Request, Sample
 from megarl.weights.plan.from_config import fleet_of
 from megarl.weights.sync.from_config import make_publisher
@@ -166,7 +165,7 @@ class AsyncEngine:
         if arguments.is_eager(rollout):
             # for child processes, which a compiler stance does not reach
             set_env(TORCHDYNAMO_DISABLE=1)
-        settings = engine_settings(
+        settings = arguments.engine_settings(
             folder,
             rollout,
             DTYPES[config.train.dtype],

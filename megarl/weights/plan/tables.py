@@ -29,12 +29,7 @@ from megarl.models.shards import (
     of_expert,
 )
 from megarl.weights.plan.fleet import Fleet
-from megarl.weights.plan.groups import (
-    ByCoordinate,
-    Located,
-    TransferGroup,
-    transfer_groups,
-)
+from megarl.weights.plan.groups import ByCoordinate, Located, TransferGroup, transfer_groups
 
 Ints = NDArray[np.integer]
 SlicesByRank = Sequence[Slices]
