@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # its types need torch, which an actor imports once its envir
 
 GRACE_S = 10.0  # for the peers of a failed rank to fail too: the first record gives the cause
 POLL_S = 0.5
+Reply = dict[str, Any]  # {"value": ...} or {"failure": ...}
 KILLED = "was killed; out of memory? see its log"
 
 
@@ -69,7 +70,7 @@ class _Actor:
             os.getpid(),
         )
 
-    def _failed(self, error: BaseException) -> dict[str, Any]:
+    def _failed(self, error: BaseException) -> Reply:
         phase = getattr(getattr(self._made, "phase", None), "name", "")
         failure = failure_of(error, self._number, phase=phase, run_dir=self._log.parent.parent)
         print(log_text("".join(traceback.format_exception(error))), file=sys.stderr, flush=True)
@@ -78,7 +79,7 @@ class _Actor:
 
 @ray.remote
 class RankActor(_Actor):
-    def start(self, config: Config, env: Env, store: str, name: str) -> dict[str, Any]:
+    def start(self, config: Config, env: Env, store: str, name: str) -> Reply:
         try:
             from megarl.split.trainer_rank import TrainerRank
 
@@ -88,7 +89,7 @@ class RankActor(_Actor):
         except BaseException as error:  # noqa: BLE001 (every failure becomes a record)
             return self._failed(error)
 
-    def call(self, method: str, *values: Any) -> dict[str, Any]:
+    def call(self, method: str, *values: Any) -> Reply:
         """Batches arrive and leave as flat bytes; only rank 0 returns a value."""
         from megarl.rollout.exchange import pack_batch, unpack_batch
 
@@ -101,9 +102,7 @@ class RankActor(_Actor):
 
 @ray.remote
 class EngineActor(_Actor):
-    async def start(
-        self, config: Config, folder: Path, stop_token_ids: Sequence[int]
-    ) -> dict[str, Any]:
+    async def start(self, config: Config, folder: Path, stop_token_ids: Sequence[int]) -> Reply:
         """Returns its processes and segments of shared memory, and the longest row."""
         try:
             from megarl.rollout.vllm.async_engine import AsyncEngine
@@ -115,7 +114,7 @@ class EngineActor(_Actor):
         except BaseException as error:  # noqa: BLE001 (every failure becomes a record)
             return self._failed(error)
 
-    async def call(self, method: str, *values: Any) -> dict[str, Any]:
+    async def call(self, method: str, *values: Any) -> Reply:
         try:
             assert self._made
             return {"value": await self._made.call(method, *values)}

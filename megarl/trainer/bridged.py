@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megarl.layout import Axis, Layout, stage_layers
 from megarl.models.registry import fp32_tensors, hf_shapes, padded_vocab
-from megarl.models.shape import ModelShape
+from megarl.models.shape import ModelShape, Shape
 from megarl.models.shards import Slices, by_prefix
 from megarl.trainer.layers import block_spec
 from megarl.trainer.megatron_config import Dispatcher, router_settings, run_settings
@@ -50,7 +50,7 @@ OFF = """
     fp16 should_pad_vocab moe_permute_fusion moe_shared_expert_overlap apply_rope_fusion
 """
 UNSET = ("mtp_num_layers", "moe_z_loss_coeff", "fp8")
-Shapes = Mapping[str, tuple[int, ...]]
+Shapes = Mapping[str, Shape]
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 

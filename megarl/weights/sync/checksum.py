@@ -122,8 +122,7 @@ def _weights_at(
 ) -> Tensor:
     """Returns [count] weights of a table, from position `start`."""
     end = start + count
-    size = 1 << max(8, (end - 1).bit_length())
-    return _weights(size, table, device)[start:end]
+    return _weights(1 << max(8, (end - 1).bit_length()), table, device)[start:end]
 
 
 @lru_cache(maxsize=64)
