@@ -134,7 +134,7 @@ def _reduce_scatter(
 
 def _type_name(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     """`tensor.type()` returns the name of the CUDA type; with arguments it converts as usual."""
-    result: Any = tensor.type(*args, **kwargs)
+    result = tensor.type(*args, **kwargs)
     if args or kwargs:
         return result
     return result.replace("torch.", "torch.cuda.", 1)

@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -90,7 +89,7 @@ class Watch:
         """Replaces an earlier process of that name."""
         if node not in self._nodes:
             strategy = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-            actor: Any = NodeWatch
+            actor = NodeWatch
             self._nodes[node] = actor.options(scheduling_strategy=strategy).remote(self._limit_s)
         self._places[name] = node, pid
 

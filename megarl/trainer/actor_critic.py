@@ -73,12 +73,13 @@ class ActorCritic:
                     updates.append(self.critic.step(batch, part, loss, weights_T))
             self.critic.finish_batch()
         actor.memory.onload_optimizer()  # a checkpoint may be saved now
-        clip_fracs = [update.metrics.get("value/clip_frac", 0.0) for update in updates]
         metrics = {
             "value/loss": fmean(update.loss for update in updates),
             "value/grad_norm": fmean(update.grad_norm for update in updates),
             "value/lr": updates[-1].lr,
-            "value/clip_frac": fmean(clip_fracs),
+            "value/clip_frac": fmean(
+                update.metrics.get("value/clip_frac", 0.0) for update in updates
+            ),
             "value/skipped": sum(update.skipped for update in updates),
         }
         return replace(report, metrics={**report.metrics, **metrics, **value_metrics(batch)})

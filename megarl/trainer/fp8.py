@@ -173,7 +173,7 @@ def _forward(
     if isinstance(rounding, Delayed) and torch.is_grad_enabled():
         rounding.observe(INPUT, input)
         rounding.observe(WEIGHT, weight)
-    output: Any = _Product.apply(input, weight, rounding)
+    output = _Product.apply(input, weight, rounding)
     if bias is None:
         return output
     return output + bias
