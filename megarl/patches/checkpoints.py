@@ -23,7 +23,7 @@ from megarl.patches.patch import Patch, replaced
 
 _CHECKPOINT = "torch.distributed.checkpoint"
 _TESTS = "unit/patches/test_checkpoints.py"
-ALLOWED = """
+_NAMES = """
     builtins.set
     collections.Counter
     collections.OrderedDict
@@ -46,6 +46,7 @@ ALLOWED = """
     torch.distributed.checkpoint.storage.WriteResult
     torch.serialization._get_layout
 """
+ALLOWED = set(_NAMES.split())
 _RECONSTRUCT: Any = np.zeros(1).__reduce__()[0]  # type: ignore[index]
 NUMPY = [
     np.ndarray,
@@ -74,7 +75,7 @@ class SafeUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         path = f"{module}.{name}"
-        if is_dtype or path in ALLOWED.split():
+        if is_dtype or path in ALLOWED:
             return super().find_class(module, name)
         raise UnsafePickleError.of(self.file, path)
 

@@ -16,8 +16,8 @@ TRAP = f"{LOAD}::test_yaml_that_is_a_trap_is_one_line_at_once"
 UNTRUSTED = [
     (
         "patches/checkpoints.py",
-        "if is_dtype or path in ALLOWED.split():",
-        'if is_dtype or module.startswith("torch") or path in ALLOWED.split():',
+        "if is_dtype or path in ALLOWED:",
+        'if is_dtype or module.startswith("torch") or path in ALLOWED:',
         f"{PICKLES}::test_a_name_that_no_checkpoint_contains_is_refused",
     ),
     (
