@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # its types need torch, which an actor imports once its envir
 
 GRACE_S = 10.0  # for the peers of a failed rank to fail too: the first record gives the cause
 POLL_S = 0.5
-Reply = dict[str, Any]  # {"value": ...} or {"failure": ...}
+Outcome = dict[str, Any]  # {"value": ...} or {"failure": ...}
 KILLED = "was killed; out of memory? see its log"
 
 
@@ -70,7 +70,7 @@ class _Actor:
             os.getpid(),
         )
 
-    def _failed(self, error: BaseException) -> Reply:
+    def _failed(self, error: BaseException) -> Outcome:
         phase = getattr(getattr(self._made, "phase", None), "name", "")
         failure = failure_of(error, self._number, phase=phase, run_dir=self._log.parent.parent)
         print(log_text("".join(traceback.format_exception(error))), file=sys.stderr, flush=True)
@@ -79,7 +79,7 @@ class _Actor:
 
 @ray.remote
 class RankActor(_Actor):
-    def start(self, config: Config, env: Env, store: str, name: str) -> Reply:
+    def start(self, config: Config, env: Env, store: str, name: str) -> Outcome:
         try:
             from megarl.split.trainer_rank import TrainerRank
 
@@ -89,7 +89,7 @@ class RankActor(_Actor):
         except BaseException as error:  # noqa: BLE001 (every failure becomes a record)
             return self._failed(error)
 
-    def call(self, method: str, *values: Any) -> Reply:
+    def call(self, method: str, *values: Any) -> Outcome:
         """Batches arrive and leave as flat bytes; only rank 0 returns a value."""
         from megarl.rollout.exchange import pack_batch, unpack_batch
 
@@ -102,7 +102,7 @@ class RankActor(_Actor):
 
 @ray.remote
 class EngineActor(_Actor):
-    async def start(self, config: Config, folder: Path, stop_token_ids: Sequence[int]) -> Reply:
+    async def start(self, config: Config, folder: Path, stop_token_ids: Sequence[int]) -> Outcome:
         """Returns its processes and segments of shared memory, and the longest row."""
         try:
             from megarl.rollout.vllm.async_engine import AsyncEngine
@@ -114,7 +114,7 @@ class EngineActor(_Actor):
         except BaseException as error:  # noqa: BLE001 (every failure becomes a record)
             return self._failed(error)
 
-    async def call(self, method: str, *values: Any) -> Reply:
+    async def call(self, method: str, *values: Any) -> Outcome:
         try:
             assert self._made
             return {"value": await self._made.call(method, *values)}
