@@ -52,6 +52,10 @@ class Request:
     seed: int
     temperature: float  # 0: greedy
 
+    @property
+    def key(self) -> SampleKey:
+        return self.prompt.prompt_id, self.index
+
 
 @dataclass(frozen=True)
 class Routes:
@@ -94,6 +98,10 @@ class Sample:
     extra: Mapping[str, Any] = field(default_factory=dict)
     prompt_tokens_computed: int = 0  # by the engine; its prefix cache had the others
     routes: Routes | None = None  # the engine's; None: not captured
+
+    @property
+    def key(self) -> SampleKey:
+        return self.prompt_id, self.index
 
     def without_reward(self, cause: str, detail: str = "") -> "Sample":
         """Returns the sample to drop; it is counted as `cause`."""
@@ -150,6 +158,10 @@ class TokenBatch:
     @property
     def num_tokens(self) -> int:
         return self.tokens.numel()
+
+    @property
+    def lengths_N(self) -> Tensor:
+        return self.cu_seqlens.diff()
 
     def fields_of(self, kind: type["TokenBatch"]) -> dict[str, Any]:
         """Returns the fields that a batch of `kind` has too, for one of another type."""

@@ -20,7 +20,7 @@ def value_after_cut(batch: TrainBatch, values_T: Tensor) -> Tensor:
     is GAE's V after the last token.
     """
     after_T = torch.zeros_like(values_T)
-    is_cut_N = (batch.finish == FINISH.index("length")) & (batch.cu_seqlens.diff() > 1)
+    is_cut_N = (batch.finish == FINISH.index("length")) & (batch.lengths_N > 1)
     # not trained; the position before it is, with the token of the cut
     end_N = batch.cu_seqlens[1:][is_cut_N] - 1
     after_T[end_N - 1] = values_T[end_N]

@@ -75,9 +75,7 @@ class Objective:
         next_coef = coef
         if algorithm.needs_reference and self.reads_old_logprobs:
             trainer_T = scores.old_logprobs
-            assert trainer_T is not None, (
-                "a KL penalty needs the trainer's log-probs before the update"
-            )
+            assert trainer_T is not None, "a KL penalty needs the trainer's earlier log-probs"
             old_T = clean(self._old(trainer_T, batch.rollout_logprobs, batch.mask), batch.mask)
             ref_T = clean(
                 trainer_T if scores.ref_logprobs is None else scores.ref_logprobs, batch.mask
@@ -90,20 +88,23 @@ class Objective:
         if values_T is not None and self.bootstrap_truncated:
             gamma = algorithm.advantage_options.get("gamma", 1.0)
             rewards_T = rewards_T + gamma * value_after_cut(batch, values_T)
-        estimator = partial(ADVANTAGES[algorithm.advantage], **algorithm.advantage_options)
-        inputs = {"values_T": values_T, "step_ends_T": batch.step_ends, "baseline_N": baseline_N}
-        rows = (batch.mask, batch.cu_seqlens, batch.group)
-        estimate = partial(estimator, rewards_T, *rows, **inputs)
+        estimate = partial(
+            ADVANTAGES[algorithm.advantage],
+            rewards_T,
+            batch.mask,
+            batch.cu_seqlens,
+            batch.group,
+            values_T=values_T,
+            step_ends_T=batch.step_ends,
+            baseline_N=baseline_N,
+            **algorithm.advantage_options,
+        )
         advantages_T = estimate()
         returns_T = None
         if values_T is not None:
             values_T = clean(values_T, batch.mask)
-            own = (
-                {"whiten": False}
-                if self.value_lam is None
-                else {"whiten": False, "lam": self.value_lam}
-            )
-            returns_T = returns(estimate(**own), values_T)
+            lam = {} if self.value_lam is None else {"lam": self.value_lam}
+            returns_T = returns(estimate(whiten=False, **lam), values_T)
         replaced = {"extra_labels": scores.teacher_top_ids, "routes": scores.routes or batch.routes}
         scored = ScoredBatch(
             **batch.fields_of(TrainBatch) | replaced,
@@ -327,9 +328,7 @@ def supervised_loss(outputs: TokenOutputs, rows: MicrobatchRows) -> TokenLosses:
 
 def _trained(batch: TokenBatch, plan: MicrobatchPlan) -> Tensor:
     """Returns [T] bool: the tokens that the updates of `plan` train."""
-    return batch.mask & planned_rows(plan, batch.num_rows).repeat_interleave(
-        batch.cu_seqlens.diff()
-    )
+    return batch.mask & planned_rows(plan, batch.num_rows).repeat_interleave(batch.lengths_N)
 
 
 def planned_rows(plan: MicrobatchPlan, num_rows: int) -> Tensor:
@@ -377,10 +376,9 @@ def has_spread(batch: TrainBatch, algorithm: Algorithm) -> bool:
         compared = {"dr_grpo"}
     elif algorithm.advantage == "grpo_process":
         compared = {"grpo_process"}
-    for name in compared:
-        if ADVANTAGES[name](rewards_T, *rows, step_ends_T=batch.step_ends).any():
-            return True
-    return False
+    return any(
+        ADVANTAGES[name](rewards_T, *rows, step_ends_T=batch.step_ends).any() for name in compared
+    )
 
 
 def _with_outcomes(batch: TrainBatch, rewards_N: Tensor) -> Tensor:

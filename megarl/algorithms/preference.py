@@ -164,7 +164,7 @@ def pair_weights(
         count_G = batch.group[better_P[is_planned_N[better_P]]].bincount(minlength=num_groups)
         divisor_G = count_G * (count_G > 0).sum() if by_prompt else count_G.sum().expand(num_groups)
         weights_N += is_planned_N / divisor_G.clamp(min=1).double()[batch.group]
-    return weights_N.repeat_interleave(batch.cu_seqlens.diff())
+    return weights_N.repeat_interleave(batch.lengths_N)
 
 
 def best_and_worst(batch: ScoredBatch) -> list[int]:
@@ -174,7 +174,7 @@ def best_and_worst(batch: ScoredBatch) -> list[int]:
     is_trained_N = Rows.of(batch.mask, batch.cu_seqlens).num_tokens_N > 0
     rewards = Groups.of(batch.group, is_trained_N).centre(batch.rewards).tolist()
     group = batch.group.tolist()
-    chosen = list[int]()
+    chosen = []
     trained = is_trained_N.nonzero().flatten().tolist()
     for _, members in groupby(trained, key=group.__getitem__):
         rows = list(members)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megarl.models.shape import Shape
-from megarl.models.shards import ShardSlice
+from megarl.models.shards import ShardSlice, SlicesByName
 from megarl.weights.sync.execute import slice_checksum
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class StoredTensors:
     """Where the tensors of a Megatron distributed checkpoint lie in a single rank's parameters."""
 
     # by parameter, in order; `name` is the checkpoint's key
-    slices: Mapping[str, Sequence[ShardSlice]]
+    slices: SlicesByName
     shapes: Mapping[str, Shape]  # by key
     # keys whose row count depends on the layout they were saved in: the vocabulary's
     padded: frozenset[str]
@@ -46,7 +46,7 @@ class StoredTensors:
 @dataclass(frozen=True)
 class ConversionMap:
     hf_shapes: Mapping[str, Shape]
-    hf_slices: Mapping[str, Sequence[ShardSlice]]  # by parameter
+    hf_slices: SlicesByName  # by parameter
     stored: StoredTensors
 
     @classmethod
@@ -101,7 +101,7 @@ class TensorSource:
     """Reads parameters from a folder whose tensors `slices` maps to them. Thread-safe."""
 
     conversion_map: ConversionMap
-    slices: Mapping[str, Sequence[ShardSlice]]  # by parameter
+    slices: SlicesByName  # by parameter
     folder: "HfFolder | MegatronFolder"
 
     def dtype(self, param: str) -> torch.dtype:

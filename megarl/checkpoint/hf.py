@@ -19,12 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megarl.checkpoint.hf_files import (
-    copy_model_files,
-    drop_quantization,
-    file_names,
-    write_index,
-)
+from megarl.checkpoint.hf_files import copy_model_files, drop_quantization, file_names, write_index
 from megarl.checkpoint.hf_folder import split_by_size
 from megarl.models.lora import WEIGHTS
 from megarl.models.shards import whole_tensor
@@ -32,7 +27,7 @@ from megarl.platform.json_text import read_json
 from megarl.processes.files import write_json
 from megarl.weights.encode.quantize import PLAIN, Storage
 from megarl.weights.plan.tables import SlicesByRank
-from megarl.weights.sync.execute import MemoryReceiver
+from megarl.weights.sync.execute import MemoryReceiver, Parameters
 from megarl.weights.sync.publish import Publisher, WeightFormat, WeightSender, plan_slices
 from megarl.weights.sync.transports import Transport
 
@@ -46,7 +41,7 @@ def export_hf(
     origin: Path | None,  # folder of config and tokenizer; None: adapters, in one file
     weights: WeightFormat,  # every tensor of the checkpoint
     sources: SlicesByRank,  # [rank] -> slices of the tensors in its parameters
-    parameters: Callable[[], Mapping[str, Tensor]],
+    parameters: Callable[[], Parameters],
     transport: Transport,
     storage: Storage = PLAIN,  # tensors that are quantised in the files
     # file: keys that differ from the origin's
@@ -101,7 +96,7 @@ def _receive(
     files: Sequence[Sequence[str]],
     weights: WeightFormat,
     sources: SlicesByRank,
-    parameters: Callable[[], Mapping[str, Tensor]],
+    parameters: Callable[[], Parameters],
     transport: Transport,
 ) -> dict[str, Tensor]:
     """Moves the tensors of a file per rank; returns those of this rank's, if any."""

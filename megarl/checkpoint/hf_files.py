@@ -130,8 +130,7 @@ class HfTarget:
                 for name, index, matrix, _ in self._matrices(param, flat):
                     for part_name, part in self._storage.encode(name, matrix).items():
                         box = whole_tensor(part_name, (*(1 for _ in index), *part.shape))
-                        start = (*index, *box.start[len(index) :])
-                        out.write(replace(box, start=start), part)
+                        out.write(replace(box, start=(*index, *box.start[len(index) :])), part)
 
     def rounded(self, param: str, flat: Tensor) -> Tensor:
         """Returns the parameter as it will be read back."""

@@ -118,9 +118,8 @@ def _pieces(optimizer: MegatronOptimizer | None) -> dict[Tensor, tuple[Any, int,
             for param, (start, end, number) in buffer.param_index_map.items():
                 bucket = buffer.buckets[number]
                 share = bucket.grad_data.numel() // group.size()
-                first = start - bucket.offset
                 bounds = [
-                    min(max(rank * share - first, 0), end - start)
+                    min(max(rank * share - start + bucket.offset, 0), end - start)
                     for rank in range(group.size() + 1)
                 ]
                 pieces[param] = part, group.rank(), bounds

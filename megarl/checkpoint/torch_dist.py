@@ -155,9 +155,9 @@ class MegatronFolder:
             for key, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
-        self._num_stacked: dict[str, int] = {}  # leading dims that count layers or experts
+        self._num_stacked = {}  # leading dims that count layers or experts
         # by key and layer, or expert
-        self._chunks: dict[tuple[str, Shape], TensorStorageMetadata] = {}
+        self._chunks = {}
 
     def expect(
         self,

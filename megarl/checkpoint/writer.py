@@ -42,7 +42,7 @@ class Writing:
         """
         self.folder = folder
         self._error = ""
-        self._sums: files.Sums = {}
+        self._sums = {}
         options: dict[str, Any] = {}
         # 0.19 delegates the write to another package by default
         if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:

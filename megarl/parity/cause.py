@@ -221,7 +221,7 @@ class CauseSearch:
 
 
 def _rows(batch: TokenBatch) -> list[Tensor]:
-    return list(batch.tokens.split(batch.cu_seqlens.diff().tolist()))
+    return list(batch.tokens.split(batch.lengths_N.tolist()))
 
 
 def _padded(rows: Sequence[Tensor]) -> Tensor:

@@ -75,7 +75,7 @@ def sampled_rows(
     batch: AnyBatch, count: int | None = None, *, first: int | None = None
 ) -> AnyBatch:
     """Returns the rows that have sampled tokens, at most `count`; row `first` before others."""
-    masks = batch.mask.split(batch.cu_seqlens.diff().tolist())
+    masks = batch.mask.split(batch.lengths_N.tolist())
     rows = [row for row, mask_L in enumerate(masks) if mask_L.any()]
     return take_rows(batch, sorted(rows, key=lambda row: row != first)[:count])
 

@@ -45,8 +45,7 @@ def trainer_sublayers(trainer: Trainer) -> dict[str, nn.Module]:
             found["embedding"] = module
         elif name.endswith("final_layernorm"):
             found["final_norm"] = module
-    layers: dict[str, Any] = transformer_layers(trainer)
-    for number, layer in layers.items():
+    for number, layer in transformer_layers(trainer).items():
         found |= {
             f"layers.{number}.input_norm": layer.input_layernorm,
             f"layers.{number}.attention": layer.self_attention,

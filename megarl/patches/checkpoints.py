@@ -23,29 +23,30 @@ from megarl.patches.patch import Patch, replaced
 
 _CHECKPOINT = "torch.distributed.checkpoint"
 _TESTS = "unit/patches/test_checkpoints.py"
-ALLOWED = {
-    "builtins.set",
-    "collections.Counter",
-    "collections.OrderedDict",
-    "pathlib.PosixPath",
-    "torch.Size",
-    "torch.distributed.checkpoint.filesystem._StorageInfo",
-    "torch.distributed.checkpoint.metadata.BytesStorageMetadata",
-    "torch.distributed.checkpoint.metadata.ChunkStorageMetadata",
-    "torch.distributed.checkpoint.metadata.Metadata",
-    "torch.distributed.checkpoint.metadata.MetadataIndex",
-    "torch.distributed.checkpoint.metadata.StorageMeta",
-    "torch.distributed.checkpoint.metadata.TensorProperties",
-    "torch.distributed.checkpoint.metadata.TensorStorageMetadata",
-    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
-    "torch.distributed.checkpoint.planner.BytesIOWriteData",
-    "torch.distributed.checkpoint.planner.SavePlan",
-    "torch.distributed.checkpoint.planner.TensorWriteData",
-    "torch.distributed.checkpoint.planner.WriteItem",
-    "torch.distributed.checkpoint.planner.WriteItemType",
-    "torch.distributed.checkpoint.storage.WriteResult",
-    "torch.serialization._get_layout",
-}
+_NAMES = """
+    builtins.set
+    collections.Counter
+    collections.OrderedDict
+    pathlib.PosixPath
+    torch.Size
+    torch.distributed.checkpoint.filesystem._StorageInfo
+    torch.distributed.checkpoint.metadata.BytesStorageMetadata
+    torch.distributed.checkpoint.metadata.ChunkStorageMetadata
+    torch.distributed.checkpoint.metadata.Metadata
+    torch.distributed.checkpoint.metadata.MetadataIndex
+    torch.distributed.checkpoint.metadata.StorageMeta
+    torch.distributed.checkpoint.metadata.TensorProperties
+    torch.distributed.checkpoint.metadata.TensorStorageMetadata
+    torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
+    torch.distributed.checkpoint.planner.BytesIOWriteData
+    torch.distributed.checkpoint.planner.SavePlan
+    torch.distributed.checkpoint.planner.TensorWriteData
+    torch.distributed.checkpoint.planner.WriteItem
+    torch.distributed.checkpoint.planner.WriteItemType
+    torch.distributed.checkpoint.storage.WriteResult
+    torch.serialization._get_layout
+"""
+ALLOWED = set(_NAMES.split())
 _RECONSTRUCT: Any = np.zeros(1).__reduce__()[0]  # type: ignore[index]
 NUMPY = [
     np.ndarray,

@@ -134,16 +134,16 @@ def _reduce_scatter(
 
 def _type_name(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     """`tensor.type()` returns the name of the CUDA type; with arguments it converts as usual."""
-    result: Any = tensor.type(*args, **kwargs)
+    result = tensor.type(*args, **kwargs)
     if args or kwargs:
         return result
     return result.replace("torch.", "torch.cuda.", 1)
 
 
-_FACTORIES = (
-    "arange", "as_tensor", "empty", "empty_like", "eye", "full", "full_like", "linspace",
-    "ones", "ones_like", "rand", "randn", "tensor", "zeros", "zeros_like",
-)  # fmt: skip
+_FACTORIES = """
+    arange as_tensor empty empty_like eye full full_like linspace ones ones_like rand randn tensor
+    zeros zeros_like
+"""
 
 _NO_TE = "Transformer Engine is not installed"
 _AS_ABOVE = "as above"
@@ -167,7 +167,7 @@ PATCHES = (
     _row(".type()", _type_name, "sorts parameters by 'torch.cuda.FloatTensor' names"),
     *(
         _row(f"torch.{name}", _on_host(getattr(torch, name)), 'device="cuda"')
-        for name in _FACTORIES
+        for name in _FACTORIES.split()
     ),
     # randomness
     _row("torch.cuda.manual_seed", _GENERATOR.manual_seed, "seeds the model-parallel random state"),
@@ -285,10 +285,10 @@ class _Host:
     """The finder on `sys.meta_path`."""
 
     def __init__(self) -> None:
-        self.methods: dict[str, str] = {}
+        self.methods = {}
         self.hidden = [patch.where for patch in PATCHES if patch.where.isalpha()]
-        self.names: dict[str, dict[str, Any]] = defaultdict(dict)  # replacements, by module
-        self.builtins: dict[str, Any] = {**vars(builtins), "__import__": self._import}
+        self.names = defaultdict(dict)  # replacements, by module
+        self.builtins = {**vars(builtins), "__import__": self._import}
         for patch in PATCHES:
             if patch.where in self.hidden:
                 continue
@@ -300,7 +300,7 @@ class _Host:
                 self.methods[method] = f"__host_{method}__"
                 self.builtins[self.methods[method]] = patch.replacement
         # {"torch": view, "torch.cuda": view, ...}; the first contains the second
-        self.views: dict[str, ModuleType] = {}
+        self.views = {}
         for module in sorted(self.names, key=lambda name: -name.count(".")):  # innermost first
             if not module.startswith(_PACKAGE):
                 view = self.views[module] = ModuleType(module)

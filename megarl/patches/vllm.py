@@ -19,10 +19,6 @@ def _segment_name(original: Any, communicator: Any, *, prefix: str = "") -> str:
     return prefix + original(communicator).replace("/", "").lstrip("-")
 
 
-def _select_without_lora(original: Any, moe_config: Any) -> Any:
-    return original(replace(moe_config, is_lora_enabled=False))
-
-
 def _init_without_finalizer(original: Any, client: Any, *args: Any, **kwargs: Any) -> None:
     original(client, *args, **kwargs)
     client._finalizer.detach()
@@ -58,7 +54,7 @@ FP8_EXPERTS = _row(
 )
 MOE_WITHOUT_LORA = _row(
     f"{_LAYERS}.unquantized_fused_moe_method.select_unquantized_moe_backend",
-    _select_without_lora,
+    lambda original, moe_config: original(replace(moe_config, is_lora_enabled=False)),
     "with LoRA enabled, runs experts on Triton, adapted or not",
     calls_original=True,
     why="a CPU has no Triton, and megarl adapts no experts",

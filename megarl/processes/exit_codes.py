@@ -17,7 +17,6 @@ import traceback
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from megarl.platform.env import log_text
 from megarl.processes.files import full_disk, write_atomic
@@ -117,7 +116,7 @@ def write_exit(run_dir: Path, code: int, failure: Failure | None = None, **facts
 
     Reports a disk that refuses it.
     """
-    values: dict[str, Any] = {"code": code, **facts}
+    values = {"code": code, **facts}
     if failure:
         values |= {"rank": failure.rank, "error": failure.message, "during": failure.phase}
     try:

@@ -55,7 +55,7 @@ def make_store(env: Env, timeout: timedelta) -> Any:
 
     if env.launched:
         os.set_inheritable(env.store_fd, False)  # not for the processes that a rank starts
-        make: Any = dist.FileStore  # pyright: ignore[reportPrivateImportUsage]
+        make = dist.FileStore  # pyright: ignore[reportPrivateImportUsage]
         store = make(f"/proc/self/fd/{env.store_fd}", env.world_size)
     else:
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]

@@ -84,10 +84,10 @@ class Exchange:
         sizes = self._agree(part, digest, error)
         with self.span("exchange"):
             parts = self._gather(part, sizes)
-        routes = {(sample.prompt_id, sample.index): sample.routes for sample in own}
+        routes = {sample.key: sample.routes for sample in own}
         samples = chain.from_iterable(map(unpack, parts))
-        samples = [replace(s, routes=routes.get((s.prompt_id, s.index), s.routes)) for s in samples]
-        return self.score(sorted(samples, key=lambda sample: (sample.prompt_id, sample.index)))
+        samples = [replace(s, routes=routes.get(s.key, s.routes)) for s in samples]
+        return self.score(sorted(samples, key=lambda sample: sample.key))
 
     def _agree(
         self,
@@ -173,7 +173,7 @@ def deal(requests: Sequence[Request], replicas: int) -> list[list[Request]]:
     groups = []
     for group in prompts:
         groups += [group[piece::pieces] for piece in range(min(pieces, len(group)))]
-    shares: list[list[Request]] = [[] for _ in range(replicas)]
+    shares = [[] for _ in range(replicas)]
     loads = [(0, 0, replica) for replica in range(replicas)]  # groups, prompt tokens
     for group in sorted(groups, key=lambda group: -len(group[0].prompt.tokens)):
         count, tokens, replica = heappop(loads)

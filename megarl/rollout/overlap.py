@@ -13,10 +13,6 @@ from megarl.roles import AsyncSampler, Rewards, Scoring, SpanContext, Weights
 from megarl.types import PublishReport, Request, Sample, SampleKey, Terminated
 
 
-def _key(sample: Sample) -> SampleKey:
-    return sample.prompt_id, sample.index
-
-
 @dataclass(frozen=True)
 class OpenRound:
     """schedule.Round."""
@@ -34,7 +30,7 @@ class OpenRound:
         while self.missing:
             self.overlap.fetch(None)
         with self.overlap.span("reward"):  # what generation has not hidden
-            samples = self.scoring.results(sorted(self.samples, key=_key))
+            samples = self.scoring.results(sorted(self.samples, key=lambda sample: sample.key))
         if self.overlap.is_stopping():  # SIGTERM may have ended a reward's processes, too
             raise Terminated("stopped by SIGTERM")
         return samples
@@ -52,7 +48,7 @@ class AsyncRollouts:
 
     def begin(self, requests: Sequence[Request], *, version: int) -> OpenRound:
         """`version` is that of the engines, which stamp the tokens themselves."""
-        keys = {(request.prompt.prompt_id, request.index) for request in requests}
+        keys = {request.key for request in requests}
         prompts = {request.prompt.prompt_id: request.prompt for request in requests}
         assert not keys & self._rounds.keys(), "a request is known by its prompt and index"
         started = OpenRound(keys, self.rewards.start(list(prompts.values())), self)
@@ -71,7 +67,7 @@ class AsyncRollouts:
         ]
         samples = self.begin(renamed, version=version).result()
         restored = [replace(sample, prompt_id=-1 - sample.prompt_id) for sample in samples]
-        return sorted(restored, key=_key)
+        return sorted(restored, key=lambda sample: sample.key)
 
     def drain(self) -> None:
         """Waits until nothing is being sampled."""
@@ -81,8 +77,8 @@ class AsyncRollouts:
     def fetch(self, timeout_s: float | None) -> None:
         """Waits for a sample, at most this long (None: as long as it takes)."""
         for sample in self.sampler.poll(timeout_s):
-            round_ = self._rounds.pop(_key(sample))
-            round_.missing.discard(_key(sample))
+            round_ = self._rounds.pop(sample.key)
+            round_.missing.discard(sample.key)
             round_.samples.append(sample)
             round_.scoring.add([sample])
 

@@ -99,13 +99,10 @@ class Round(Protocol):
 class Synchronous:
     """A round whose samples are generated when they are needed."""
 
-    generate: Callable[[], list[Sample]]
+    result: Callable[[], list[Sample]]
 
     def is_done(self) -> bool:
         return False
-
-    def result(self) -> list[Sample]:
-        return self.generate()
 
 
 @dataclass

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from megarl.checkpoint.hf import export_hf
@@ -22,7 +21,6 @@ from megarl.run.context import Rank
 from megarl.run.models import Learner
 from megarl.trainer.actor_critic import ActorCritic
 from megarl.trainer.heads import Head, RewardHead, ValueHead
-from megarl.trainer.lora import Adapters
 from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, ObjectiveState
 from megarl.weights.encode.quantize import PLAIN, Storage
@@ -89,8 +87,17 @@ def export(rank: Rank, trainer: Trainer, step: int | None = None) -> None:
     if step is not None:
         is_due = isinstance(when, int) and step % when == 0
         suffix = f"_step_{step}"
-    if trainer.adapters is not None and (is_due or step is None):
-        _export_adapters(rank, trainer.adapters, run_dir(rank.config) / f"adapter{suffix}")
+    adapters = trainer.adapters
+    if adapters is not None and (is_due or step is None):
+        export_hf(
+            run_dir(rank.config) / f"adapter{suffix}",
+            origin=None,
+            weights=WeightFormat(adapters.shapes, DTYPES[rank.config.train.dtype]),
+            sources=slices_by_rank(adapters.table, rank.shape, rank.layout),
+            parameters=lambda: adapters.parameters,
+            transport=rank.transport,
+            changes={CONFIG: adapters.peft_config(str(rank.model_folder))},
+        )
     if not is_due:
         return
     export_hf(
@@ -102,18 +109,6 @@ def export(rank: Rank, trainer: Trainer, step: int | None = None) -> None:
         transport=rank.transport,
         storage=_storage(rank),
         changes=_changes_by_head(rank, trainer.head),
-    )
-
-
-def _export_adapters(rank: Rank, adapters: Adapters, folder: Path) -> None:
-    export_hf(
-        folder,
-        origin=None,
-        weights=WeightFormat(adapters.shapes, DTYPES[rank.config.train.dtype]),
-        sources=slices_by_rank(adapters.table, rank.shape, rank.layout),
-        parameters=lambda: adapters.parameters,
-        transport=rank.transport,
-        changes={CONFIG: adapters.peft_config(str(rank.model_folder))},
     )
 
 
@@ -131,7 +126,7 @@ def _changes_by_head(rank: Rank, head: Head) -> dict[str, dict[str, Any]]:
         return {}
     name = FAMILIES[rank.shape.family].architecture.removesuffix("ForCausalLM") + head.architecture
     pad, text = pad_token(rank.tokenizer)
-    config: dict[str, Any] = {
+    config = {
         "architectures": [name],
         "num_labels": head.outputs,
         "id2label": None,

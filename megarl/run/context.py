@@ -19,7 +19,7 @@ from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.layout import Layout
 from megarl.models.hub import model_folder
 from megarl.models.registry import fp32_tensors, read_model
-from megarl.models.shape import ModelShape
+from megarl.models.shape import ModelShape, Shape
 from megarl.platform.device import DTYPES, gpu_uuids, pick_device
 from megarl.platform.env import Env, is_interactive, set_env
 from megarl.processes.exit_codes import CurrentPhase
@@ -85,7 +85,7 @@ class Rank:
             phase or CurrentPhase(),
         )
 
-    def weight_format(self, shapes: Mapping[str, tuple[int, ...]]) -> WeightFormat:
+    def weight_format(self, shapes: Mapping[str, Shape]) -> WeightFormat:
         """Returns the format in which the model's tensors, of these `shapes`, leave the trainer."""
         return WeightFormat(shapes, DTYPES[self.config.train.dtype], fp32_tensors(self.shape))
 

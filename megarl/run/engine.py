@@ -2,7 +2,6 @@
 
 import math
 from functools import partial
-from typing import Any
 
 import torch.distributed as dist
 
@@ -72,7 +71,7 @@ def _before_engine_step(rank: Rank) -> None:
     phase.engine_steps += 1
     if not phase.is_stopping or phase.name != "rollout":
         return
-    store: Any = dist.distributed_c10d._get_default_store()
+    store = dist.distributed_c10d._get_default_store()
     last = str(phase.engine_steps + LAST_STEPS * (size > 1))
     chosen = int(store.compare_set(f"megarl/stop/{rank.env.rank // size}", "", last))
     if phase.engine_steps >= chosen:

@@ -33,6 +33,7 @@ from megarl.trainer.learner import PolicyLearner
 from megarl.trainer.reference import forward_in_turn
 from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, Sample, TokenBatch, TokenOutputs
+from megarl.weights.plan.plan import first_few
 
 OFFLOAD_ALL = ("gradients", "optimizer", "weights")  # train.offload
 Learner = PolicyLearner | ActorCritic
@@ -85,15 +86,11 @@ def check_weights(rank: Rank, trainer: Trainer) -> None:
     parameters = trainer.parameters_by_name().items()
     wrong = [name for name, tensor in parameters if not torch.isfinite(tensor.sum())]
     names = sorted(set().union(*rank.transport.gather(wrong)))
-    if not names:
-        return
-    first = ", ".join(names[:3])
-    if len(names) > 3:
-        first += f" and {len(names) - 3} more"
-    raise CheckFailed(
-        f"the trainer's weights are not finite: NaN or infinity in {first}, as loaded from "
-        f"{rank.model_folder} or a checkpoint; use an undamaged copy"
-    )
+    if names:
+        raise CheckFailed(
+            f"the trainer's weights are not finite: NaN or infinity in {first_few(names, 3)}, as "
+            f"loaded from {rank.model_folder} or a checkpoint; use an undamaged copy"
+        )
 
 
 def make_objective(config: Config) -> Objective:
@@ -138,6 +135,12 @@ def make_learner(rank: Rank, trainer: Trainer, objective: Objective) -> Learner:
         make_trainer(rank, head=head, folder=folder, beside=trainer, train=train),
         critic,
     )
+
+
+def policy_of(learner: Learner) -> PolicyLearner:
+    if isinstance(learner, ActorCritic):
+        return learner.actor
+    return learner
 
 
 def frozen_model(

@@ -102,16 +102,17 @@ def run_rank(config: Config, env: Env, command: str) -> int:
 
 
 def _set_variables(env: Env) -> None:
-    # read when vLLM is imported: engine core in this process, logging to our stderr
     set_env(
+        # read when vLLM is imported: engine core in this process, logging to our stderr
         VLLM_ENABLE_V1_MULTIPROCESSING=0,
         VLLM_LOGGING_STREAM="ext://sys.stderr",
         TOKENIZERS_PARALLELISM="false",
+        # collectives, for processes.late_ranks
+        TORCH_FR_BUFFER_SIZE=get_env("TORCH_FR_BUFFER_SIZE", "256"),
+        # kernels run in the order of their launch, on which Megatron's overlap of communication
+        # relies
+        CUDA_DEVICE_MAX_CONNECTIONS=get_env("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
     )
-    # collectives, for processes.late_ranks
-    set_env(TORCH_FR_BUFFER_SIZE=get_env("TORCH_FR_BUFFER_SIZE", "256"))
-    # kernels run in the order of their launch, on which Megatron's overlap of communication relies
-    set_env(CUDA_DEVICE_MAX_CONNECTIONS=get_env("CUDA_DEVICE_MAX_CONNECTIONS", "1"))
     if env.world_size == env.local_world_size:
         set_env(**LOOPBACK)
 

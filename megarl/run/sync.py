@@ -120,12 +120,11 @@ def make_checks(
     rank: Rank,
     measure: Callable[[TokenBatch], Measured],
     engines: Sequence[Any],
-    *,
-    version: Callable[[], int | None] = lambda: None,
-    replays: bool = False,
-    find: Callable[..., str | None] | None = None,
+    **options: Any,
 ) -> ParityChecks:
-    """Returns the gate and the probe, which continues training prompts."""
+    """Returns the gate and the probe, which continues training prompts; `options`: further fields
+    of ParityChecks.
+    """
     config = rank.config
     added = max(1, min(PROBE_TOKENS, config.rollout.max_tokens - 1))
     # the engine scores one token less than it has room for
@@ -140,9 +139,7 @@ def make_checks(
         max_diff=config.checks.max_logprob_diff,
         always=config.checks.probe == "always" or config.rollout.max_staleness > 0,
         is_moe=rank.shape.is_moe,
-        replays=replays,
-        find=find,
-        version=version,
+        **options,
     )
 
 

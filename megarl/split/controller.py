@@ -32,7 +32,7 @@ from megarl.processes.exit_codes import CurrentPhase
 from megarl.rewards.scorer import make_scorer
 from megarl.roles import Gate, Prompts
 from megarl.rollout.overlap import AsyncRollouts, BetweenRequests
-from megarl.rollout.vllm.async_engine import SyncGroup
+from megarl.rollout.vllm.async_engine import Reply, SyncGroup
 from megarl.run.checkpoints import saved
 from megarl.run.context import Rank, rank_telemetry
 from megarl.run.data import make_prompts, make_rollouts
@@ -42,8 +42,9 @@ from megarl.run.sync import make_checks
 from megarl.split.engines import EngineLost, Engines
 from megarl.split.ray_actors import GRACE_S, POLL_S, Place, RankLost, TrainerRanks
 from megarl.split.ray_cluster import Cluster
-from megarl.split.services import RankService, SyncService
+from megarl.split.services import SyncService
 from megarl.split.stopped_processes import Watch
+from megarl.split.trainer_rank import TrainerRank
 from megarl.stages.rl import make_run, train
 from megarl.types import (
     CheckFailed,
@@ -66,7 +67,7 @@ class RemoteTrainer:
     finds it.
     """
 
-    ranks: RankService
+    ranks: TrainerRank
     prompts: Prompts  # saved with the ranks' states
 
     def score(self, batch: TrainBatch) -> TokenScores:
@@ -155,7 +156,7 @@ class RemoteWeights:
             replica.is_ready = True
         return report
 
-    def _on_all(self, ask: Callable[[SyncService], object]) -> tuple[Any, list[dict[str, Any]]]:
+    def _on_all(self, ask: Callable[[SyncService], object]) -> tuple[Any, list[Reply]]:
         """Calls both sides; returns the values of rank 0 and of the workers.
 
         A lost engine explains what others report.

@@ -68,8 +68,7 @@ class Replica:
     @property
     def service(self) -> EngineService:
         """The methods of the engine; a call waits for the value, as `value` does."""
-        send = self.actor.call.remote
-        return cast(EngineService, Proxy(lambda *call: self.value(send(*call))))
+        return cast(EngineService, Proxy(lambda *call: self.value(self.actor.call.remote(*call))))
 
     def begin(self, ask: Callable[[EngineService], object]) -> Any:
         """Begins the call that `ask` makes; `value` waits for it."""
@@ -143,7 +142,7 @@ class Engines:
         shares = deal(requests, len(ready)) if ready else []
         for replica, share in zip(ready, shares, strict=True):
             for request in share:
-                replica.requests[request.prompt.prompt_id, request.index] = request
+                replica.requests[request.key] = request
             try:
                 if share:
                     replica.service.submit(share)
@@ -206,7 +205,7 @@ class Engines:
             self.lose(lost)
             return []
         for sample in samples:
-            replica.requests.pop((sample.prompt_id, sample.index))
+            replica.requests.pop(sample.key)
         return samples
 
     def running(self) -> int:

@@ -13,14 +13,7 @@ from megarl.config.run_dir import prepare_run_dir
 from megarl.config.schema import Config
 from megarl.config.validate import model_shape
 from megarl.platform.env import count_gpus
-from megarl.processes.exit_codes import (
-    STOPPED,
-    TERMINATED,
-    CurrentPhase,
-    Failure,
-    failure_of,
-    say,
-)
+from megarl.processes.exit_codes import STOPPED, TERMINATED, CurrentPhase, Failure, failure_of, say
 from megarl.processes.spawn import lock_run_dir, report_end
 from megarl.split.ray_cluster import ROOM_S, NoRoom, open_cluster
 from megarl.weights.plan.from_config import fleet_of

@@ -35,10 +35,11 @@ from megarl.split.ray_cluster import Cluster
 from megarl.split.stopped_processes import Watch
 
 if TYPE_CHECKING:  # its types need torch, which an actor imports once its environment is set
-    from megarl.split.services import RankService
+    from megarl.split.trainer_rank import TrainerRank
 
 GRACE_S = 10.0  # for the peers of a failed rank to fail too: the first record gives the cause
 POLL_S = 0.5
+Outcome = dict[str, Any]  # {"value": ...} or {"failure": ...}
 KILLED = "was killed; out of memory? see its log"
 
 
@@ -69,7 +70,7 @@ class _Actor:
             os.getpid(),
         )
 
-    def _failed(self, error: BaseException) -> dict[str, Any]:
+    def _failed(self, error: BaseException) -> Outcome:
         phase = getattr(getattr(self._made, "phase", None), "name", "")
         failure = failure_of(error, self._number, phase=phase, run_dir=self._log.parent.parent)
         print(log_text("".join(traceback.format_exception(error))), file=sys.stderr, flush=True)
@@ -78,7 +79,7 @@ class _Actor:
 
 @ray.remote
 class RankActor(_Actor):
-    def start(self, config: Config, env: Env, store: str, name: str) -> dict[str, Any]:
+    def start(self, config: Config, env: Env, store: str, name: str) -> Outcome:
         try:
             from megarl.split.trainer_rank import TrainerRank
 
@@ -88,7 +89,7 @@ class RankActor(_Actor):
         except BaseException as error:  # noqa: BLE001 (every failure becomes a record)
             return self._failed(error)
 
-    def call(self, method: str, *values: Any) -> dict[str, Any]:
+    def call(self, method: str, *values: Any) -> Outcome:
         """Batches arrive and leave as flat bytes; only rank 0 returns a value."""
         from megarl.rollout.exchange import pack_batch, unpack_batch
 
@@ -101,9 +102,7 @@ class RankActor(_Actor):
 
 @ray.remote
 class EngineActor(_Actor):
-    async def start(
-        self, config: Config, folder: Path, stop_token_ids: Sequence[int]
-    ) -> dict[str, Any]:
+    async def start(self, config: Config, folder: Path, stop_token_ids: Sequence[int]) -> Outcome:
         """Returns its processes and segments of shared memory, and the longest row."""
         try:
             from megarl.rollout.vllm.async_engine import AsyncEngine
@@ -115,7 +114,7 @@ class EngineActor(_Actor):
         except BaseException as error:  # noqa: BLE001 (every failure becomes a record)
             return self._failed(error)
 
-    async def call(self, method: str, *values: Any) -> dict[str, Any]:
+    async def call(self, method: str, *values: Any) -> Outcome:
         try:
             assert self._made
             return {"value": await self._made.call(method, *values)}
@@ -211,16 +210,16 @@ class TrainerRanks:
         return ranks
 
     @property
-    def service(self) -> "RankService":
+    def service(self) -> "TrainerRank":
         """The methods of all ranks; a call returns what rank 0 does.
 
         Raises CheckFailed if all ranks refuse, RankLost if one fails otherwise.
         """
-        return cast("RankService", Proxy(lambda *call: self.wait(self._send(*call))))
+        return cast("TrainerRank", Proxy(lambda *call: self.wait(self._send(*call))))
 
-    def begin(self, ask: Callable[["RankService"], Any]) -> list[Any]:
+    def begin(self, ask: Callable[["TrainerRank"], Any]) -> list[Any]:
         """Begins the call that `ask` makes; `wait` waits for it."""
-        return ask(cast("RankService", Proxy(self._send)))
+        return ask(cast("TrainerRank", Proxy(self._send)))
 
     def _send(self, method: str, *values: Any) -> list[Any]:
         from megarl.rollout.exchange import pack_batch

@@ -1,10 +1,10 @@
-"""What a rank and an engine can be asked in the split topology.
+"""What both sides of a weight sync, and an engine, can be asked in the split topology.
 
     ranks.service.score(batch)                         waits for the value, of this type
     ranks.begin(lambda rank: rank.transfer(version))   only begins the call
 
 Both are attribute calls through a proxy (proxy.py), so a type checker sees the name, the arguments
-and the value.
+and the value; a rank's are those of trainer_rank.TrainerRank.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,17 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from megarl.parity.gate import Measured
-from megarl.types import (
-    ObjectiveState,
-    PublishReport,
-    Request,
-    ScoredBatch,
-    StepReport,
-    TokenBatch,
-    TokenScores,
-    TrainBatch,
-)
+from megarl.types import Request
 
 
 class SyncService(Protocol):
@@ -36,24 +26,6 @@ class SyncService(Protocol):
 
     def end(self, version: int, committed: bool) -> Any:
         """Commits the version, or gives it up."""
-
-
-class RankService(SyncService, Protocol):
-    """The methods of split.trainer_rank.TrainerRank; the values are those of rank 0."""
-
-    def restore(self) -> tuple[int, ObjectiveState, dict[str, Any]]: ...
-    def score(self, batch: TrainBatch) -> TokenScores: ...
-    def update(self, batch: ScoredBatch) -> StepReport: ...
-    def measure(self, batch: TokenBatch) -> Measured: ...
-    def transfer(self, version: int) -> bool: ...
-    def end(self, version: int, committed: bool) -> PublishReport | None: ...
-    def maybe_save(
-        self, step: int, state: ObjectiveState, prompts: Mapping[str, Any], last: bool
-    ) -> None: ...
-    def save(self) -> None: ...
-    def finish(self) -> None: ...
-    def export(self) -> None: ...
-    def close(self) -> None: ...
 
 
 class EngineService(SyncService, Protocol):

@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -80,9 +79,9 @@ class Watch:
     def __init__(self, timeout_s: float) -> None:
         self._limit_s = timeout_s / 2
         self._ended = threading.Event()
-        self._places = dict[str, tuple[str, int]]()
-        self._nodes = dict[str, Any]()
-        self._gone = set[tuple[str, tuple[str, int]]]()
+        self._places = {}
+        self._nodes = {}
+        self._gone = set()
         self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
         self._thread.start()
 
@@ -90,7 +89,7 @@ class Watch:
         """Replaces an earlier process of that name."""
         if node not in self._nodes:
             strategy = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-            actor: Any = NodeWatch
+            actor = NodeWatch
             self._nodes[node] = actor.options(scheduling_strategy=strategy).remote(self._limit_s)
         self._places[name] = node, pid
 

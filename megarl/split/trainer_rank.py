@@ -101,13 +101,12 @@ class TrainerRank:
         self._leave()
         is_cuda = self.rank.device.type == "cuda"
         config, fleet, self.group = SyncGroup(**group).join(self.rank.env.rank, is_cuda=is_cuda)
-        sender = WeightSender(self.trainer.local_slices(), self.trainer.merged_parameters)
         self.publisher = make_publisher(
             config,
             self.rank.shape,
             fleet,
             self.group,
-            sender,
+            WeightSender(self.trainer.local_slices(), self.trainer.merged_parameters),
             None,
             is_cuda=is_cuda,
             weights=self.rank.weight_format(self.trainer.hf_shapes()),

@@ -73,7 +73,7 @@ class DpoLearner:
 
     def reference_logprobs(self, batch: PreferenceBatch) -> Tensor:
         """Returns [N] fp64; one forward pass of the reference, unless every response is known."""
-        lengths = batch.cu_seqlens.diff().tolist()
+        lengths = batch.lengths_N.tolist()
         rows = torch.stack([batch.tokens, batch.mask.long()]).split(lengths, dim=1)
         keys = [sha256(row.numpy().tobytes()).hexdigest()[:24] for row in rows]
         if not self.known.keys() >= set(keys):

@@ -99,7 +99,7 @@ def sampled(generate: Generate, run_seed: int, part: ProblemSet, step: int) -> d
         )
         for prompt, index in product(prompts, range(part.samples))
     ]
-    scores: dict[int, list[float]] = {prompt.prompt_id: [] for prompt in prompts}
+    scores = {prompt.prompt_id: [] for prompt in prompts}
     for sample in generate(requests, version=step):
         scores[sample.prompt_id].append(correctness(sample))
     samples = None

@@ -25,10 +25,9 @@ from megarl.rollout.exchange import Exchange
 from megarl.run.checkpoints import export
 from megarl.run.context import Rank
 from megarl.run.engine import make_engine
-from megarl.run.models import Learner, RewardModel
+from megarl.run.models import Learner, RewardModel, policy_of
 from megarl.stages.reward_model import Rankings
 from megarl.stages.rl import RlRun, train, train_policy
-from megarl.trainer.actor_critic import ActorCritic
 from megarl.trainer.learner import PolicyLearner
 from megarl.trainer.reference import Reference
 
@@ -124,10 +123,7 @@ class Iterations:
 
     def further(self, learner: Learner, reward_model: RewardModel | None) -> Further:
         self.learner = learner
-        policy = learner
-        if isinstance(policy, ActorCritic):
-            policy = policy.actor
-        self.policy = policy
+        policy = self.policy = policy_of(learner)
         self.reward_model = None
         if self.settings.reward_model.train:
             self.reward_model = reward_model

@@ -21,8 +21,7 @@ def best_of_n(rank: Rank) -> None:
     """Trains by SFT on the best sample of each prompt (RAFT, arXiv 2304.06767)."""
     config = rank.config
     settings = {"loss": "sft", "correction": "none", "correction_options": {}}
-    algorithm = config.algorithm.model_copy(update=settings)
-    objective = Objective(algorithm, config.rollout.max_tokens)
+    objective = Objective(config.algorithm.model_copy(update=settings), config.rollout.max_tokens)
     export(rank, train_policy(rank, make_engine, objective, best))
 
 

@@ -37,7 +37,7 @@ def run(rank: Rank) -> None:
     head = RewardHead(kind=kind, aggregate=options.aggregate)
     trainer = make_trainer(rank, head=head)
     if options.process:
-        model: Rankings | Steps = Steps(trainer)
+        model = Steps(trainer)
         examples = partial(step_batch, rank.tokenizer, separator=options.separator)
     else:
         model = Rankings(trainer, head, options.centre, by_prompt=options.average == "prompts")
@@ -84,7 +84,7 @@ class Steps:
         scores_T = self.trainer.forward(batch).values_T
         assert scores_T is not None
         is_right_T = (scores_T > 0) == batch.is_right
-        row_T = torch.arange(batch.num_rows).repeat_interleave(batch.cu_seqlens.diff())
+        row_T = torch.arange(batch.num_rows).repeat_interleave(batch.lengths_N)
         return is_right_T[batch.mask], row_T[batch.mask]
 
 

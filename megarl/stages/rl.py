@@ -42,6 +42,7 @@ from megarl.run.models import (
     make_objective,
     make_reward_model,
     make_trainer,
+    policy_of,
 )
 from megarl.run.phases import TimedPhases
 from megarl.run.sync import parity_checks, rank_publisher
@@ -143,12 +144,13 @@ def train_policy(
         parity = parity_checks(rank, trainer, engine)
         weights = rank_publisher(rank, trainer, engine, parity)
         weights.span = phases.part
-        timed = learner.timed(phases.part)
+        policy_of(learner).span = phases.part
+        updated = learner
         if select is not None:
-            timed = SelectingLearner(timed, select)
+            updated = SelectingLearner(learner, select)
         run = make_run(rank, exchange, ledger, telemetry, start, state)(
             rollouts=make_rollouts(rank, exchange, ledger),
-            learner=timed,
+            learner=updated,
             objective=objective,
             weights=weights,
             gate=parity.parity,

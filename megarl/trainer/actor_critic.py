@@ -15,7 +15,7 @@ from torch import Tensor
 from megarl.algorithms.critic import value_losses, value_metrics
 from megarl.algorithms.objective import loss_weights
 from megarl.config.schema import Critic
-from megarl.roles import Gate, SpanContext
+from megarl.roles import Gate
 from megarl.trainer.heads import RewardHead, ValueHead
 from megarl.trainer.learner import PolicyLearner, batch_plans
 from megarl.trainer.trainer import Trainer
@@ -47,9 +47,6 @@ class ActorCritic:
     def trainers(self) -> list[Trainer]:
         return [self.actor.trainer, self.critic]
 
-    def timed(self, span: SpanContext) -> "ActorCritic":
-        return replace(self, actor=self.actor.timed(span))
-
     def score(self, batch: TrainBatch) -> TokenScores:
         scores = self.actor.score(batch)
         with self.actor.span("values"):
@@ -76,12 +73,13 @@ class ActorCritic:
                     updates.append(self.critic.step(batch, part, loss, weights_T))
             self.critic.finish_batch()
         actor.memory.onload_optimizer()  # a checkpoint may be saved now
-        clip_fracs = [update.metrics.get("value/clip_frac", 0.0) for update in updates]
         metrics = {
             "value/loss": fmean(update.loss for update in updates),
             "value/grad_norm": fmean(update.grad_norm for update in updates),
             "value/lr": updates[-1].lr,
-            "value/clip_frac": fmean(clip_fracs),
+            "value/clip_frac": fmean(
+                update.metrics.get("value/clip_frac", 0.0) for update in updates
+            ),
             "value/skipped": sum(update.skipped for update in updates),
         }
         return replace(report, metrics={**report.metrics, **metrics, **value_metrics(batch)})

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megarl.layout import Axis, Layout, stage_layers
 from megarl.models.registry import fp32_tensors, hf_shapes, padded_vocab
-from megarl.models.shape import ModelShape
+from megarl.models.shape import ModelShape, Shape
 from megarl.models.shards import Slices, by_prefix
 from megarl.trainer.layers import block_spec
 from megarl.trainer.megatron_config import Dispatcher, router_settings, run_settings
@@ -46,15 +46,11 @@ FUSED = {
     ".self_attention.q_layernorm.": ".self_attention.linear_q_up_proj.layer_norm_",
     ".self_attention.kv_layernorm.": ".self_attention.linear_kv_up_proj.layer_norm_",
 }
-OFF = (
-    "fp16",
-    "should_pad_vocab",
-    "moe_permute_fusion",
-    "moe_shared_expert_overlap",
-    "apply_rope_fusion",
-)
+OFF = """
+    fp16 should_pad_vocab moe_permute_fusion moe_shared_expert_overlap apply_rope_fusion
+"""
 UNSET = ("mtp_num_layers", "moe_z_loss_coeff", "fp8")
-Shapes = Mapping[str, tuple[int, ...]]
+Shapes = Mapping[str, Shape]
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 
@@ -95,7 +91,7 @@ class Bridged:
         if provider.num_moe_experts:
             settings |= router_settings(use_te=use_te)
         settings["vocab_size"] = padded_vocab(shape.vocab, layout.tp.size)
-        settings |= dict.fromkeys(OFF, False) | dict.fromkeys(UNSET)
+        settings |= dict.fromkeys(OFF.split(), False) | dict.fromkeys(UNSET)
         for name, value in settings.items():
             setattr(provider, name, value)
         if not use_te:

@@ -147,8 +147,7 @@ class _Product(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:  # frozen, with LoRA
             return dx, None, None
         dy_TN = rounding.round(dy_TN, GRADIENT, transposed=True)
-        x_TK = x.flatten(0, -2)
-        dw_NK = dy_TN.T @ rounding.round(x_TK, INPUT, transposed=True)
+        dw_NK = dy_TN.T @ rounding.round(x.flatten(0, -2), INPUT, transposed=True)
         return dx, dw_NK.to(weight_NK.dtype), None
 
 
@@ -174,7 +173,7 @@ def _forward(
     if isinstance(rounding, Delayed) and torch.is_grad_enabled():
         rounding.observe(INPUT, input)
         rounding.observe(WEIGHT, weight)
-    output: Any = _Product.apply(input, weight, rounding)
+    output = _Product.apply(input, weight, rounding)
     if bias is None:
         return output
     return output + bias
@@ -256,7 +255,7 @@ def megatron_settings(fp8: Fp8, device: torch.device) -> dict[str, Any]:
             f"{needed[0]}.{needed[1]}, but this one has {capability[0]}.{capability[1]}; "
             f"recipes for it: {', '.join(usable) or 'none'}"
         )
-    settings: dict[str, Any] = {
+    settings = {
         "fp8_recipe": recipe,
         "fp8": "e4m3" if MULTIPLES[recipe] > 16 else "hybrid",
     }

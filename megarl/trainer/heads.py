@@ -191,7 +191,7 @@ class RewardHead(ValueHead):
         if self.kind == "token":
             return response_positions(batch.mask)
         is_last_T = torch.zeros_like(batch.mask)
-        is_last_T[batch.cu_seqlens[1:][batch.cu_seqlens.diff() > 0] - 1] = True
+        is_last_T[batch.cu_seqlens[1:][batch.lengths_N > 0] - 1] = True
         return is_last_T
 
     def scores(self, outputs: TokenOutputs, rows: TokenBatch | MicrobatchRows) -> Tensor:

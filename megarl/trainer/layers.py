@@ -258,7 +258,7 @@ def _layer_spec(
     is_moe: bool,
     use_te: bool,
 ) -> ModuleSpec:
-    options: dict[str, Any] = {
+    options = {
         "num_experts": config.num_moe_experts if is_moe else None,
         "qk_layernorm": config.qk_layernorm,
         "multi_latent_attention": config.multi_latent_attention,

@@ -51,9 +51,6 @@ class PolicyLearner:
     def trainers(self) -> list[Trainer]:
         return [self.trainer]
 
-    def timed(self, span: SpanContext) -> "PolicyLearner":
-        return replace(self, span=span)
-
     def score(self, batch: TrainBatch) -> TokenScores:
         """Returns log-probs of `labels` under the current weights and those of the other models.
 
@@ -66,7 +63,7 @@ class PolicyLearner:
             or self.records_routes
         )
         old_T = None
-        routes: BatchRoutes = ()
+        routes = ()
         ref_T = None
         with self.span("logprobs"):
             if needs_old:
@@ -169,7 +166,7 @@ def batch_plans(
     With `couples_rows`, the rows of a group share a micro-batch.
     """
     train = trainer.train
-    lengths_G = batch.group.bincount(batch.cu_seqlens.diff())
+    lengths_G = batch.group.bincount(batch.lengths_N)
     # rows of a group share their prompt, in a micro-batch large enough for the group
     is_whole = trainer.shares_prefixes and not (lengths_G > train.max_tokens_per_microbatch).any()
     units = None

@@ -167,7 +167,7 @@ class Adapters:
                 is_expert = ".experts." in name
                 is_row = of_a[0].shape[1] < self.shapes[of_a[0].name][1]
                 is_column = of_b[0].shape[0] < self.shapes[of_b[0].name][0]
-                exchange: Any = torch.nn.Identity()
+                exchange = torch.nn.Identity()
                 if is_row and not is_expert:
                     exchange = reduce_scatter_to_sequence_parallel_region
                 elif is_column and not is_expert:

@@ -37,7 +37,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Returns Megatron's settings for this model and layout."""
     factor = yarn_factor(shape)
-    settings: dict[str, Any] = {
+    settings = {
         "num_layers": shape.layers,
         "hidden_size": shape.hidden,
         "num_attention_heads": shape.heads,
@@ -143,7 +143,7 @@ def run_settings(
 
 def _moe_settings(shape: ModelShape, *, use_te: bool) -> dict[str, Any]:
     router = shape.router
-    settings: dict[str, Any] = {
+    settings = {
         "num_moe_experts": shape.experts,
         "moe_layer_freq": [int(layer >= shape.dense_layers) for layer in range(shape.layers)],
         "moe_ffn_hidden_size": shape.moe_intermediate,

@@ -73,7 +73,7 @@ def pack(
     length: int = 0,  # P, if it is not to be the smallest
 ) -> Microbatch:
     """Packs `rows`, if any, and the dummy row; the head reads where `is_read_T` [T] is true."""
-    lengths_R = batch.cu_seqlens.diff()[[*rows]]
+    lengths_R = batch.lengths_N[[*rows]]
     lengths = lengths_R.tolist()
     index = batch.cu_seqlens[[*rows]].repeat_interleave(lengths_R) + _places(lengths)
     batch_tokens = batch.tokens[index]

@@ -97,7 +97,7 @@ def patch_chunk(model: Any, layout: Layout) -> None:
             # layer would need
             module.fuse_wgrad_accumulation = True
     if model.post_process:
-        model.output_layer.forward = _passthrough
+        model.output_layer.forward = lambda hidden, *_, **__: (hidden, None)
     # With expert parallelism 1, megatron-core 0.16.1 reduces gradients of experts over the ranks of
     # dense ones. Where expert_tensor != tensor, an expert's replicas are on other ranks, and would
     # drift apart.
@@ -118,9 +118,3 @@ def local_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
             if name.endswith(".expert_bias"):
                 tensors[prefix + name] = buffer
     return tensors
-
-
-def _passthrough(
-    hidden: Tensor, weight: Tensor | None = None, **_unused: object
-) -> tuple[Tensor, None]:
-    return hidden, None

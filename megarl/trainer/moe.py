@@ -138,7 +138,7 @@ class RouterLosses:
     def __post_init__(self) -> None:
         modules = ModuleList(self.chunks).modules()
         self._routers = [x for x in modules if isinstance(x, BalancedRouter)]
-        self.counts: dict[BalancedRouter, Tensor] = {}  # [E]: tokens of each expert
+        self.counts = {}  # [E]: tokens of each expert
 
     def begin(
         self, microbatches: Sequence[Microbatch], weights_T: Tensor, device: torch.device

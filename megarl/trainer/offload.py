@@ -167,5 +167,4 @@ class Memory:
 
 def flat_storage(x: Tensor) -> Tensor:
     """Returns the whole storage of `x` as [bytes] uint8."""
-    storage: Any = x.untyped_storage()
-    return x.new_empty(0, dtype=torch.uint8).set_(storage)
+    return x.new_empty(0, dtype=torch.uint8).set_(x.untyped_storage())

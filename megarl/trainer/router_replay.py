@@ -131,7 +131,7 @@ class RouterReplay:
         assert self.chunks, "this trainer cannot replay routes"
         device = microbatches[0].tokens.device
         missing = 0
-        by_layer: list[Any] = [None] * len(self._routers)
+        by_layer = [None] * len(self._routers)
         if record is None:
             fetched = self._fetch(batch, ranks)
             by_microbatch = []
@@ -179,7 +179,7 @@ class RouterReplay:
         differs.
         """
         layout = self.layout
-        lengths = batch.cu_seqlens.diff().tolist()
+        lengths = batch.lengths_N.tolist()
         topk = self.shape.experts_per_token
         dtype = self._dtype
 

@@ -31,7 +31,7 @@ from megarl.config.schema import Fp8, Lora, Moe, Train
 from megarl.data.packing import microbatch_multiple, plan_microbatches, plan_rows
 from megarl.layout import Layout
 from megarl.models.registry import hf_shapes, megatron_table, padded_vocab
-from megarl.models.shape import ModelShape
+from megarl.models.shape import ModelShape, Shape
 from megarl.models.shards import Slices, Table, shapes_of, slices_by_rank, slices_of
 from megarl.models.weights import check_weights
 from megarl.platform.device import DTYPES, to_device
@@ -201,7 +201,7 @@ class Trainer:
         assert self.table is not None
         return slices_by_rank(self.table, self.shape, self.layout)
 
-    def hf_shapes(self) -> dict[str, tuple[int, ...]]:
+    def hf_shapes(self) -> dict[str, Shape]:
         """Returns the full shape of every trained tensor of the checkpoint."""
         if self.table is not None:
             return shapes_of(self.table, self.shape)
@@ -300,7 +300,7 @@ class Trainer:
     def _rows(self, batch: TokenBatch) -> RowsByRank:
         """Returns the rows of each micro-batch of each data-parallel rank, for a forward pass."""
         (ranks,) = plan_rows(
-            batch.cu_seqlens.diff().tolist(),
+            batch.lengths_N.tolist(),
             dp=self.layout.dp.size,
             updates=1,
             max_tokens=self.train.max_tokens_per_microbatch,
@@ -413,8 +413,7 @@ def _build_model(
         bridged = Bridged.of(shape, layout, **how)
         config = bridged.provider
     recompute(config, train.recompute, train.recompute_modules)
-    kernels = te_kernels() if use_te else frozenset()
-    vars(config).update(fusions(config, kernels) | options)
+    vars(config).update(fusions(config, te_kernels() if use_te else frozenset()) | options)
     if bridged is None:
         return build_model(shape, layout, config, use_te=use_te), None
     chunks = bridged.build()
@@ -426,8 +425,7 @@ def _split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
     reduction = dict(options)
     reduction.pop("unsafe", None)
     names = [name for name in reduction if hasattr(MLATransformerConfig, name)]
-    settings = {name: reduction.pop(name) for name in names}
-    return settings, reduction
+    return {name: reduction.pop(name) for name in names}, reduction
 
 
 def _load(

@@ -84,7 +84,7 @@ def moved_slices(
     positions = positions[order]
     if (numbers.diff() == 0).any():
         raise ValueError(f"{param} holds an element of {sources} twice; {REMEDY}")
-    slices: list[ShardSlice] = []
+    slices = []
     for name, start in tensors.first.items():
         shape = tensors.shapes[name]
         ends = numbers.new_tensor([start, start + prod(shape)])

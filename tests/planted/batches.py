@@ -217,7 +217,7 @@ BATCHES = [
     ),
     (
         "rollout/exchange.py",
-        "sorted(samples, key=lambda sample: (sample.prompt_id, sample.index))",
+        "sorted(samples, key=lambda sample: sample.key)",
         "samples",
         f"{EXCHANGE}::test_one_process_sorts_and_scores",
     ),
@@ -403,8 +403,8 @@ BATCHES = [
     ),
     (
         "rollout/vllm/arguments.py",
-        'FINISHES.get(answer.finish_reason, "abort")',
-        '"stop" if response[-1] == 2 else "length"',
+        "finish = answer.finish_reason",
+        'finish = "stop" if response[-1] == 2 else "length"',
         "unit/rollout/vllm/test_engine.py::test_a_stop_token_ends_the_response_and_stays_in_it",
     ),
     (

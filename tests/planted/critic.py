@@ -24,12 +24,8 @@ CRITIC = [
     ),
     (
         "algorithms/objective.py",
-        "            own = (\n"
-        '                {"whiten": False}\n'
-        "                if self.value_lam is None\n"
-        '                else {"whiten": False, "lam": self.value_lam}\n'
-        "            )\n",
-        '            own = {} if self.value_lam is None else {"whiten": False, "lam": self.value_lam}\n',
+        "estimate(whiten=False, **lam)",
+        "estimate(**lam)",
         f"{OBJECTIVE}::test_advantages_and_targets_are_those_of_a_loop",
     ),
     (

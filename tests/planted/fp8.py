@@ -51,8 +51,8 @@ FP8 = [
     ),
     (
         "trainer/fp8.py",
-        "rounding.round(x_TK, INPUT, transposed=True)",
-        "rounding.round(x_TK, INPUT)",
+        "rounding.round(x.flatten(0, -2), INPUT, transposed=True)",
+        "rounding.round(x.flatten(0, -2), INPUT)",
         PRODUCTS,
     ),
     ("trainer/fp8.py", "gradients=E5M2", "gradients=E4M3", PRODUCTS),

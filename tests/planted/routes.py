@@ -83,7 +83,7 @@ ROUTES = [
     ),
     (
         "rollout/exchange.py",
-        "replace(s, routes=routes.get((s.prompt_id, s.index), s.routes))",
+        "replace(s, routes=routes.get(s.key, s.routes))",
         "s",
         "unit/rollout/test_exchange.py::test_routes_stay_where_they_were_sampled",
     ),

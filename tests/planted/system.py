@@ -316,8 +316,8 @@ SYSTEM = [
     ("run/rank_process.py", "set_env(**LOOPBACK)", "pass", f"{SPAWN}::test_done"),
     (
         "run/rank_process.py",
-        "set_env(CUDA_DEVICE_MAX_CONNECTIONS=",
-        "dict(_=",
+        "CUDA_DEVICE_MAX_CONNECTIONS=get_env(",
+        "_=get_env(",
         f"{SPAWN}::test_done",
     ),
     (

@@ -21,7 +21,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
 from megarl.models.lora import PREFIX, AdapterFormat, adapter_names, module_name
-from megarl.models.shards import Slices, SlicesByName, whole_tensor
+from megarl.models.shards import Slices, whole_tensor
 from megarl.rollout.vllm.loader_trace import module_of
 from megarl.rollout.vllm.weight_loader import LayerReceiver
 from megarl.types import CheckFailed
@@ -81,7 +81,7 @@ class AdapterReceiver(MemoryReceiver):
         self._format = adapters
         self._reset_cache = reset_cache
         self._model: Any = model
-        self._parts: SlicesByName = defaultdict(list)  # of base weights, by module
+        self._parts = defaultdict(list)  # of base weights, by module
         for part in base.slices:
             if part.name.endswith(".weight") and module_name(part.name) in adapters.targets:
                 self._parts[module_of(part.param)].append(part)

@@ -14,14 +14,12 @@ from megarl.models.formats import BlockFormat
 from megarl.models.fp8 import quantization_config
 from megarl.models.registry import read_model
 from megarl.platform.json_text import read_json
-from megarl.types import Finish, Request, Sample
+from megarl.types import FINISH, Request, Sample
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
 
     from megarl.rollout.vllm.routes import RouteCapture
-
-FINISHES: dict[str | None, Finish] = {"stop": "stop", "length": "length"}
 
 
 def is_eager(rollout: Rollout) -> bool:
@@ -53,7 +51,7 @@ def engine_settings(
         kv_cache_bytes = block_size = has_chunked_prefill = None
         returns_routes = rollout.router_replay == "engine"
         can_sleep = bool(rollout.sleep_level)
-    settings: dict[str, Any] = {
+    settings = {
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "trust_remote_code": trust_remote_code,
@@ -169,6 +167,9 @@ def sample_of(
     else:
         for span in answer.weight_versions or ():
             versions += [int(span.version)] * (span.end - span.start)
+    finish = answer.finish_reason
+    if finish not in FINISH:
+        finish = "abort"
     routes = None
     if capture:
         routes = capture.of(output, len(logprobs))
@@ -179,7 +180,7 @@ def sample_of(
         trainable=torch.arange(skipped + len(response)) >= skipped,
         rollout_logprobs=logprobs,
         versions=torch.tensor(versions, dtype=torch.int32),
-        finish=FINISHES.get(answer.finish_reason, "abort"),
+        finish=finish,
         prompt_tokens_computed=skipped - (output.num_cached_tokens or 0),
         routes=routes,
     )

@@ -26,7 +26,6 @@ from megarl.platform.env import get_env, set_env
 from megarl.processes.children import Children
 from megarl.rollout.exchange import pack
 from megarl.rollout.vllm import arguments
-from megarl.rollout.vllm.arguments import engine_settings
 from megarl.types import CheckFailed, Request, Sample
 from megarl.weights.plan.from_config import fleet_of
 from megarl.weights.sync.from_config import make_publisher
@@ -35,6 +34,7 @@ from megarl.weights.sync.transports.collective import Collective, RankGroup, ope
 
 CHECK_S = 10.0
 SILENT = 0.9  # of the time-out, as of a rank (processes.heartbeat)
+Reply = dict[str, Any]  # of a worker: {"error": text}, or values
 EXTENSION = "megarl.rollout.vllm.async_engine.WorkerExtension"
 
 
@@ -76,10 +76,10 @@ class WorkerExtension:
     rank: int  # within the replica
     sync_publisher: Any = None
 
-    def sync_join(self, group: Mapping[str, Any], replica: int, folder: str) -> dict[str, Any]:
+    def sync_join(self, group: Mapping[str, Any], replica: int, folder: str) -> Reply:
         return _reported(self._sync_join, SyncGroup(**group), replica, Path(folder))
 
-    def _sync_join(self, group: SyncGroup, replica: int, folder: Path) -> dict[str, Any]:
+    def _sync_join(self, group: SyncGroup, replica: int, folder: Path) -> Reply:
         from megarl.rollout.vllm.weight_loader import LayerReceiver
 
         if self.sync_publisher:
@@ -98,10 +98,10 @@ class WorkerExtension:
         )
         return {}
 
-    def sync_transfer(self, version: int) -> dict[str, Any]:
+    def sync_transfer(self, version: int) -> Reply:
         return _reported(lambda: {"prove": self.sync_publisher.transfer(version)})
 
-    def sync_end(self, version: int, committed: bool) -> dict[str, Any]:
+    def sync_end(self, version: int, committed: bool) -> Reply:
         if committed:
             self.sync_publisher.commit(version)
         else:
@@ -109,7 +109,7 @@ class WorkerExtension:
         return {}
 
 
-def _reported(call: Any, *values: Any) -> dict[str, Any]:
+def _reported(call: Any, *values: Any) -> Reply:
     try:
         return call(*values)
     except CheckFailed as refusal:
@@ -166,7 +166,7 @@ class AsyncEngine:
         if arguments.is_eager(rollout):
             # for child processes, which a compiler stance does not reach
             set_env(TORCHDYNAMO_DISABLE=1)
-        settings = engine_settings(
+        settings = arguments.engine_settings(
             folder,
             rollout,
             DTYPES[config.train.dtype],
@@ -182,7 +182,7 @@ class AsyncEngine:
         llm = AsyncLLM.from_engine_args(engine_args)
         children = Children.of_this_process()
         engine = cls(llm, config, folder, children, stop_token_ids, replica)
-        engine.children.watch(asyncio.get_running_loop(), engine._lose)
+        children.watch(asyncio.get_running_loop(), engine._lose)
         engine._checks = asyncio.ensure_future(engine._check_core())
         return engine
 
@@ -249,12 +249,12 @@ class AsyncEngine:
 
     # the sync
 
-    async def join(self, group: Mapping[str, Any]) -> list[dict[str, Any]]:
+    async def join(self, group: Mapping[str, Any]) -> list[Reply]:
         return await self.llm.collective_rpc(
             "sync_join", args=(group, self.replica, str(self.folder))
         )
 
-    async def transfer(self, version: int) -> list[dict[str, Any]]:
+    async def transfer(self, version: int) -> list[Reply]:
         """Pauses, and receives `version`; requests that were running wait for `end`."""
         self.is_ready = False
         await self.llm.pause_generation(mode="keep", clear_cache=True)
@@ -266,7 +266,7 @@ class AsyncEngine:
         await self.llm.update_weight_version(str(version))
         await self.llm.resume_generation()
 
-    async def end(self, version: int, committed: bool) -> list[dict[str, Any]]:
+    async def end(self, version: int, committed: bool) -> list[Reply]:
         replies = await self.llm.collective_rpc("sync_end", args=(version, committed))
         if committed:
             await self.open(version)

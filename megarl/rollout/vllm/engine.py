@@ -32,7 +32,6 @@ from megarl.platform.env import Env, get_env, set_env
 from megarl.processes.shared_memory import lock_shm, shm_prefix, unlink_dead, unlink_shm
 from megarl.roles import Finished
 from megarl.rollout.vllm import arguments
-from megarl.rollout.vllm.arguments import engine_settings
 from megarl.rollout.vllm.routes import RouteCapture, capture_of
 from megarl.types import CheckFailed, Request, Routes, Sample
 from megarl.weights.sync.publish import WeightFormat
@@ -94,7 +93,7 @@ class Engine:
         from megarl.rollout.vllm.weight_loader import LayerReceiver
 
         eager = arguments.is_eager(rollout)
-        settings = engine_settings(
+        settings = arguments.engine_settings(
             folder, rollout, weights.dtype, fp8, trust_remote_code=trust_remote_code
         )
         if adapters:
@@ -109,7 +108,7 @@ class Engine:
         if fp8:
             weights = weights.in_fp8(scale_shapes(read_model(folder), fp8))
         capture = capture_of(llm, model, rollout, eager=eager)
-        reset_cache: Callable[[], object] = llm.reset_prefix_cache
+        reset_cache = llm.reset_prefix_cache
         if capture:
             reset_cache = capture.reset_cache
         with unwrapped(model):
@@ -246,7 +245,7 @@ class Engine:
     def states(
         self,
         rows: Sequence[Tensor],
-        projection_HP: Tensor | None = None,
+        projection_HP: Tensor | None,
         names: Sequence[str] | None = None,
     ) -> dict[str, Tensor]:
         """Returns the outputs of each sublayer at the T tokens of `rows`.

@@ -23,6 +23,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
 
+from megarl.models.shape import Shape
 from megarl.models.shards import ShardSlice
 from megarl.types import CheckFailed
 
@@ -37,9 +38,7 @@ class LoaderTrace:
 
 
 @torch.no_grad()
-def trace_loader(
-    model: nn.Module, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
-) -> LoaderTrace:
+def trace_loader(model: nn.Module, shapes: Mapping[str, Shape], dtype: torch.dtype) -> LoaderTrace:
     """Runs the loaders of `model` with every tensor in `shapes`; restores the model.
 
     Raises CheckFailed if a parameter is not covered by exact rectangles of HF tensors.
@@ -116,10 +115,10 @@ class _Tracer(TorchDispatchMode):
 
     def __init__(self, sources: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.slices: list[ShardSlice] = []
-        self.fills: list[tuple[ShardSlice, float]] = []
+        self.slices = []
+        self.fills = []
         self._sources = {_storage(tensor): (name, tensor) for name, tensor in sources.items()}
-        self._clones: dict[int, tuple[Tensor, Tensor]] = {}  # storage -> clone, part of the source
+        self._clones = {}  # storage -> clone, part of the source
         # storages of sources that the loader sets to zero before it copies them
         self._zeroed = set()
         self._parameters = {_storage(tensor): (name, tensor) for name, tensor in parameters.items()}
@@ -192,8 +191,7 @@ class _Tracer(TorchDispatchMode):
                 f"the engine's loader fills {param} with elements of {name} that form no rectangle"
             )
         start, shape, strides = rectangle
-        offset = _offset(target, whole)
-        self.slices.append(ShardSlice(name, start, shape, param, offset, strides))
+        self.slices.append(ShardSlice(name, start, shape, param, _offset(target, whole), strides))
 
     def _fill(self, target: Tensor, value: float = 0.0) -> None:
         if not target.numel():
@@ -213,9 +211,7 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _rectangle(
-    source: Tensor, value: Tensor, target: Tensor
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
+def _rectangle(source: Tensor, value: Tensor, target: Tensor) -> tuple[Shape, Shape, Shape] | None:
     """Returns (start, shape, strides in `target`) of the view `value` of a contiguous `source`.
 
     None if it is no rectangle.

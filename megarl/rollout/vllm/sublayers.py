@@ -34,12 +34,12 @@ def record_states(
     modules: Mapping[str, nn.Module], projection_HP: Tensor | None
 ) -> Iterator[dict[str, list[Tensor]]]:
     """Yields each call's outputs on the CPU: [tokens, P], or [tokens, H] without projection."""
-    recorded: dict[str, list[Tensor]] = {name: [] for name in modules}
+    recorded = {name: [] for name in modules}
 
     def record(outputs: list[Tensor], _module: nn.Module, _inputs: object, output: Any) -> None:
         if isinstance(output, tuple):
             output = output[0]
-        x_QH: Tensor = output.flatten(0, -2)
+        x_QH = output.flatten(0, -2)
         # copied at once: the next fused norm overwrites it
         if projection_HP is None:
             outputs.append(x_QH.to("cpu", copy=True))

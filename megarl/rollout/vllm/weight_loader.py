@@ -57,9 +57,9 @@ class LayerReceiver:
         self._modules = dict(model.named_modules())
         self._weights = weights
         self._reset_cache = reset_cache
-        self._sums: list[Tensor] = []  # positional checksum of every slice, if placement is checked
+        self._sums = []  # positional checksum of every slice, if placement is checked
         # module -> numbered slices
-        self._slices: dict[str, list[tuple[int, ShardSlice]]] = defaultdict(list)
+        self._slices = defaultdict(list)
         self._fills = defaultdict(list)  # module -> LoaderTrace.fills
         self._numel = Counter()  # module -> its number of elements
         self._left = Counter()  # module -> elements that have not arrived

@@ -44,7 +44,7 @@ class Fp8Quantizer:
             part.name.removesuffix(SCALE): part for part in slices if part.name.endswith(SCALE)
         }
         self._weights = [part for part in slices if part.name in self._grids]
-        self._scales: dict[str, Tensor] = {}  # by the name of the weight
+        self._scales = {}  # by the name of the weight
         self.names = frozenset(self._grids)
 
     def sender(self, parameters: Callable[[], Parameters]) -> WeightSender:

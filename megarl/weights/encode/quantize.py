@@ -162,8 +162,7 @@ def dequantize(
             start,
         )
     items = parts[fmt.values].reshape(*shape[:-1], -1)
-    codes = items.view(torch.uint8).int()
-    pairs = _pairs(fmt).to(items.device)[codes]  # [..., bytes, 2]
+    pairs = _pairs(fmt).to(items.device)[items.view(torch.uint8).int()]  # [..., bytes, 2]
     values = pairs.flatten(-2)[..., : shape[-1]]
     return values.mul_(_spread(scales, fmt.block, start, shape[-2:])).to(dtype)
 
@@ -185,8 +184,7 @@ def _small_scales(amax: Tensor, divisor: Tensor, fmt: BlockFormat) -> Tensor:
         return scales.where(amax.isfinite(), 255).to(torch.uint8)
     scales = amax * divisor / (7 if fmt.element == "int4" else 6)
     scales = scales.where(amax.isfinite(), torch.nan).to(DTYPES[fmt.scale_dtype])
-    smallest = torch.finfo(scales.dtype).eps
-    return scales.where(scales != 0, smallest)
+    return scales.where(scales != 0, torch.finfo(scales.dtype).eps)
 
 
 def _codes(quotient: Tensor, fmt: BlockFormat) -> Tensor:

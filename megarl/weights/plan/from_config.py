@@ -43,7 +43,7 @@ def plan_weights(config: Config, *, gpu: str = "h100") -> tuple[Plan, dict[str, 
     cost = estimate_cost(plan, fleet, LINKS[gpu])
     sizes = ElementSizes(_itemsize(config), fp32_tensors(shape))
     units = sum(map(prod, shapes_in_units(hf_shapes(shape), sizes).values()))
-    figures: dict[str, Any] = {
+    figures = {
         "model": shape.family,
         "model_bytes": sizes.unit * units,
         "gpu": gpu,

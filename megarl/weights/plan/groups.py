@@ -68,7 +68,7 @@ def transfer_groups(
     the tensor if the sources overlap, or do not cover a destination."""
     senders = _by_rectangle(sources)
     receivers = _by_rectangle(destinations)
-    by_ranks: dict[tuple[int, Ranks, Ranks], list[Overlap]] = {}
+    by_ranks = {}
     for unit, (name, wanted) in enumerate(receivers.items()):
         if is_expert:
             unit = 0
@@ -80,7 +80,7 @@ def transfer_groups(
         for overlap in _overlaps(name, available, wanted):
             key = (unit, tuple(overlap.sources), tuple(overlap.destinations))
             by_ranks.setdefault(key, []).append(overlap)
-    groups: list[TransferGroup] = []
+    groups = []
     for (unit, *_), overlaps in by_ranks.items():
         groups += _split(overlaps, unit, max_numel)
     return groups
@@ -96,7 +96,7 @@ def intersect(one: Rectangle, other: Rectangle) -> Rectangle | None:
 
 
 def _by_rectangle(slices: Iterable[Located]) -> dict[str, ByRectangle]:
-    by_name: dict[str, ByRectangle] = {}
+    by_name = {}
     for coordinate, part in slices:
         rectangles = by_name.setdefault(part.name, {})
         rectangles.setdefault((part.start, part.shape), []).append((coordinate, part))
@@ -105,7 +105,7 @@ def _by_rectangle(slices: Iterable[Located]) -> dict[str, ByRectangle]:
 
 def _overlaps(name: str, sources: ByRectangle, destinations: ByRectangle) -> Iterator[Overlap]:
     # a coordinate that keeps a region twice is in two entries
-    regions: dict[tuple[Rectangle, int], tuple[ByCoordinate, ByCoordinate]] = {}
+    regions = {}
     for wanted, receiving in destinations.items():
         numel = prod(wanted[1])
         covered = 0

@@ -315,10 +315,10 @@ def find_gaps(expected: Mapping[str, Shape], slices: SlicesByRank) -> list[str]:
     """Describes expected tensors that the ranks' slices do not cover, and slices of unexpected
     tensors."""
     regions = {(part.name, part.start, part.shape) for part in chain.from_iterable(slices)}
-    numel: Counter[str] = Counter()
+    numel = Counter()
     for name, _, shape in sorted(regions):
         numel[name] += prod(shape)
-    gaps: list[str] = []
+    gaps = []
     for name, shape in expected.items():
         if name not in numel:
             gaps.append(f"{name} (absent)")

@@ -76,8 +76,7 @@ class _Scheduler:
         capacity = np.full(KINDS, round_numel, dtype=np.int64)
         # the network gets a share of each round, so that links within nodes are busy too
         if 0 < far < both:
-            share = min(round_numel // 2, round_numel * far // both)
-            capacity[[FAR_OUT, FAR_IN]] = max(1, share)
+            capacity[[FAR_OUT, FAR_IN]] = max(1, min(round_numel // 2, round_numel * far // both))
         self._full = np.repeat(capacity, world)
         full_rounds = np.ceil(total / self._full[: len(total)])
         self.num_rounds = int(full_rounds.max(initial=1))  # a lower bound

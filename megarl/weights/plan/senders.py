@@ -42,8 +42,7 @@ def assign_senders(placement: Placement) -> Hops:
         node = nodes.index(rank // per_node)
         lane = node * lanes + index % period * lanes // period
         even = placement.total * lane // (len(nodes) * lanes)
-        layer = np.searchsorted(starts, even, side="right") - 1
-        offsets[rank] = starts[layer]
+        offsets[rank] = starts[np.searchsorted(starts, even, side="right") - 1]
     hops: list[Ints] = [np.zeros((6, 0), dtype=np.int64)]
     relays: list[Ints] = [np.zeros((2, 0), dtype=np.int64)]
     count = 0
@@ -115,7 +114,7 @@ def _next_source(sources: Ints, near: np.ndarray, rotation: Ints) -> Ints:
 
 
 def _by_node(ranks: Sequence[int], ranks_per_node: int) -> dict[int, list[int]]:
-    nodes: dict[int, list[int]] = {}
+    nodes = {}
     for rank in ranks:
         nodes.setdefault(rank // ranks_per_node, []).append(rank)
     return nodes

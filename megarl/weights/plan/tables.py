@@ -29,12 +29,7 @@ from megarl.models.shards import (
     of_expert,
 )
 from megarl.weights.plan.fleet import Fleet
-from megarl.weights.plan.groups import (
-    ByCoordinate,
-    Located,
-    TransferGroup,
-    transfer_groups,
-)
+from megarl.weights.plan.groups import ByCoordinate, Located, TransferGroup, transfer_groups
 
 Ints = NDArray[np.integer]
 SlicesByRank = Sequence[Slices]
@@ -75,10 +70,10 @@ class RecordedSlices:
         ranks_per_node: int,
         max_numel: int,
     ) -> None:
-        sent: list[Located] = []
+        sent = []
         for rank, slices in enumerate(sources):
             sent += [(rank, part) for part in slices]
-        kept: list[Located] = []
+        kept = []
         for parts in zip_longest(*destinations):  # the first of all ranks, the second of all, ...
             kept += [(rank, part) for rank, part in enumerate(parts) if part]
         self.groups = transfer_groups(sent, kept, max_numel=max_numel)
@@ -88,7 +83,7 @@ class RecordedSlices:
         self.lanes = 1  # layers at which ranks of one node start
         self.period = 1  # they repeat after `period` ranks
         sizes = _unit_numel(self.groups)
-        self.layer_starts: Ints = np.cumsum(sizes) - sizes  # positions, ascending
+        self.layer_starts = np.cumsum(sizes) - sizes  # positions, ascending
         self.total = max(1, int(sizes.sum()))  # elements of a replica
 
     def instances(self, group: int) -> Instances:
@@ -167,7 +162,7 @@ class FleetTables:
             True: (fleet.parallel.expert_tensor, self._engines[0].etp.size),
         }
         # of one expert, in each parameter on either side
-        self._expert_numel: Counter[str] = Counter()
+        self._expert_numel = Counter()
         for one_side, size in zip(self._tables, self._sizes[True], strict=True):
             for rank, part in self._templates(one_side.expert, size):
                 if rank == 0:
@@ -180,7 +175,7 @@ class FleetTables:
         self.groups: list[TransferGroup] = []
         # of each group: its section, its instances in a layer, the elements of the layer before its
         # unit, and those of the unit, with experts in one of their groups
-        self._places: list[tuple[_Section, int, int, int]] = []
+        self._places = []
         sizes = np.zeros(self._shape.layers + 2, dtype=np.int64)  # from the embedding to the head
         for section in self._sections():
             if not section.layers:
@@ -196,7 +191,7 @@ class FleetTables:
             for group in groups:
                 self._places.append((section, count, starts[group.unit], numel[group.unit]))
             sizes[layers] += count * numel.sum()
-        self.layer_starts: Ints = np.cumsum(sizes) - sizes
+        self.layer_starts = np.cumsum(sizes) - sizes
         self.total = int(sizes.sum())
 
     def _sections(self) -> tuple[_Section, ...]:

@@ -109,8 +109,7 @@ def row_checksums(rows: Tensor) -> Tensor:
 def _dot_rows(words: Tensor, weights: Tensor) -> Tensor:
     """Returns [n] int64: each row of `words` [n, w] int32 times `weights` [w] int64, mod 2^64."""
     if words.device.type == "cpu":  # numpy widens in vectors; its storage stays resizable by DLPack
-        sums = np.einsum("ij,j->i", np.from_dlpack(words), weights.numpy())
-        return torch.from_numpy(sums)
+        return torch.from_numpy(np.einsum("ij,j->i", np.from_dlpack(words), weights.numpy()))
     lines = max(1, STRIP_WORDS // words.shape[1])
     return torch.cat([(strip.to(torch.int64) * weights).sum(1) for strip in words.split(lines)])
 
@@ -123,8 +122,7 @@ def _weights_at(
 ) -> Tensor:
     """Returns [count] weights of a table, from position `start`."""
     end = start + count
-    size = 1 << max(8, (end - 1).bit_length())
-    return _weights(size, table, device)[start:end]
+    return _weights(1 << max(8, (end - 1).bit_length()), table, device)[start:end]
 
 
 @lru_cache(maxsize=64)

@@ -115,9 +115,8 @@ class PlanExecutor:
     @property
     def bytes_arriving(self) -> int:
         """Bytes that this rank receives from others."""
-        rank = self._transport.rank
         return self._dtype.itemsize * sum(
-            m.numel for m in self.messages if m.receiver == rank != m.sender
+            m.numel for m in self.messages if m.receiver == self._transport.rank != m.sender
         )
 
     def run(
@@ -184,7 +183,7 @@ class PlanExecutor:
         """Receives all messages from other ranks, on the device as far as it has room, otherwise in
         pinned host memory. Returns message index -> buffer, and the checksums of `run`."""
         room = self.device_room()
-        staged: dict[int, Tensor] = {}
+        staged = {}
 
         def stage(message: Message, flat: Tensor) -> None:
             nonlocal room
@@ -262,7 +261,7 @@ class MemoryReceiver:
         self.device = device
         self._dtype = dtype
         self.version: int | None = None
-        self._loaded: Counter[str] = Counter()  # elements received of each HF tensor
+        self._loaded = Counter()  # elements received of each HF tensor
 
     def begin(self, *, check_placement: bool) -> None:
         self._loaded = Counter()

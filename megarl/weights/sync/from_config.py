@@ -1,8 +1,6 @@
 """Builds a rank's Publisher from the config: trainer ranks, engine workers and ranks that are both
 run one plan."""
 
-from typing import Any
-
 from megarl.config.schema import Config
 from megarl.models.engine import engine_table
 from megarl.models.fp8 import scale_shapes, with_scales
@@ -35,7 +33,7 @@ def make_publisher(
 ) -> Publisher:
     """A collective of the ranks of `transport`, numbered as in `fleet`; `weights`: the
     trainer's."""
-    sizes: dict[str, Any] = {
+    sizes = {
         "ranks_per_replica": fleet.ranks_per_replica,
         "ranks_per_node": fleet.ranks_per_node,
     }
@@ -46,10 +44,9 @@ def make_publisher(
     if shape.bridge:
         assert sender and receiver, "the split topology has only models with a table"
         kept = transport.gather(list(receiver.slices))
-        sent = transport.gather(list(sender.slices))
         plan = plan_slices(
             weights,
-            sent,
+            transport.gather(list(sender.slices)),
             kept,
             round_bytes=config.sync.round_bytes,
             **sizes,

@@ -342,7 +342,7 @@ class Publisher:
 
     def _parameter_fault(self, parameters: Parameters) -> str | None:
         """Describes a parameter that is missing or differs from the sender's slices."""
-        bytes_read: Counter[str] = Counter()
+        bytes_read = Counter()
         for part in self.sender.slices:
             expected = self.weights.dtype_of(part.name)
             tensor = parameters.get(part.param)
@@ -372,9 +372,9 @@ class Publisher:
     def _write(self, parameters: Parameters, staged: dict[int, Tensor] | None) -> str | None:
         """Writes every message into the engine, on arrival or from `staged`, which it empties;
         returns the problem."""
-        written: list[Message] = []
-        counts: list[Tensor] = []  # of transfers that read back differently, by message
-        errors: list[str] = []  # reported after all rounds, as peers wait for them
+        written = []
+        counts = []  # of transfers that read back differently, by message
+        errors = []  # reported after all rounds, as peers wait for them
 
         def write(message: Message, flat: Tensor) -> None:
             if self.receiver and not errors:
@@ -434,7 +434,7 @@ class Publisher:
             loaded = self.receiver.seal()
         except CheckFailed as error:
             return str(error)
-        kept: Counter[str] = Counter()
+        kept = Counter()
         for part in self.receiver.slices:
             kept[part.name] += part.numel
         names = sorted(kept.keys() | loaded.keys())

@@ -158,7 +158,7 @@ class Collective(Transport):
             self.rank = dist.get_rank()
             self.world = dist.get_world_size()
             # the store that the ranks used for rendezvous
-            store: Any = dist.distributed_c10d._get_default_store()
+            store = dist.distributed_c10d._get_default_store()
             store = dist.distributed_c10d.PrefixStore(f"{BARRIER}/{next(_INSTANCES)}", store)
             self._barriers = Barriers(store, self.rank, self.world)
 
