@@ -1,74 +1,67 @@
 """Follows what the solution returns through the tests, and refuses those whose verdict it decides.
 
-    names of the solution --assignments, loops, containers, attributes, parameters, branches-->
-        the origins of every name --> comparisons, calls and branches to refuse
+    names of the solution     --assigned, iterated, passed, stored, branched on--> other names
+    names that evaluate code  ---------------------------------------------------> other names
+                                              --> operands, calls and branches to refuse
 
-An origin is a name of the solution, or UNSAFE: what evaluates its argument, or exists in the tests
-only. A name has the origins of all that is ever assigned to it, wherever that is; only a plain
-assignment outside functions, loops and branches begins anew. Where that is too strict, a problem is
-left out that could be judged: none of MBPP's 974, and of HumanEval's 164 one (33).
+A name is the solution's if anything that it ever gets is, wherever that is; local names are told
+apart by their function. Where that is too strict, a problem is left out that could be judged.
 """
 
 import ast
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from itertools import chain, pairwise
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import TypeVar
 
-UNSAFE = ""
 
-
-def _words(text: str) -> list[str]:
-    return text.split()
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
 
 
 # names that evaluate an argument, or ask for what only Python itself could answer
 EVALUATING = _words("""eval exec compile __import__ open globals locals vars dir callable hash id
-hasattr getattr setattr delattr format breakpoint attrgetter methodcaller Template exit quit""")
+hasattr getattr setattr delattr breakpoint attrgetter methodcaller Template assertRegex
+assertNotRegex""")
 # evaluate no argument, and their results can be sent to the solution
 SAFE_MODULES = _words("""math cmath numpy collections itertools functools operator json statistics
 decimal fractions string heapq bisect copy unittest pytest random typing sys time enum ast
 contextlib""")
-CONTROL = frozenset(
-    _words("""StopIteration StopAsyncIteration GeneratorExit KeyboardInterrupt
-SystemExit""")
-)
-# how tests replace or read what is in the process of the solution
-FOREIGN = _words("redirect_stdout redirect_stderr stdout stderr patch setup_method")
-MUTATORS = _words("""append add insert extend update setdefault appendleft""")
-# their second argument decides what becomes of the first
-DIRECTED = _words("isinstance issubclass assertIsInstance assertRegex assertNotRegex")
-COLLECTORS = _words("""dict zip print chain""")
+CONTROL = _words("StopIteration StopAsyncIteration GeneratorExit KeyboardInterrupt SystemExit")
+# end a test, or concern what is in the process of the solution
+UNSUPPORTED = CONTROL | _words("""exit quit _exit skip skipTest xfail suppress redirect_stdout
+redirect_stderr stdout stderr patch setup_method""")
+# change their object or first argument
+MUTATORS = _words("""append add insert extend update setdefault appendleft push put heappush insort
+insort_left insort_right setitem copyto""")
 # calls that leave all else to an object
-FORWARDING = _words("""len str repr list tuple sorted iter next int float complex abs round bool
-print sum any all enumerate zip reversed append assertTrue assertFalse assertIn assertNotIn""")
+FORWARDING = _words("""len str repr list tuple set sorted iter next int float complex abs round bool
+print sum any all enumerate reversed append assertTrue assertFalse assertIn assertNotIn""")
+COLLECTING = MUTATORS | _words("dict print chain")
 RAISES = ("raises", "assertRaises", "assertRaisesRegex")
 # of equal operands, the result is known
 CANCELLING = (ast.Sub, ast.Div, ast.FloorDiv, ast.Mod, ast.BitXor, ast.BitAnd)
-ITERATING = ("map", "zip", "enumerate", "list", "tuple", "sorted", "reversed")
 FUNCTIONS = (ast.FunctionDef, ast.Lambda)
 RETURNING = (ast.Return, ast.Yield, ast.YieldFrom)
-COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp)
-NAMED: dict[type[ast.AST], str] = {
-    ast.Name: "id",
-    ast.arg: "arg",
-    ast.ExceptHandler: "name",
-    ast.MatchAs: "name",
-    ast.MatchStar: "name",
-}
-# fields of a value, and of what it can change
-SOURCES = ("value", "iter", "context_expr", "test", "subject")
-SINKS = ("targets", "target", "optional_vars", "cases")
+LEAVING = (ast.Return, ast.Continue, ast.Break)
+FAILING = (ast.Assert, ast.Raise)
+DECIDING = (*FAILING, ast.Return, ast.Compare)
+# the fields of a node that decide the value of others
+SOURCES = "value iter ifs context_expr items test subject decorator_list defaults kw_defaults"
+SINKS = """targets target optional_vars body handlers orelse finalbody args posonlyargs kwonlyargs
+vararg kwarg"""
 BOTH = "both sides are the solution's"
 ONLY = "only the solution could answer for its object"
+EVALUATES = "it evaluates what the solution returned, or cannot be sent to it"
+SKIPS = "the solution would decide which assertions run"
 Node = TypeVar("Node", bound=ast.AST)
+Flow = tuple[set[str], set[str]]  # from names and .attributes to others
 
 
 class UnreadableTests(ValueError):
     """The solution would decide its own verdict."""
 
 
-def nodes(tree: ast.AST, kind: type[Node]) -> list[Node]:
+def nodes(tree: ast.AST, kind: type[Node] | tuple[type[Node], ...]) -> list[Node]:
     return [node for node in ast.walk(tree) if isinstance(node, kind)]
 
 
@@ -90,342 +83,269 @@ def check(module: ast.Module, names: set[str]) -> None:
             raise UnreadableTests(f"{ast.unparse(node)[:80]}: {reason}")
 
 
-def _children(node: ast.AST, *fields: str) -> list[ast.AST]:
+def _children(node: ast.AST, fields: str) -> list[ast.AST]:
     children = []
-    for field in fields:
-        value = getattr(node, field, [])
+    for field in fields.split():
+        value = getattr(node, field, None)
         children += value if isinstance(value, list) else [value]
     return [child for child in children if isinstance(child, ast.AST)]
 
 
-Flow = tuple[set[str], set[str]]  # from names and attributes to others
+def _walk(trees: Sequence[ast.AST]) -> Iterator[ast.AST]:
+    return chain.from_iterable(map(ast.walk, trees))
+
+
+def _is_bound(node: ast.AST) -> bool:
+    """Returns whether a node gives a name, an attribute or an item a value."""
+    is_stored = isinstance(getattr(node, "ctx", None), ast.Store)
+    return is_stored or isinstance(node, ast.arg | ast.ExceptHandler)
+
+
+def _keys(module: ast.Module) -> dict[ast.AST, str]:
+    """Returns names and .attributes; local names end with the ids of their functions."""
+    keys = {}
+    for node in ast.walk(module):
+        for kind, field in ((ast.Name, "id"), (ast.arg, "arg"), (ast.ExceptHandler, "name")):
+            if isinstance(node, kind):
+                keys[node] = getattr(node, field) or ""
+    for function in nodes(module, FUNCTIONS):
+        inside = [node for node in ast.walk(function) if node in keys]
+        bound = {keys[node] for node in inside if _is_bound(node)}
+        for statement in nodes(function, (ast.Global, ast.Nonlocal)):
+            bound.difference_update(statement.names)
+        for node in inside:
+            if keys[node] in bound:
+                keys[node] += f" {id(function)}"
+    return keys | {node: f".{node.attr}" for node in nodes(module, ast.Attribute)}
+
+
+def _reach(names: set[str], flows: Sequence[Flow]) -> set[str]:
+    reached = set(names)
+    size = 0
+    while size < len(reached):
+        size = len(reached)
+        for sources, sinks in flows:
+            if reached & sources:
+                reached |= sinks
+    return reached
 
 
 class Influence:
-    """The origins of all names of the tests. Local names have the id of their function."""
+    """What of the tests has values of the solution, its objects, or what evaluates."""
 
     def __init__(self, module: ast.Module, names: set[str]) -> None:
-        self.keys = {node: _name(node) for node in ast.walk(module) if _name(node)}
+        self.keys = _keys(module)
         self.functions: dict[str, ast.arguments] = {}
-        self.values: defaultdict[str, list[ast.expr]] = defaultdict(list)  # ever assigned
-        self.origins = defaultdict(set, {name: {name} for name in names})
-        for name in EVALUATING:
-            self.origins[name] = {UNSAFE}
-            if name != "format":
-                self.origins[f".{name}"] = {UNSAFE}
-        self._tell_apart(module)
+        unsafe = EVALUATING | {f".{name}" for name in EVALUATING}
         for node in ast.walk(module):
-            self._define(node)
-        # classes of the solution are told from functions by their instances' attributes
-        owners = [attribute.value for attribute in nodes(module, ast.Attribute)]
-        owners += [value for owner in owners for value in self.values[self.keys.get(owner, "")]]
-        used = {ast.unparse(owner) for owner in owners}
-        used |= {ast.unparse(call.func) for owner in owners for call in nodes(owner, ast.Call)}
-        self.classes = {name for name in names & used if name[0].isupper()}
-        flows: list[Flow] = []
-        returned: list[Flow] = []
-        passed: list[Flow] = []
-        for node in ast.walk(module):
-            for value in _children(node, *SOURCES):
-                group = returned if isinstance(value, ast.Lambda) else flows
-                for target in _children(node, *SINKS):
-                    group += self._assigned(target, value)
-            if isinstance(node, ast.Try):
-                flows.append((self._mentioned(*node.body), self._changed(*node.handlers)))
-            elif isinstance(node, ast.If | ast.While):
-                flows.append((self._mentioned(node.test), self._changed(*node.body, *node.orelse)))
-            elif isinstance(node, ast.ClassDef):
-                flows += [({name}, {f".{name}"}) for name in self._changed(*node.body)]
-            elif isinstance(node, ast.FunctionDef):
-                values = [item for kind in RETURNING for item in nodes(node, kind)]
-                returned.append((self._mentioned(*values), {node.name, f".{node.name}"}))
-                flows.append((self._mentioned(*node.decorator_list), self._all(node.args)))
-            elif isinstance(node, ast.arguments):
-                passed.append((self._mentioned(*_children(node, "defaults")), self._all(node)))
-            elif isinstance(node, ast.Call):
-                passed += self._passed(node)
-                flows.append((self._mentioned(node), self._mutated(node)))
-        # what a function returns depends on the arguments of each call
-        self._spread(flows + returned)
-        self._spread(flows + passed)
-        handlers = nodes(module, ast.ExceptHandler)
-        self.caught = {self.keys[handler] for handler in handlers if handler in self.keys}
+            match node:
+                case ast.FunctionDef(name=name, args=signature):
+                    self.functions[name] = signature
+                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Lambda(args=signature)):
+                    self.functions[name] = signature
+                case ast.ClassDef(name=name):
+                    unsafe |= {name}
+                case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                    for alias in aliases:
+                        source = getattr(node, "module", None) or alias.name
+                        if source.partition(".")[0] not in SAFE_MODULES:
+                            unsafe |= {(alias.asname or alias.name).partition(".")[0]}
+        flows = [*chain.from_iterable(map(self._flows, ast.walk(module)))]
+        self.influenced = _reach(names, flows)
+        self.unsafe = _reach(unsafe, flows)
+        self.names = names
+        self.capitalized = {name for name in names if name[0].isupper()}
+        # classes are told from functions by attributes of what they return
+        self.classes = self.capitalized
+        if not any(self.of(attribute.value) for attribute in nodes(module, ast.Attribute)):
+            self.classes = set()
+        self.instances: set[str] = set()
+        for node in nodes(module, ast.Assign):
+            if self.is_object(node.value):
+                self.instances |= self._roots(node.targets)
         self.given: set[str] = set()  # arguments of the solution
         for call in nodes(module, ast.Call):
-            if self.of(call.func) and "_in_place=" not in ast.unparse(call):
-                self.given = self.given.union(*map(self._root, call.args))
-
-    def _tell_apart(self, module: ast.Module) -> None:
-        """Gives local variables and reassigned ones keys of their own."""
-        shared = set()
-        for function in [item for item in ast.walk(module) if isinstance(item, FUNCTIONS)]:
-            inside = [item for item in ast.walk(function) if item in self.keys]
-            bound = {self.keys[item] for item in inside if _is_bound(item)}
-            bound -= {
-                name
-                for item in ast.walk(function)
-                if isinstance(item, ast.Global | ast.Nonlocal)
-                for name in item.names
-            }
-            for item in inside:
-                if self.keys[item] in bound:
-                    self.keys[item] += f" {id(function)}"
-            shared |= {self.keys[item] for item in inside}
-        current: dict[str, str] = {}
-        for place, statement in enumerate(module.body):
-            new = dict(current)
-            if isinstance(statement, ast.Assign):
-                targets = [item for target in statement.targets for item in ast.walk(target)]
-                names = {self.keys.get(item, "") for item in targets if _is_bound(item)} - shared
-                new |= {name: f"{name} {place}" for name in names}
-            for item in ast.walk(statement):
-                if item in self.keys:
-                    version = new if _is_bound(item) else current
-                    self.keys[item] = version.get(self.keys[item], self.keys[item])
-            current = new
-
-    def _define(self, node: ast.AST) -> None:
-        """Notes a function, an assigned value or an import."""
-        if isinstance(node, ast.FunctionDef):
-            self.functions[node.name] = node.args
-        elif isinstance(node, ast.ClassDef):
-            self.origins[node.name] = {UNSAFE}
-        elif isinstance(node, ast.Assign):
-            for target in node.targets:
-                self.values[self.keys.get(target, "")].append(node.value)
-                if isinstance(node.value, ast.Lambda):
-                    self.functions[ast.unparse(target)] = node.value.args
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            for alias in node.names:
-                module = getattr(node, "module", None) or alias.name
-                if module.partition(".")[0] not in SAFE_MODULES:
-                    self.origins[(alias.asname or alias.name).partition(".")[0]] = {UNSAFE}
-
-    def _assigned(self, target: ast.AST, value: ast.AST) -> Iterable[Flow]:
-        """Yields what an assignment passes on, item by item where both sides list them."""
-        targets = getattr(target, "elts", [])
-        values = getattr(value, "elts", [])
-        if isinstance(value, ast.Call) and called(value) in ("zip", "enumerate"):
-            values = [*value.args]
-            if called(value) == "enumerate":
-                values.insert(0, ast.Constant(0))
-        starred = nodes(target, ast.Starred) or nodes(value, ast.Starred)
-        if targets and len(targets) == len(values) and not starred:
-            for pair in zip(targets, values, strict=True):
-                yield from self._assigned(*pair)
-        else:
-            yield self._mentioned(value), self._changed(target)
+            if self.of(call.func) and not _is_in_place(call):
+                self.given |= self._roots(call.args)
 
     def _mentioned(self, *trees: ast.AST) -> set[str]:
-        """Returns the names and attributes in expressions."""
-        mentioned = set()
-        for node in chain.from_iterable(map(ast.walk, trees)):
-            if node in self.keys:
-                mentioned.add(self.keys[node])
-            elif isinstance(node, ast.Attribute):
-                mentioned.add(f".{node.attr}")
-        return mentioned
+        """Returns the names and attributes in trees, except local ones of functions in them."""
+        inside = {str(id(node)) for node in _walk(trees) if isinstance(node, FUNCTIONS)}
+        names = {self.keys[node] for node in _walk(trees) if node in self.keys}
+        return {name for name in names if not inside.intersection(name.split())}
+
+    def _roots(self, trees: Sequence[ast.AST]) -> set[str]:
+        """Returns the names and attributes whose values change with those of expressions."""
+        roots = set()
+        for node in trees:
+            while isinstance(node, ast.Subscript | ast.Starred):
+                node = node.value
+            roots.add(self.keys.get(node, ""))
+        return roots - {""}
 
     def _changed(self, *trees: ast.AST) -> set[str]:
         """Returns what statements assign to or change in place."""
-        changed = set()
-        for node in chain.from_iterable(map(ast.walk, trees)):
-            if _is_bound(node):
-                changed |= self._root(node)
-            elif isinstance(node, ast.Call):
-                changed |= self._mutated(node)
-        return changed
+        changed = [node for node in _walk(trees) if _is_bound(node)]
+        for node in _walk(trees):
+            if isinstance(node, ast.Call):
+                changed += _mutated(node)
+        return self._roots(changed)
 
-    def _mutated(self, call: ast.Call) -> set[str]:
-        mutated = []
-        if isinstance(call.func, ast.Attribute) and call.func.attr in MUTATORS:
-            mutated = [call.func.value]
-        if any(keyword.arg == "_in_place" for keyword in call.keywords):
-            mutated += call.args
-        return set().union(*map(self._root, mutated))
+    def _flows(self, node: ast.AST) -> Iterator[Flow]:
+        """Yields what a node passes on."""
+        yield self._mentioned(*_children(node, SOURCES)), self._changed(*_children(node, SINKS))
+        match node:
+            case ast.Assign(targets=targets, value=ast.Name() | ast.Subscript() | ast.Attribute()):
+                yield self._roots(targets), self._roots([node.value])
+            case ast.Try(body=body):
+                yield self._mentioned(*body), self._changed(node)
+            case ast.ClassDef(body=body):
+                for name in self._changed(*body):
+                    yield {name}, {f".{name}"}
+            case ast.FunctionDef(name=name) if nodes(node, RETURNING):
+                yield self._mentioned(node), {name, f".{name}"}
+            case ast.Call(args=arguments, keywords=keywords):
+                sources = [*arguments, *keywords]
+                if _is_in_place(node):
+                    sources.append(node.func)
+                yield self._mentioned(*sources), self._roots(_mutated(node))
+                yield from self._passed(node)
 
-    def _root(self, node: ast.AST) -> set[str]:
-        """Returns the names and attributes whose value changes with that of an expression."""
-        while isinstance(node, ast.Subscript | ast.Starred):
-            node = node.value
-        if isinstance(node, ast.Attribute):
-            return {f".{node.attr}"}
-        key = self.keys.get(node, "")
-        roots = {key} - {""}
-        for value in self.values[key]:
-            if isinstance(value, ast.Name | ast.Subscript):
-                roots |= {self.keys.get(name, "") for name in ast.walk(value)}
-        return roots
-
-    def _all(self, signature: ast.arguments) -> set[str]:
-        return {self.keys[parameter] for parameter in nodes(signature, ast.arg)}
+    def _passed(self, call: ast.Call) -> Iterator[Flow]:
+        """Yields what a call passes to parameters of the tests' functions."""
+        for argument in [*call.args, *call.keywords]:
+            signature = self._signature(argument)
+            if signature:
+                yield self._mentioned(call), self._changed(signature)
+        signature = self._signature(call.func)
+        if signature is None:
+            return
+        parameters = [parameter for parameter in signature.args if parameter.arg != "self"]
+        starred = [argument for argument in call.args if isinstance(argument, ast.Starred)]
+        if call.keywords or starred or len(call.args) > len(parameters):
+            yield self._mentioned(call), self._changed(signature) | self._roots(call.args)
+        for parameter, argument in zip(parameters, call.args, strict=False):
+            yield self._mentioned(argument), {self.keys[parameter]}
+            yield {self.keys[parameter]}, self._roots([argument])  # it may be changed in place
 
     def _signature(self, function: ast.AST) -> ast.arguments | None:
         """Returns the parameters of a function of the tests."""
-        if isinstance(function, ast.keyword):
-            return self._signature(function.value)
         if isinstance(function, ast.Lambda):
             return function.args
-        if isinstance(function, ast.Name | ast.Attribute):
-            return self.functions.get(ast.unparse(function).rpartition(".")[2])
-        return None
+        if isinstance(function, ast.keyword):
+            return self._signature(function.value)
+        return self.functions.get(ast.unparse(function).rpartition(".")[2])
 
-    def _passed(self, call: ast.Call) -> Iterable[Flow]:
-        """Yields what a call passes to parameters of the tests' functions."""
-        arguments = [*call.args, *call.keywords]
-        for argument in arguments:
-            signature = self._signature(argument)
-            if signature:
-                yield self._mentioned(call), self._all(signature)
-        signature = self._signature(call.func)
-        if not signature:
-            return
-        parameters = [item for item in signature.posonlyargs + signature.args if item.arg != "self"]
-        named = {parameter.arg: parameter for parameter in nodes(signature, ast.arg)}
-        for place, argument in enumerate(arguments):
-            target = named.get(getattr(argument, "arg", None) or "")
-            if place < len(parameters) and not isinstance(argument, ast.keyword | ast.Starred):
-                target = parameters[place]
-            sinks = {self.keys[target]} if target else self._all(signature)
-            yield self._mentioned(argument), sinks
-            yield sinks, self._root(argument)  # it may be changed in place
-
-    def _spread(self, flows: list[Flow]) -> None:
-        before = -1
-        size = 0
-        while before != size:
-            before = size
-            for sources, sinks in flows:
-                origins = set().union(*(self.origins[source] for source in sources))
-                for sink in sinks:
-                    self.origins[sink] |= origins
-            size = sum(map(len, self.origins.values()))
-
-    def of(self, *trees: ast.AST) -> set[str]:
-        """Returns the names of the solution whose values can be in expressions."""
-        return self._origins(*trees) - {UNSAFE}
-
-    def _origins(self, *trees: ast.AST) -> set[str]:
-        return set().union(*(self.origins[key] for key in self._mentioned(*trees)))
+    def of(self, *trees: ast.AST) -> bool:
+        """Returns whether expressions can have values of the solution."""
+        return not self.influenced.isdisjoint(self._mentioned(*trees))
 
     def is_object(self, node: ast.AST) -> bool:
         """Returns whether an expression is an instance of a class of the solution."""
-        values = self.values[self.keys[node]] if node in self.keys else [node]
-        calls = [value for value in values if isinstance(value, ast.Call)]
-        return any(ast.unparse(call.func) in self.classes for call in calls)
+        if isinstance(node, ast.Call):
+            return ast.unparse(node.func) in self.classes
+        return self.keys.get(node) in self.instances
 
     def refusal(self, node: ast.AST) -> str:
         """Returns why a node makes the tests unjudgeable, empty if it does not."""
         match node:
             case ast.Name(id=name) | ast.Attribute(attr=name) | ast.FunctionDef(name=name) if (
-                name in FOREIGN
+                name in UNSUPPORTED
             ):
-                return f"{name} does not reach the solution"
+                return f"{name} is not supported in tests"
+            case ast.AsyncFunctionDef() | ast.Await():
+                return "asynchronous tests are not supported"
             case ast.Compare():
                 return self._refused_comparison(node)
+            case ast.Set(elts=members) | ast.Dict(keys=members):
+                return self._refused_operands(_children(node, "elts keys"))
             case ast.BinOp() | ast.AugAssign():
-                sides = _children(node, "left", "target", "right", "value")
-                objects = [side for side in sides if self.is_object(side)]
-                if len(objects) == 1:
-                    return ONLY
-                is_format = isinstance(node.op, ast.Mod) and isinstance(
-                    sides[1], ast.Dict | ast.Tuple
-                )
-                if is_format and self.of(sides[0]):
+                operands = _children(node, "left target right value")
+                is_number = isinstance(operands[1], ast.Constant)
+                if isinstance(node.op, ast.Mod) and self.of(operands[0]) and not is_number:
                     return "the solution would choose the format"
-                if not objects and isinstance(node.op, CANCELLING) and all(map(self.of, sides)):
-                    return BOTH
+                is_refused = isinstance(node.op, CANCELLING) or not all(map(self.of, operands))
+                if is_refused and not all(map(self.is_object, operands)):
+                    return self._refused_operands(operands)
             case ast.Call():
                 return self._refused_call(node)
-            case ast.Attribute(value=value, attr=name):
-                if self.keys.get(value) in self.caught and not hasattr(Exception, name):
-                    return "attributes of exceptions are not sent"
-                if (name.startswith("__") or name in ("format", "format_map")) and self.of(value):
-                    return "it would evaluate what the solution returned"
+            case ast.Attribute(value=value, attr=name) if self.of(value):
+                if name.startswith("__") or name in ("format", "format_map"):
+                    return EVALUATES
             case ast.FormattedValue(format_spec=ast.AST() as format_spec):
                 if self.of(format_spec):
                     return "the solution would choose the format"
             case ast.withitem(context_expr=context) if not expects_error(context):
                 if self.of(context):
                     return ONLY
-            case ast.Set() | ast.Dict():
-                members = _children(node, "elts", "keys")
-                is_counted = isinstance(node, ast.Set) and len([*filter(self.of, members)]) > 1
-                if is_counted or any(map(self.is_object, members)):
-                    return "only the solution could tell its values apart"
-            case ast.MatchClass() if self.of(node.cls):
-                return "needs a class of the solution"
-            case ast.AsyncFunctionDef() | ast.Await():
-                return "asynchronous tests are not supported"
-            case ast.Name(id=name) if name in CONTROL:
-                return f"the solution cannot be expected to raise {name}"
+            case ast.ExceptHandler(name=str(name), body=body):
+                for attribute in chain.from_iterable(nodes(item, ast.Attribute) for item in body):
+                    is_known = hasattr(Exception, attribute.attr)
+                    if ast.unparse(attribute.value) == name and not is_known:
+                        return "attributes of exceptions are not sent"
             case ast.stmt() if self._skips(node):
-                return "the solution would decide which assertions run"
+                return SKIPS
         return ""
 
+    def _refused_operands(self, operands: Sequence[ast.AST]) -> str:
+        if len([*filter(self.of, operands)]) > 1:
+            return BOTH
+        return ONLY if any(map(self.is_object, operands)) else ""
+
     def _refused_comparison(self, node: ast.Compare) -> str:
-        for sides, op in zip(pairwise([node.left, *node.comparators]), node.ops, strict=True):
-            objects = [side for side in sides if self.is_object(side)]
-            if objects and isinstance(op, ast.Is | ast.IsNot):
-                continue
-            if all(map(self.of, sides)):
-                return BOTH
-            for side, other in (sides, sides[::-1]):
-                if self._root(side) & self.given and not self.of(other):
-                    return "the solution may have changed its argument, which is not sent back"
-            if objects and not (isinstance(op, ast.In | ast.NotIn) and objects == [sides[1]]):
-                return ONLY
-        return ""
+        sides = [node.left, *node.comparators]
+        influenced = [side for side in sides if self.of(side)]
+        others = [side for side in influenced if not self._roots([side]) & self.given]
+        if not others and self._roots(sides) & self.given:
+            return "the solution may have changed its argument, which is not sent back"
+        is_container = isinstance(node.ops[-1], ast.In | ast.NotIn)
+        if influenced == sides[-1:] and is_container or isinstance(node.ops[0], ast.Is | ast.IsNot):
+            return BOTH if len(influenced) > 1 else ""
+        return self._refused_operands(sides)
 
     def _refused_call(self, call: ast.Call) -> str:
         name = called(call)
-        arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
-        if name.startswith("assert") and name not in RAISES:
-            is_unary = name in ("assertTrue", "assertFalse") or name.startswith("assertIsN")
-            arguments = arguments[: 1 if is_unary else 2]  # without the message
+        arguments = [*call.args, *_children(call, "keywords")]
+        if name.startswith("assert"):
+            arguments = arguments[:2]  # without the message
         influenced = [argument for argument in arguments if self.of(argument)]
-        owners = self.of(call.func)
-        if (owners or influenced) and UNSAFE in self._origins(call.func, *arguments):
-            return "it evaluates what the solution returned, or cannot be sent to it"
-        if name in DIRECTED and self.of(*call.args[1:2]):
-            return "needs a class or a pattern of the solution"
-        if ast.unparse(call.func) in ("all", "any") and any(map(self._counts, arguments)):
-            return "the solution would decide how much it asserts"
-        if influenced and ast.unparse(call).startswith(("len(set(", "len(Counter(")):
-            return BOTH
-        if name in MUTATORS or (self._signature(call.func) and not owners):
+        is_solution = self.of(call.func)
+        if not is_solution and not influenced:
             return ""
-        if owners:
+        if self._mentioned(call.func, *arguments) & self.unsafe:
+            return EVALUATES
+        if name == "zip" or (name in ("all", "any") and any(map(self._counts, arguments))):
+            return SKIPS
+        if name in COLLECTING or self._signature(call.func):
+            return ""
+        if is_solution:
             if any(map(self._signature, arguments)):
                 return "passes a function to the solution"
-            given = self.of(*(item for item in influenced if not self.is_object(item)))
-            if {origin for origin in given - owners if origin[0].islower()}:
+            given = self._mentioned(*arguments) & self.influenced
+            is_changed_again = _is_in_place(call) and len(self.names) == 1
+            if given - self.capitalized - self.instances and not is_changed_again:
                 return "gives the solution what it returned"
-        elif len(influenced) > 1 and name not in COLLECTORS:
+            return ""
+        if ast.unparse(call).startswith(("len(set(", "len(Counter(")):
             return BOTH
-        elif any(map(self.is_object, influenced)) and name not in FORWARDING:
-            return ONLY
-        return ""
+        if name in FORWARDING and len(influenced) == 1:
+            return ""
+        return self._refused_operands(arguments)
 
     def _counts(self, node: ast.AST) -> bool:
         """Returns whether the solution decides how many items there are."""
-        parts: list[ast.AST] = [node]
-        for value in self.values[self.keys.get(node, "")]:
-            parts.append(value)
-        for part in parts[1:] or parts:
-            if isinstance(part, COMPREHENSIONS):
-                if any(self._counts(item.iter) or self.of(*item.ifs) for item in part.generators):
-                    return True
-            elif isinstance(part, ast.Call) and called(part) in ITERATING:
-                if any(map(self._counts, part.args[called(part) == "map" :])):
-                    return True
-            elif not isinstance(part, ast.List | ast.Tuple) and self.of(part):
-                return True
-        return False
+        match node:
+            case ast.List() | ast.Tuple():
+                return self.of(*nodes(node, ast.Starred))
+            case ast.ListComp(generators=parts) | ast.GeneratorExp(generators=parts):
+                return any(self._counts(part.iter) or self.of(*part.ifs) for part in parts)
+            case ast.Call(func=ast.Name(id="map"), args=[_, *iterables]):
+                return self.of(*iterables)
+        return self.of(node)
 
-    def _asserts(self, *trees: ast.AST) -> bool:
+    def _asserts(self, trees: Sequence[ast.AST]) -> bool:
         """Returns whether statements assert something of the solution."""
-        for node in chain.from_iterable(map(ast.walk, trees)):
+        for node in _walk(trees):
             is_call = isinstance(node, ast.Call) and called(node).startswith("assert")
             if (is_call or isinstance(node, ast.Assert)) and self.of(node):
                 return True
@@ -433,46 +353,36 @@ class Influence:
 
     def _skips(self, node: ast.stmt) -> bool:
         """Returns whether the solution decides if assertions in a statement run."""
-        body = _children(node, "body")
-        handlers = _children(node, "handlers")
-        is_asserting = self._asserts(*body)
-        if isinstance(node, ast.If):
-            is_one = is_asserting != self._asserts(*node.orelse)
-            is_one &= not (_fails(body) and _fails(node.orelse))
-            return bool(self.of(node.test)) and (is_one or _leaves(node, "exit(", "skipTest("))
-        if not is_asserting:
-            return False
-        if isinstance(node, ast.Try | ast.With):
-            catches = "suppress(" in ast.unparse(node) or not all(map(_fails, handlers))
-            return catches and bool(
-                self.of(*(item for item in body if not isinstance(item, ast.Assert)))
-            )
-        if not isinstance(node, ast.For | ast.While | ast.FunctionDef):
-            return False
-        branches = [branch for branch in nodes(node, ast.If) if self.of(branch.test)]
-        return (
-            any(_leaves(branch, "continue", "break", "return") for branch in branches)
-            or bool(self.of(*_children(node, "test")))
-            or any(map(self._counts, _children(node, "iter")))
-        )
+        body = _children(node, "body orelse")
+        leaving = [item for item in nodes(node, ast.If) if self.of(item.test)]
+        match node:
+            case ast.If(test=test, body=one, orelse=other) if self.of(test):
+                return self._asserts(one) != self._asserts(other)
+            case ast.Match(subject=subject):
+                return self.of(subject)
+            case ast.Try(handlers=handlers) if self._asserts(body):
+                return not all(nodes(handler, FAILING) for handler in handlers)
+            case ast.For() | ast.While():
+                if self.of(*_children(node, "test")) or any(
+                    map(self._counts, _children(node, "iter"))
+                ):
+                    deciding = [item for item in _walk(body) if isinstance(item, DECIDING)]
+                    return bool(deciding) or self._asserts(body)
+            case ast.FunctionDef():
+                pass
+            case _:
+                return False
+        return self._asserts(body) and any(nodes(item, LEAVING) for item in leaving)
 
 
-def _name(node: ast.AST) -> str:
-    return getattr(node, NAMED.get(type(node), ""), None) or ""
+def _is_in_place(call: ast.Call) -> bool:
+    return any(keyword.arg == "_in_place" for keyword in call.keywords)
 
 
-def _is_bound(node: ast.AST) -> bool:
-    """Returns whether a node gives a name, an attribute or an item a value."""
-    is_stored = isinstance(getattr(node, "ctx", None), ast.Store)
-    return is_stored or type(node) in NAMED.keys() - {ast.Name}
-
-
-def _fails(node: ast.AST | Sequence[ast.AST]) -> bool:
-    trees = [node] if isinstance(node, ast.AST) else node
-    kinds = (ast.Raise, ast.Assert)
-    return any(isinstance(item, kinds) for item in chain.from_iterable(map(ast.walk, trees)))
-
-
-def _leaves(branch: ast.If, *ways: str) -> bool:
-    last = ast.unparse(branch.body[-1])
-    return any(way in last for way in ways)
+def _mutated(call: ast.Call) -> list[ast.AST]:
+    """Returns expressions whose values a call changes."""
+    if _is_in_place(call):
+        return [*call.args]
+    if called(call) in MUTATORS:
+        return [*_children(call.func, "value"), *call.args[:1]]
+    return []
