@@ -63,12 +63,6 @@ class Link:
         self.refusal = kind
         raise Refused(why)
 
-    def refuse_error(self, error: Exception) -> None:
-        """Refuses an exception of the solution that would skip an assertion."""
-        kind = getattr(error, "kind_of_solution", "")
-        if kind:
-            self.refuse(kind, str(error))
-
     def ask(
         self,
         remote: Remote,
@@ -249,7 +243,6 @@ def run_tests(requests: BinaryIO, report: int) -> None:
     """Executes requests: {"names", "errors"} of the solution first, then {"run": text} each."""
     link = Link(requests, report, json.loads(requests.readline()))
     namespace = {"__name__": "tests", "_call_test": _call_test, **link.errors}
-    namespace["_refuse_error"] = link.refuse_error
     namespace |= {name: Remote(link, name) for name in link.names}
     link.send({"ready": True})
     for line in requests:
