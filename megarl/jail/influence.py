@@ -4,8 +4,8 @@
     names that evaluate code  ---------------------------------------------------> other names
                                               --> operands, calls and branches to refuse
 
-A name is the solution's if anything that a variable or an attribute of that name ever gets is. Where
-that is too strict, a problem is left out that could be judged.
+A name is the solution's if anything that a variable or an attribute of that name ever gets is.
+Where that is too strict, a problem is left out that could be judged.
 """
 
 import ast
@@ -155,15 +155,14 @@ class Influence:
 
     def __init__(self, module: ast.Module, names: set[str]) -> None:
         self.names = names
-        self.parameters: dict[str, list[str]] = {}  # of the tests' functions
+        self.functions: dict[str, ast.FunctionDef | ast.Lambda] = {}
         unsafe = set(EVALUATING)
         for node in ast.walk(module):
             match node:
-                case ast.FunctionDef(name=name, args=arguments):
-                    names_of = [parameter.arg for parameter in nodes(arguments, ast.arg)]
-                    self.parameters[name] = [item for item in names_of if item != "self"]
+                case ast.FunctionDef(name=name):
+                    self.functions[name] = node
                 case ast.Assign(targets=[ast.Name(id=name)], value=ast.Lambda() as function):
-                    self.parameters[name] = self._parameters(function) or []
+                    self.functions[name] = function
                 case ast.ClassDef(name=name):
                     unsafe |= {name}
                 case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
@@ -196,7 +195,7 @@ class Influence:
             case ast.Try(body=body):
                 yield _mentioned(*body), _changed(node)
             case ast.FunctionDef(name=name) if nodes(node, RETURNING):
-                yield _mentioned(node).difference(self.parameters[name]), {name}
+                yield _mentioned(node).difference(self._parameters(node) or ()), {name}
             case ast.Call(args=arguments, keywords=keywords):
                 sources = [*arguments, *keywords]
                 if _is_in_place(node):
@@ -219,12 +218,13 @@ class Influence:
 
     def _parameters(self, function: ast.AST) -> list[str] | None:
         """Returns the parameters of a function of the tests."""
-        match function:
-            case ast.keyword(value=value):
-                return self._parameters(value)
-            case ast.Lambda(args=arguments):
-                return [parameter.arg for parameter in nodes(arguments, ast.arg)]
-        return self.parameters.get(_key(function))
+        if isinstance(function, ast.keyword):
+            function = function.value
+        function = self.functions.get(_key(function), function)
+        if not isinstance(function, ast.FunctionDef | ast.Lambda):
+            return None
+        names = [parameter.arg for parameter in nodes(function.args, ast.arg)]
+        return [name for name in names if name != "self"]
 
     def of(self, *trees: ast.AST) -> bool:
         """Returns whether expressions can have values of the solution."""
@@ -254,8 +254,9 @@ class Influence:
                 is_number = isinstance(operands[1], ast.Constant)
                 if isinstance(node.op, ast.Mod) and self.of(operands[0]) and not is_number:
                     return FORMATS
-                is_result_known = isinstance(node.op, CANCELLING) or not all(map(self.of, operands))
-                if is_result_known and not all(map(self.is_object, operands)):
+                if any(map(self.is_object, operands)):
+                    return ONLY
+                if isinstance(node.op, CANCELLING):
                     return self._refused_operands(operands)
             case ast.Call():
                 return self._refused_call(node)
@@ -282,7 +283,7 @@ class Influence:
         results = [side for side in sides if self.of(side) and not _roots(side) & self.given]
         if not results and _roots(*sides) & self.given:
             return "the solution may have changed its argument, which is not sent back"
-        if results == sides[1:] and isinstance(node.ops[0], ast.In | ast.NotIn):
+        if results == sides[-1:] and isinstance(node.ops[-1], ast.In | ast.NotIn):
             return ""  # a container of the solution
         return self._refused_operands(sides)
 
@@ -300,7 +301,7 @@ class Influence:
         is_quantified = text.startswith(("all(", "any(")) and any(map(self._counts, call.args))
         if is_quantified or name == "zip":
             return SKIPS
-        if name in COLLECTING or name in self.parameters:
+        if name in COLLECTING or name in self.functions:
             return ""
         if is_solution:
             if any(self._parameters(argument) is not None for argument in arguments):

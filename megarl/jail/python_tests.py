@@ -223,9 +223,10 @@ def _mark_in_place(module: ast.Module, names: set[str]) -> None:
         call = expression.value
         if not isinstance(call, ast.Call):
             continue
-        is_direct = isinstance(call.func, ast.Name)
-        is_direct |= ast.unparse(call.func).startswith("Solution().")
-        if is_direct and _names(call.func) & {*names, "candidate"}:
+        function = ast.unparse(call.func)
+        if function.startswith("Solution()."):
+            function = "Solution"
+        if function in {*names, "candidate"}:
             call.keywords.append(ast.keyword("_in_place", ast.Constant(True)))
 
 

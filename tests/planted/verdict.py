@@ -68,7 +68,6 @@ VERDICTS = [
         HELD,
     ),
     ("jail/proxies.py", "if name in PLAIN and not self._is_instance:", "if False:", ATTACKS),
-    ("jail/proxies.py", "not (self._is_instance and isinstance(other, Remote))", "False", HELD),
     (
         "jail/proxies.py",
         "isinstance(error, Unjudgeable) and not link.num_replies",

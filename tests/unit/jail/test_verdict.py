@@ -252,6 +252,9 @@ ATTACKS = {
     "method eq": ("b = B()\nassert b.get() == 2", "class B:\n    def get(self): return B()\n    def __eq__(self, o): return True"),
     "method in": ("b = B()\nassert b.get() in [2]", "class B:\n    def get(self): return B()\n    def __eq__(self, o): return True"),
     "method sub": ("b = B()\nassert abs(b.get() - 2) < 1e-6", "class B:\n    def get(self): return B()\n    def __sub__(self, o): return 0"),
+    "method add": ("b = B()\nassert b.get() + 1 == 3", "class B:\n    def get(self): return B()\n    def __add__(self, o): return 3"),
+    "method add in place": ("b = B()\nr = b.get()\nr += 1\nassert r == 3", "class B:\n    def get(self): return B()\n    def __iadd__(self, o): return 3"),
+    "method radd": ("b = B()\nassert 1 + b.get() == 3", "class B:\n    def get(self): return B()\n    def __radd__(self, o): return 3"),
     "method count": ("b = B()\nassert b.get().count(2)", "class E:\n    def count(self, o): return True\nclass B:\n    def get(self): return E()"),
     "hash key": ("b = B()\nd = {}\nd[b.get()] = 1\nassert d", "class E: pass\nclass B:\n    def get(self): return E()"),
     "namedtuple eq": ("assert f(1) == (1, 2)", "from collections import namedtuple\nclass P(namedtuple('P', 'x y')):\n    def __eq__(self, o): return True\ndef f(x): return P(0, 0)"),
@@ -457,9 +460,8 @@ REFUSED = set(
     objects in a set|a key|a context|an attribute that is deleted|isinstance|an instance|a copy|a sum of objects|
     the least|sorted|asynchronous|asynchronous tests|expects an exit|expects an end|an error's attribute|fixture|len and all|close list|
     inherit|stdout|in place + return|in place + return, literal|in place, sorted copy|in place through loop|
-    a name again|results and expectations|a map|a lambda for both|a message""".replace(
-        "\n    ", ""
-    ).split("|")
+    a name again|results and expectations|a map|a lambda for both|a message|arithmetic|arithmetic by name|
+    arithmetic in place|matrix obj""".replace("\n    ", "").split("|")
 )
 
 

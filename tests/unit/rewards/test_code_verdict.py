@@ -235,10 +235,24 @@ def test_right_code_passes_tests_of_every_shape():
     assert found == dict.fromkeys(SHAPES, (1.0, ""))
 
 
+def judged_together() -> list[list[str]]:
+    """The tests of all shapes in few problems: names of one shape may be those of results in another."""
+    problems = [[]]
+    for tests, _ in SHAPES.values():
+        try:
+            read_script((*problems[-1], tests))
+            problems[-1].append(tests)
+        except ValueError:
+            problems.append([tests])
+    return problems
+
+
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_no_attack_passes_tests_of_any_shape(attack):
-    """Credit is the share of tests passed: not one, of all shapes together."""
-    assert score_all([(ATTACKS[attack], [tests for tests, _ in SHAPES.values()])])[0][0] == 0.0
+    """Credit is the share of tests passed: not one, of all shapes."""
+    problems = judged_together()
+    found = score_all([(ATTACKS[attack], tests) for tests in problems])
+    assert [value for value, _ in found] == [0.0] * len(problems)
 
 
 WRITE = """
