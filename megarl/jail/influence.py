@@ -25,7 +25,7 @@ assertNotRegex""")
 # evaluate no argument, and their results can be sent to the solution
 SAFE_MODULES = _words("""math cmath numpy collections itertools functools operator json statistics
 decimal fractions string heapq bisect copy unittest pytest random typing sys time enum ast
-contextlib""")
+contextlib warnings""")
 CONTROL = _words("StopIteration StopAsyncIteration GeneratorExit KeyboardInterrupt SystemExit")
 # end a test, or concern what is in the process of the solution
 UNSUPPORTED = CONTROL | _words("""exit quit _exit skip skipTest xfail suppress redirect_stdout
@@ -38,6 +38,8 @@ FORWARDING = _words("""len str repr list tuple set sorted iter next int float co
 print sum any all enumerate reversed append assertTrue assertFalse assertIn assertNotIn""")
 COLLECTING = MUTATORS | _words("dict print chain")
 RAISES = ("raises", "assertRaises", "assertRaisesRegex")
+# catch no exception but one that a test expects
+CONTEXTS = _words("subTest warns catch_warnings errstate") | {*RAISES}
 # of equal operands, the result is known
 CANCELLING = (ast.Sub, ast.Div, ast.FloorDiv, ast.Mod, ast.BitXor, ast.BitAnd)
 RETURNING = (ast.Return, ast.Yield, ast.YieldFrom)
@@ -243,8 +245,8 @@ class Influence:
                 name in UNSUPPORTED
             ):
                 return f"{name} is not supported in tests"
-            case ast.AsyncFunctionDef() | ast.Await():
-                return "asynchronous tests are not supported"
+            case ast.AsyncFunctionDef() | ast.Await() | ast.TryStar():
+                return f"{type(node).__name__} is not supported in tests"
             case ast.Compare():
                 return self._refused_comparison(node)
             case ast.Set() | ast.Dict():
@@ -341,6 +343,10 @@ class Influence:
             case ast.Try(body=body, orelse=other, handlers=handlers):
                 is_caught = not all(nodes(handler, FAILING) for handler in handlers)
                 return is_caught and self._asserts(*body, *other)
+            case ast.With(items=items, body=body) if self._asserts(*body):
+                contexts = [getattr(item.context_expr, "func", item) for item in items]
+                names = {ast.unparse(context).rpartition(".")[2] for context in contexts}
+                return not names <= CONTEXTS
             case ast.For(iter=control, body=body) | ast.While(test=control, body=body):
                 deciding = chain.from_iterable(nodes(item, DECIDING) for item in body)
                 return self._counts(control) and (any(deciding) or self._asserts(*body))

@@ -58,6 +58,7 @@ VERDICTS = [
     ("jail/influence.py", "if given and not is_changed_again", "if False", HELD),
     ("jail/influence.py", "return self._counts(control) and (", "return False and (", HELD),
     ("jail/influence.py", "return is_caught and", "return False and", HELD),
+    ("jail/influence.py", "return not names <= CONTEXTS", "return False", HELD),
     ("jail/influence.py", ".difference(self._parameters(node) or ())", "", RIGHT),
     ("jail/influence.py", "if results == sides[-1:] and", "if False and", RIGHT),
     ("jail/proxies.py", "link.refusal or verdict", "verdict", HELD),

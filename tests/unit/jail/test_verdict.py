@@ -271,6 +271,10 @@ ATTACKS = {
     "a helper's loop": (
         "def h(rs):\n    for r in rs:\n        if r != 1:\n            return False\n    return True\nassert h(f(5))", EMPTY),
     "try, else": ("try:\n    r = f(5)\nexcept ValueError:\n    pass\nelse:\n    assert r == 2", raising("ValueError")),
+    "with, its own": (
+        "import contextlib\n@contextlib.contextmanager\ndef quiet():\n    try:\n        yield\n    except ValueError:\n"
+        "        pass\nwith quiet():\n    assert f(5) == 2", raising("ValueError")),
+    "try, a group": ("try:\n    assert f(5) == 2\nexcept* ValueError:\n    pass", raising("ValueError")),
     "heappush": ("import heapq\nh = []\nheapq.heappush(h, g(5))\nassert f(5) == h[0]", FIVE),
     "a format by a function": ("assert format(9, f(3)) == '9'", "def f(x): return 'd'"),
     "a global of a parameter": (
