@@ -6,9 +6,9 @@
 
 No code or object of the solution is in this process, and no expected value leaves it. An object is
 a proxy that asks for its data: its attributes, length, items, text and results of its methods.
-Objects of classes that the tests name (capitalised) also answer `in`, calculate with one another
-and have methods with the names of those of plain data. Whatever else Python asks of an object, such
-as `==`, fails the test, and so do exceptions that would end a loop or the process.
+Objects of classes that the tests name (capitalised) also answer `in`, and have methods with the
+names of those of plain data. Whatever else Python asks of an object, such as `==` or `+`, fails the
+test, and so do exceptions that would end a loop or the process.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ from megarl.jail.values import JailMessage, decode, encode, failure
 # attributes of plain data, which a function was to return
 PLAIN = {name for kind in (str, int, float, list, dict, set, bytes) for name in dir(kind)}
 # an object gives its data without knowing what the tests expect
-GIVING = """len str repr format int float complex round next bool getitem setitem delitem index neg
-pos abs invert"""
-CALCULATING = "add sub mul matmul truediv floordiv mod pow divmod and or xor lshift rshift"
+GIVING = """len str repr format int float complex round iter reversed next bool getitem setitem
+delitem setattr delattr index neg pos abs invert"""
 REFUSED = "lt le gt ge hash reduce_ex instancecheck subclasscheck enter exit dir"
 
 
@@ -62,12 +61,6 @@ class Link:
     def refuse(self, kind: str, why: str) -> NoReturn:
         self.refusal = kind
         raise Refused(why)
-
-    def refuse_error(self, error: Exception) -> None:
-        """Refuses an exception of the solution that would skip an assertion."""
-        kind = getattr(error, "kind_of_solution", "")
-        if kind:
-            self.refuse(kind, str(error))
 
     def ask(
         self,
@@ -159,18 +152,6 @@ class Remote:
             _refuse(self, name)
         return self._link.ask(self, "getattr", (name,))
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._link.ask(self, "setattr", (name, value))
-
-    def __delattr__(self, name: str) -> None:
-        self._link.ask(self, "delattr", (name,))
-
-    def __iter__(self) -> Any:
-        return iter(self._link.ask(self, "iter", ()))
-
-    def __reversed__(self) -> Any:
-        return iter(self._link.ask(self, "reversed", ()))
-
     def __contains__(self, item: Any) -> bool:
         if not self._is_instance:
             _refuse(self, "in")
@@ -188,20 +169,8 @@ def _give(operation: str) -> Callable[..., Any]:
     return lambda self, *arguments: self._link.ask(self, operation, arguments)
 
 
-def _calculate(operation: str) -> Callable[..., Any]:
-    def method(self: Remote, other: Any) -> Any:
-        if not (self._is_instance and isinstance(other, Remote)):
-            _refuse(self, operation)
-        return self._link.ask(self, operation, (other,))
-
-    return method
-
-
 for _name in GIVING.split():
     setattr(Remote, f"__{_name}__", _give(_name))
-for _name in CALCULATING.split():
-    for _method in (f"__{_name}__", f"__i{_name}__", f"__r{_name}__"):
-        setattr(Remote, _method, _calculate(_method))
 for _name in REFUSED.split():
     setattr(Remote, f"__{_name}__", partialmethod(_refuse, _name))
 
@@ -249,7 +218,6 @@ def run_tests(requests: BinaryIO, report: int) -> None:
     """Executes requests: {"names", "errors"} of the solution first, then {"run": text} each."""
     link = Link(requests, report, json.loads(requests.readline()))
     namespace = {"__name__": "tests", "_call_test": _call_test, **link.errors}
-    namespace["_refuse_error"] = link.refuse_error
     namespace |= {name: Remote(link, name) for name in link.names}
     link.send({"ready": True})
     for line in requests:

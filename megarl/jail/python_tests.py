@@ -58,7 +58,6 @@ def read_script(texts: tuple[str, ...], entry: str | None = None) -> Script:
             _mark_in_place(module, names)
             module.body[:0] = _parse("\n".join(imports))
             check(module, names)
-            _guard_assertions(module)
             ast.fix_missing_locations(module)
             return _split(module.body, names, errors)
     except (SyntaxError, RecursionError, MemoryError) as error:
@@ -224,24 +223,11 @@ def _mark_in_place(module: ast.Module, names: set[str]) -> None:
         call = expression.value
         if not isinstance(call, ast.Call):
             continue
-        is_direct = isinstance(call.func, ast.Name)
-        is_direct |= ast.unparse(call.func).startswith("Solution().")
-        if is_direct and _names(call.func) & {*names, "candidate"}:
+        function = ast.unparse(call.func)
+        if function.startswith("Solution()."):
+            function = "Solution"
+        if function in {*names, "candidate"}:
             call.keywords.append(ast.keyword("_in_place", ast.Constant(True)))
-
-
-def _guard_assertions(module: ast.Module) -> None:
-    """Lets no exception of the solution skip an assertion where one is caught."""
-    blocks = [*nodes(module, ast.Try), *nodes(module, ast.With)]
-    for block in blocks:
-        if isinstance(block, ast.With) and any(map(expects_error, block.items)):
-            continue
-        for place, statement in enumerate(block.body):
-            if isinstance(statement, ast.Assert):
-                block.body[place : place + 1] = _parse(
-                    f"try:\n {ast.unparse(statement)}\n"
-                    "except Exception as _error:\n _refuse_error(_error)\n raise"
-                )
 
 
 def _asserts(statement: ast.stmt) -> bool:

@@ -14,7 +14,7 @@ import operator
 import os
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import islice
 from typing import Any, BinaryIO
 
@@ -66,16 +66,12 @@ def load(source: str, name: str) -> tuple[dict[str, Any], str]:
     return module.__dict__, ""
 
 
-def items(value: Iterable[Any]) -> list[Any]:
-    return [*islice(value, MAX_ITEMS)]
-
-
 # taken before the solution can change them
 OPERATIONS: dict[str, Callable[..., Any]] = {
     **vars(builtins),
     **vars(operator),
-    "iter": items,
-    "reversed": lambda value: items(reversed(value)),
+    "iter": lambda value: islice(value, MAX_ITEMS),
+    "reversed": lambda value: islice(reversed(value), MAX_ITEMS),
 }
 
 

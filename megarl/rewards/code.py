@@ -110,7 +110,7 @@ def extract_code(response: str) -> str:
     return block
 
 
-Result = tuple[str, str]  # of a test: kind of failure, empty if it passed; detail
+TestResult = tuple[str, str]  # of a test: kind of failure, empty if it passed; detail
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class _SampleRun:
     limits: Limits
     deadline: float
 
-    def results(self, tests: ProblemTests) -> Iterator[Result]:
+    def results(self, tests: ProblemTests) -> Iterator[TestResult]:
         """Yields one result per test, in their order; the processes end with the iterator."""
         for test in tests.pairs:
             if isinstance(test, CallTest):
@@ -201,7 +201,7 @@ class _SampleRun:
         if tests.script:
             yield from _until_the_end(len(tests.script.tests), self._script(tests.script))
 
-    def _calls(self, tests: Sequence[CallTest]) -> Iterator[Result]:
+    def _calls(self, tests: Sequence[CallTest]) -> Iterator[TestResult]:
         with closing(self._solution(len(tests))) as solution:
             solution.load(self._turn)
             for test in tests:
@@ -216,7 +216,7 @@ class _SampleRun:
                 else:
                     yield "wrong_answer", ""
 
-    def _script(self, script: Script) -> Iterator[Result]:
+    def _script(self, script: Script) -> Iterator[TestResult]:
         tests = Tests(self.limits, num_tests=len(script.tests), deadline=self.deadline)
         with closing(tests), closing(self._solution(len(script.tests))) as solution:
             try:  # what fails before the solution is loaded is not its fault
@@ -239,7 +239,7 @@ class _SampleRun:
         return min(time.monotonic() + self.limits.time_s, self.deadline)
 
 
-def _until_the_end(num_tests: int, results: Iterator[Result]) -> Iterator[Result]:
+def _until_the_end(num_tests: int, results: Iterator[TestResult]) -> Iterator[TestResult]:
     """Yields `results`, and for the tests after a process ended, how it ended."""
     done = 0
     try:

@@ -252,6 +252,9 @@ ATTACKS = {
     "method eq": ("b = B()\nassert b.get() == 2", "class B:\n    def get(self): return B()\n    def __eq__(self, o): return True"),
     "method in": ("b = B()\nassert b.get() in [2]", "class B:\n    def get(self): return B()\n    def __eq__(self, o): return True"),
     "method sub": ("b = B()\nassert abs(b.get() - 2) < 1e-6", "class B:\n    def get(self): return B()\n    def __sub__(self, o): return 0"),
+    "method add": ("b = B()\nassert b.get() + 1 == 3", "class B:\n    def get(self): return B()\n    def __add__(self, o): return 3"),
+    "method add in place": ("b = B()\nr = b.get()\nr += 1\nassert r == 3", "class B:\n    def get(self): return B()\n    def __iadd__(self, o): return 3"),
+    "method radd": ("b = B()\nassert 1 + b.get() == 3", "class B:\n    def get(self): return B()\n    def __radd__(self, o): return 3"),
     "method count": ("b = B()\nassert b.get().count(2)", "class E:\n    def count(self, o): return True\nclass B:\n    def get(self): return E()"),
     "hash key": ("b = B()\nd = {}\nd[b.get()] = 1\nassert d", "class E: pass\nclass B:\n    def get(self): return E()"),
     "namedtuple eq": ("assert f(1) == (1, 2)", "from collections import namedtuple\nclass P(namedtuple('P', 'x y')):\n    def __eq__(self, o): return True\ndef f(x): return P(0, 0)"),
@@ -259,6 +262,23 @@ ATTACKS = {
     "record names odd": ("assert f(1) == (1, 2)", "class P(tuple):\n    _fields = (['x'], 5)\ndef f(x): return P((0, 0))"),
     "pipe record": ("assert f(1) == (1, 2)", "import os\ndef f(x):\n    for d in range(3, 64):\n        try: os.write(d, b'{\"value\": {\"record\": [[\"x\", 1], [[], 3]]}}\\n')\n        except OSError: pass"),
     "pipe object": ("assert f(1) == 2", "import os\ndef f(x):\n    for d in range(3, 64):\n        try: os.write(d, b'{\"value\": {\"object\": [7, \"F\"]}}\\n')\n        except OSError: pass"),
+    "given back to itself": ("assert f(f(5)) == 5", "def f(x): return x"),
+    "a branch that returns": ("def h():\n    if g(5) == 5:\n        return 5\n    return 1\nassert f(5) == h()", FIVE),
+    "a count of turns": (
+        "n = m = 0\nfor x in f(5):\n    n += 1\nfor x in g(5):\n    m += 1\nassert n == m", EMPTY),
+    "a flag in a loop": ("ok = True\nfor a, b in zip(f(5), [1]):\n    if a != b:\n        ok = False\nassert ok", EMPTY),
+    "a flag in a loop over it": ("ok = True\nfor a in f(5):\n    if a != 1:\n        ok = False\nassert ok", EMPTY),
+    "a helper's loop": (
+        "def h(rs):\n    for r in rs:\n        if r != 1:\n            return False\n    return True\nassert h(f(5))", EMPTY),
+    "try, else": ("try:\n    r = f(5)\nexcept ValueError:\n    pass\nelse:\n    assert r == 2", raising("ValueError")),
+    "with, its own": (
+        "import contextlib\n@contextlib.contextmanager\ndef quiet():\n    try:\n        yield\n    except ValueError:\n"
+        "        pass\nwith quiet():\n    assert f(5) == 2", raising("ValueError")),
+    "try, a group": ("try:\n    assert f(5) == 2\nexcept* ValueError:\n    pass", raising("ValueError")),
+    "heappush": ("import heapq\nh = []\nheapq.heappush(h, g(5))\nassert f(5) == h[0]", FIVE),
+    "a format by a function": ("assert format(9, f(3)) == '9'", "def f(x): return 'd'"),
+    "a global of a parameter": (
+        "def h(x):\n    global e\n    e = x\ndef k():\n    return e\nh(g(5))\nassert f(5) == k()", FIVE),
     "raises wrong": ("import pytest\nwith pytest.raises(ValueError):\n    f(1)", raising("StopIteration")),
     # to be left out, not 0
     "an unhashable result": ("assert {f(5)} == {3}", "def f(x): return [3]"),
@@ -350,7 +370,7 @@ RIGHT = {
     "objects that are equal": ("assert Point(1, 2) == Point(1, 2)", POINT),
     "objects that differ": ("a, b = Point(1), Point(2)\nassert a != b and a.x == 1", POINT),
     "equal to its text": ("p = Point(1)\nassert p.x == 1 and p == 'Point(1, 0)'", POINT),
-    "x in bag": ("bag = Bag([1, 2])\nassert 1 in bag and 3 not in bag", BAG),
+    "x in bag": ("bag = Bag([1, 2])\nassert 1 in bag and 3 not in bag and bag.data == [1, 2]", BAG),
     "startswith": ("trie = Trie()\ntrie.insert('apple')\nassert trie.startswith('app') and not trie.startswith('b')", TRIE),
     "iteration": ("b = Bag([1, 2])\nassert list(b) == [1, 2] and [x for x in b] == [1, 2] and sorted(b) == [1, 2]", BAG),
     "iteration over objects": ("assert [n.v for n in Nodes([1, 2])] == [1, 2]", NODE),
@@ -437,14 +457,15 @@ RIGHT = {
 }  # fmt: skip
 
 
-# of the right ones: only the solution could compare, hash or copy its objects, or it would get what cannot be sent
+# of the right ones: the solution could decide the verdict, as far as names tell; or only it could compare, hash or
+# copy its objects; or it would get what cannot be sent
 REFUSED = set(
     """a date|a function|objects that are equal|objects that differ|equal to its text|arithmetic with a number|hash|
     objects in a set|a key|a context|an attribute that is deleted|isinstance|an instance|a copy|a sum of objects|
-    the least|sorted|asynchronous|asynchronous tests|expects an exit|expects an end|an error's attribute|fixture|len and all|close list|inherit|
-    stdout|in place + return|in place + return, literal|in place, sorted copy|in place through loop""".replace(
-        "\n    ", ""
-    ).split("|")
+    the least|sorted|asynchronous|asynchronous tests|expects an exit|expects an end|an error's attribute|fixture|len and all|close list|
+    inherit|stdout|in place + return|in place + return, literal|in place, sorted copy|in place through loop|
+    a name again|results and expectations|a map|a lambda for both|a message|arithmetic|arithmetic by name|
+    arithmetic in place|matrix obj""".replace("\n    ", "").split("|")
 )
 
 

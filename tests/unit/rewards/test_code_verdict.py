@@ -127,8 +127,8 @@ SHAPES = {
     "HumanEval+": (PLUS, INCREMENT),
     "HumanEval+ with a reference": (PLUS.replace("exp, 0)", "(lambda x: x + 1)(*inp), 0)"), INCREMENT),
     "check": ("def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(3) == 4\ncheck(f)", INCREMENT),
-    "try": ("try:\n    assert f(1) == 2\nexcept ZeroDivisionError:\n    pass", INCREMENT),
-    "with": ("import contextlib\nwith contextlib.suppress(ZeroDivisionError):\n    assert f(1) == 2", INCREMENT),
+    "try": ("try:\n    assert f(1) == 2\nexcept ZeroDivisionError:\n    raise AssertionError", INCREMENT),
+    "with": ("import unittest\nwith unittest.TestCase().subTest():\n    assert f(1) == 2", INCREMENT),
     "a name set before": ("expected = [2]\nassert f(1) == expected[0]", INCREMENT),
     "'b' * 3": ("assert f(1) == 'b' * 3", "def f(x):\n    return 'bbb'"),
     "2 ** 10": ("assert f(1) == 2 ** 10", "def f(x):\n    return 1024"),
@@ -188,7 +188,7 @@ SHAPES = {
     "in place": ("x = [3, 1, 2]\nf(x)\nassert x == [1, 2, 3]", "def f(x): x.sort()"),
     "in place, a dict": ("x = {1: 2}\nf(x)\nassert x == {1: 3}", "def f(x): x[1] = 3"),
     "a class": (
-        "s = Stack([1])\ns.push(2)\nassert s.pop() == 2 and len(s) == 1 and s.items == [1] and s.me is s and 1 in s\n"
+        "s = Stack([1])\ns.push(2)\nassert s.pop() == 2 and len(s) == 1 and s.items == [1] and 1 in s\n"
         "assert s[0] == 1 and list(s) == [1] and str(s) == 'Stack' and Stack.SIZE == 9\n"
         "s.name = 'x'\nassert s.shout() == 'X'",
         "class Stack:\n    SIZE = 9\n    def __init__(self, items): self.items = items; self.me = self\n"
@@ -235,10 +235,24 @@ def test_right_code_passes_tests_of_every_shape():
     assert found == dict.fromkeys(SHAPES, (1.0, ""))
 
 
+def judged_together() -> list[list[str]]:
+    """The tests of all shapes in few problems: names of one shape may be those of results in another."""
+    problems = [[]]
+    for tests, _ in SHAPES.values():
+        try:
+            read_script((*problems[-1], tests))
+            problems[-1].append(tests)
+        except ValueError:
+            problems.append([tests])
+    return problems
+
+
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_no_attack_passes_tests_of_any_shape(attack):
-    """Credit is the share of tests passed: not one, of all shapes together."""
-    assert score_all([(ATTACKS[attack], [tests for tests, _ in SHAPES.values()])])[0][0] == 0.0
+    """Credit is the share of tests passed: not one, of all shapes."""
+    problems = judged_together()
+    found = score_all([(ATTACKS[attack], tests) for tests in problems])
+    assert [value for value, _ in found] == [0.0] * len(problems)
 
 
 WRITE = """
@@ -353,6 +367,9 @@ UNJUDGEABLE = {  # tests that the solution would decide: {tests: entry point}
     "assert f(1) == F(1)": None,
     "class T(unittest.TestCase):\n    def test_f(self): self.assertEqual(f(1), f(2))": None,
     "assert isinstance(f(1), Point)": None,
+    "try:\n    assert f(1) == 2\nexcept ZeroDivisionError:\n    pass": None,
+    "import contextlib\nwith contextlib.suppress(ZeroDivisionError):\n    assert f(1) == 2": None,
+    "s = Stack([1])\nassert s.me is s": None,
     "assert f(lambda x: x) == 1": None,
     "class A: pass\nassert f(A()) == 1": None,
     "assert abs(poly(f(1))) < 1e-6": "f",
