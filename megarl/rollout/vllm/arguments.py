@@ -51,7 +51,7 @@ def engine_settings(
         kv_cache_bytes = block_size = has_chunked_prefill = None
         returns_routes = rollout.router_replay == "engine"
         can_sleep = bool(rollout.sleep_level)
-    settings = {
+    settings: dict[str, Any] = {
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "trust_remote_code": trust_remote_code,
