@@ -142,9 +142,8 @@ class PromptStream:
                     f"{change}; restore the data, pass --resume-changed to continue with the new, "
                     "or start over with checkpoint.resume=never"
                 )
-            log.warning(
-                f"{change}: up to {position} prompts that were already taken may come again"
-            )
+            # to the terminal, on rank 0
+            print(f"megarl: {change}: up to {position} prompts already taken may come again")
         self.position = position
         self.skipped = int(state["skipped"])
         self.kept.update(state.get("kept", {}))
