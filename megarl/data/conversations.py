@@ -17,7 +17,7 @@ from functools import partial
 from itertools import pairwise
 
 from megarl.config.schema import Task
-from megarl.data.rows import Problem, messages_of, read_messages
+from megarl.data.rows import Problem, messages_of, read_messages, reference_text
 from megarl.data.tokenizer import Example, HfTokenizer, Tokenizer, prompt_encoder
 
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\b")
@@ -34,8 +34,14 @@ def example_encoder(
     def example(problem: Problem) -> Example | None:
         question = problem.question
         completion = problem.extra.get("completion")
-        if problem.answer is not None or (completion is None and isinstance(question, str)):
+        if problem.answer is not None:
+            reference_text(problem.answer)  # raises for a list
             return None
+        if completion is None and isinstance(question, str):
+            raise ValueError(
+                "it has no answer, but stage: sft trains on answers; write `answer`, `completion` "
+                f"or `messages` (it has {', '.join(problem.extra) or 'no more'})"
+            )
         if isinstance(completion, str):
             prompt = encode(question)
             answer = tokenizer.encode_answer(completion)
@@ -46,7 +52,7 @@ def example_encoder(
             )
         messages = messages_of(question)
         first = len(messages) if completion else 0
-        messages += read_messages(completion or (), "completion")
+        messages += read_messages(completion or (), "completion", ignore_media=task.ignore_media)
         if task.system_prompt and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": task.system_prompt}, *messages]
             first += 1
@@ -70,12 +76,9 @@ def example_encoder(
             and not completion
             and tuple(roles) == ("assistant",)
         ):
-            encoded = tokenizer.encode_tagged(messages, **task.template_args)
-        else:
-            render = partial(tokenizer.render, **task.template_args)
-            encoded = _by_turns(tokenizer, render, messages, learned, shown)
-        tokenizer.check(encoded[0])
-        return _learned(*encoded)
+            return _learned(*tokenizer.encode_tagged(messages, **task.template_args))
+        render = partial(tokenizer.render, **task.template_args)
+        return _learned(*_by_turns(tokenizer, render, messages, learned, shown))
 
     return example
 
@@ -98,7 +101,6 @@ def _by_turns(
     learned: Sequence[int],
     shown: str,
 ) -> Example:
-    encode_text = partial(tokenizer.inner.encode, add_special_tokens=False)
     whole = render(messages)
     cuts = [0]
     if messages[learned[0]]["role"] == "assistant" and not learned[0]:
@@ -120,14 +122,14 @@ def _by_turns(
     tokens = []
     mask = []
     for number, (start, end) in enumerate(pairwise([*cuts, len(whole)])):
-        part = encode_text(whole[start:end])
+        part = tokenizer.encode(whole[start:end])
         # nothing is sampled after an end token, so nothing is learned there
         last = max(
             (place for place, token in enumerate(part) if token in tokenizer.eos), default=len(part)
         )
         tokens += part
         mask += [number % 2 == 1 and place <= last for place in range(len(part))]
-    if tokenizer.inner.decode(tokens) != tokenizer.inner.decode(encode_text(whole)):
+    if tokenizer.inner.decode(tokens) != tokenizer.inner.decode(tokenizer.encode(whole)):
         raise ValueError(
             f"the tokenizer adds text to a turn encoded by itself: {shown}; use generation tags"
         )

@@ -12,7 +12,6 @@ import operator
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import chain, count
@@ -27,9 +26,9 @@ from megarl.data.media import FEATURE, refuse_media
 from megarl.data.rows import (
     QUESTION_KEYS,
     BadRow,
-    default_answer,
+    Problem,
+    make_problem,
     read_rows,
-    refuse_parts,
     utf8_lines,
 )
 from megarl.platform.hub import Repository
@@ -42,7 +41,6 @@ EMPTY = ("corresponds to no data", "BatchSize must be greater than 0", "StopIter
 BATCH = 1000  # rows read at once in a scan
 SHORT_FLOATS = ("float16", "float32")  # read as float64, with digits that nobody wrote
 MISSING = ("", "NaN", "nan", "null")  # cells of CSV
-Row = tuple[Any, Any, dict[str, Any]]  # question, answer, the other columns
 
 
 class DatasetOptions(Section):
@@ -71,96 +69,84 @@ class DatasetOptions(Section):
 
 @dataclass(frozen=True)
 class DatasetRows:
-    """The rows of one split; `name` is the task's with the split, for errors."""
+    """The rows of one split, as problems; `name` is the task's with the split, for errors."""
 
     name: str
     dataset: Any  # datasets.Dataset, or a list of rows
+    places: Sequence[str]  # of the rows of a list
     columns: Sequence[str]
     prompt: tuple[str, ...]
     answer: tuple[str, ...]  # the path into a struct; empty: no answer
-    pattern: str | None
-    is_chosen: bool = False  # the prompt is configured
-    places: Sequence[str] = ()  # of the rows, if they have any
-    dtype: str = ""  # of the answer
+    dtype: str  # of the answer
+    options: DatasetOptions
+    ignore_media: bool
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, index: int) -> Row:
-        with self._errors():
-            return self._row(index, self.dataset[index])
+    def __getitem__(self, index: int) -> Problem:
+        return self._problem(index, self.dataset[index])
 
-    def where(self, index: int) -> str:
-        return self.places[index] if self.places else f"{self.name} row {index}"
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
+    def scan(self, whole: bool) -> Iterator[Problem]:
+        """Reads all rows, or only their questions; and checks that the pattern
+        matches all answers.
+        """
+        if isinstance(self.dataset, list):
+            yield from map(self._problem, count(), self.dataset)
+            return
+        columns = self.columns
+        if not whole:
+            pattern = self.options.answer_pattern
+            columns = [*self.prompt, *(self.answer[:1] if pattern else ())]
+        batches = self.dataset.select_columns(sorted({*columns})).iter(batch_size=BATCH)
+        numbers = count()
         try:
-            yield
+            for batch in batches:
+                for row in zip(*batch.values(), strict=True):
+                    yield self._problem(next(numbers), dict(zip(batch, row, strict=True)))
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"{self.name} has a text that is not UTF-8 ({error}); write its files again"
             ) from None
 
-    def scan(self, whole: bool) -> Iterator[Row]:
-        """Reads all rows, or only their questions; and checks that the pattern
-        matches all answers.
-        """
-        rows = self.dataset
-        if not isinstance(rows, list):
-            columns = self.columns
-            if not whole:
-                columns = [*self.prompt, *(self.answer[:1] if self.pattern else ())]
-            rows = (
-                dict(zip(batch, row, strict=True))
-                for batch in rows.select_columns(sorted({*columns})).iter(batch_size=BATCH)
-                for row in zip(*batch.values(), strict=True)
-            )
-        with self._errors():
-            yield from map(self._row, count(), rows)
-
-    def _row(self, index: int, row: dict[str, Any]) -> Row:
-        """Joins the texts of several prompts by an empty line, or concatenates their messages."""
-        values: list[Any] = [row.get(column) for column in self.prompt]
-        if len(values) > 1:  # Alpaca's input may be empty
-            values = [value for value in values if value] or values
-        if all(isinstance(value, str) for value in values):
-            question = "\n\n".join(values)
-        elif all(isinstance(value, list) for value in values):
-            question = [*chain.from_iterable(values)]
-        elif len(values) == 1:
-            question = values[0]
-        else:
-            kinds = ", ".join(
-                f"{c}: {type(v).__name__}" for c, v in zip(self.prompt, values, strict=False)
-            )
-            raise ValueError(
-                f"{self.where(index)}: prompts must be all text or all messages, not {kinds}"
-            )
+    def _problem(self, index: int, row: Mapping[str, Any]) -> Problem:
+        where = self.places[index] if self.places else f"{self.name} row {index}"
+        question = row.get(self.prompt[0])
+        if len(self.prompt) > 1:
+            question = _joined([row.get(column) for column in self.prompt], where)
         answer = None
         if self.answer and self.answer[0] in row:
             answer = reduce(_enter, self.answer, row)
         if self.dtype in SHORT_FLOATS and answer is not None:
             answer = float(str(np.dtype(self.dtype).type(answer)))
-        if self.pattern is not None:
-            answer = self._matched(index, answer)
+        if pattern := self.options.answer_pattern:
+            matches = [*re.finditer(pattern, "" if answer is None else str(answer))]
+            if not matches:
+                raise ValueError(
+                    f"{where}: task.options.answer_pattern={pattern!r} does not match the answer "
+                    f"{str(answer)[-60:]!r}; change the pattern"
+                )
+            answer = matches[-1][1].strip()
         used = (*self.prompt, *(self.answer if len(self.answer) == 1 else ()))
-        extra = {key: row.get(key) for key in self.columns if key not in used}
-        if not self.is_chosen:
-            refuse_parts(extra, self.where(index), "set task.options.prompt to all its columns")
-        return question, answer, extra
+        return make_problem(
+            question,
+            answer,
+            {key: row.get(key) for key in self.columns if key not in used},
+            where,
+            ignore_media=self.ignore_media,
+            is_chosen=self.options.prompt is not None,
+        )
 
-    def _matched(self, index: int, answer: Any) -> str:
-        assert self.pattern is not None
-        matches = []
-        if answer is not None:
-            matches = [match[1] for match in re.finditer(self.pattern, str(answer))]
-        if not matches:
-            raise ValueError(
-                f"{self.where(index)}: task.options.answer_pattern={self.pattern!r} does "
-                f"not match the answer {str(answer)[-60:]!r}; change the pattern"
-            )
-        return matches[-1].strip()
+
+def _joined(values: list[Any], where: str) -> Any:
+    """Joins the texts of several columns by an empty line, or concatenates their messages."""
+    values = [value for value in values if value] or values  # Alpaca's input may be empty
+    if all(isinstance(value, str) for value in values):
+        return "\n\n".join(values)
+    if all(isinstance(value, list) for value in values):
+        return [*chain.from_iterable(values)]
+    kinds = ", ".join(type(value).__name__ for value in values)
+    raise ValueError(f"{where}: prompts must be all text or all messages, not {kinds}")
 
 
 def _enter(value: Any, key: str) -> Any:
@@ -191,16 +177,15 @@ def load_rows(
 ) -> DatasetRows:
     """Loads one split. Raises ValueError or FileNotFoundError with the value and the remedy."""
     dataset, places = _read(name, options, split)
+    features: dict[str, Any] = {}
     if isinstance(dataset, list):
-        features: dict[str, Any] = {}
         for row in dataset:
             features |= {key: value for key, value in row.items() if value is not None}
     else:
-        features = dict(dataset.features)
-        media = [key for key, feature in features.items() if FEATURE.search(repr(feature))]
-        refuse_media(f"task.name=hf:{name}", () if ignore_media else media)
+        media = [key for key, kind in dataset.features.items() if FEATURE.search(repr(kind))]
+        refuse_media(f"task.name=hf:{name}", media, ignore=ignore_media)
         dataset = dataset.remove_columns(media)
-        features = dict(dataset.features)
+        features = dataset.features
     columns = list(features)
     prompt = [options.prompt] if isinstance(options.prompt, str) else options.prompt
     prompt = prompt or [column for column in QUESTION_KEYS if column in columns][:1]
@@ -210,8 +195,6 @@ def load_rows(
             f"task.options.prompt to one of: {', '.join(columns)}"
         )
     answer = options.answer or ("answer" if "answer" in columns else "")
-    if not answer and default_answer(features) is not None:
-        answer = "reward_model.ground_truth"
     path = (answer,) if answer in columns else tuple(filter(None, answer.split(".")))
     kind = None
     for key, column in (*(("prompt", (column,)) for column in prompt), ("answer", path)):
@@ -230,13 +213,13 @@ def load_rows(
     return DatasetRows(
         f"hf:{name} split {split}",
         dataset,
+        places,
         columns,
         tuple(prompt),
         path,
-        options.answer_pattern,
-        is_chosen=options.prompt is not None,
-        places=places,
-        dtype=getattr(kind, "dtype", ""),
+        getattr(kind, "dtype", ""),
+        options,
+        ignore_media,
     )
 
 
@@ -250,11 +233,6 @@ def _read(name: str, options: DatasetOptions, split: str) -> tuple[Any, Sequence
     path = str(folder)
     data_files = options.data_files
     if folder.is_file():
-        if folder.stat().st_size == 0:
-            raise ValueError(
-                f"task.name=hf:{name} is an empty file; write one row per line, or choose another "
-                "file"
-            )
         if folder.suffix not in FORMATS:
             raise ValueError(
                 f"task.name=hf:{name} is not a file of a known format; choose from "

@@ -16,18 +16,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import chain, compress, count, islice
+from itertools import chain, compress, islice
 from pathlib import Path
 from typing import Any, Literal
 
 from megarl.config.schema import Eval, EvalSet, Task
 from megarl.config.section import did_you_mean
-from megarl.data.hf_dataset import Row, load_rows, parse_options
+from megarl.data.hf_dataset import load_rows, parse_options
 from megarl.data.rows import (
     EXAMPLE,
     Problem,
     errors_of,
-    make_problem,
     messages_of,
     read_problem,
     read_rows,
@@ -53,8 +52,8 @@ class Source:
     held_out: int = 0  # training problems that were removed because they are evaluated on
 
     def problems(self, whole: bool = True) -> Iterable[Problem]:
-        """All problems of a finite source, or only their questions."""
-        return self.scan(whole) if self.scan else map(self.problem, range(self.size or 0))
+        """All problems of a finite source, or only their questions; the first of an endless one."""
+        return self.scan(whole) if self.scan else map(self.problem, range(self.size or 1))
 
     def digest(self) -> str:
         """Hashes the questions in order; "" for those that are generated."""
@@ -257,15 +256,9 @@ def _dataset(name: str, task: Task, split: Split) -> Source:
     options = parse_options(name, task.options)
     stored = (split == "eval" and options.eval_split) or options.split
     rows = load_rows(name, options, stored, ignore_media=task.ignore_media)
-
-    def problem(index: int, row: Row) -> Problem:
-        return make_problem(*row, where=rows.where(index), ignore_media=task.ignore_media)
-
-    source = Source(
-        lambda index: problem(index, rows[index]),
-        len(rows),
-        lambda whole: map(problem, count(), rows.scan(whole)),
-    )
+    source = Source(rows.__getitem__, len(rows), rows.scan)
+    if isinstance(rows.dataset, list):  # in memory anyway
+        source = _listed([*rows.scan(whole=True)])
     if options.eval_split is not None:
         return source
     is_eval = [
@@ -307,6 +300,10 @@ def _jsonl(file: str, task: Task, split: Split) -> Source:
         raise ValueError(
             f"{path} has no problems; write one JSON object per line, such as {EXAMPLE}"
         )
+    return _listed(problems)
+
+
+def _listed(problems: list[Problem]) -> Source:
     return Source(problems.__getitem__, len(problems), lambda whole: problems)
 
 
