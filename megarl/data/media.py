@@ -14,7 +14,7 @@ NAMES = """
     image images image_url input_image audio audios audio_url input_audio
     video videos video_url input_video
 """
-MEDIA = NAMES.split()
+MEDIA = frozenset(NAMES.split())
 FEATURE = re.compile(r"\b(Image|Audio|Video)\(")  # of datasets
 PLACEHOLDER = re.compile(r"<(image|audio|video)>\n?")
 

@@ -118,15 +118,16 @@ def make_problem(
     is_chosen: bool = False,
 ) -> Problem:
     """`is_chosen`: the columns of the prompt are configured, so that no other is a part of it."""
-    for name in () if is_chosen else PROMPT_PARTS:
-        if extra.get(name):
+    for name in () if is_chosen else extra:
+        if name in PROMPT_PARTS and extra[name]:
             raise ValueError(
                 f"{where} has {name}={short(extra[name])}, which would not be in the prompt; write "
                 "it into the prompt, as the first of its messages, for one (of an hf: task, set "
                 "task.options.prompt to all columns of the prompt), or rename the column if only "
                 "rewards read it"
             )
-    refuse_media(where, [name for name in MEDIA if extra.get(name)], ignore=ignore_media)
+    media = [name for name in extra if name in MEDIA and extra[name]]
+    refuse_media(where, media, ignore=ignore_media)
     if isinstance(question, list) and question:
         question = tuple(read_messages(question, where, ignore_media=ignore_media))
     elif not isinstance(question, str) or not question.strip():
@@ -154,10 +155,10 @@ def reference(value: Any) -> Any:
 
     Booleans, lists and objects stay; null and NaN are None.
     """
+    if isinstance(value, str | bool | list | Mapping):
+        return value
     if value is None or value != value:
         return None
-    if isinstance(value, bool | list | Mapping):
-        return value
     if isinstance(value, float):
         value = Decimal(repr(value).removesuffix(".0"))
     if isinstance(value, Decimal):
@@ -198,7 +199,7 @@ def read_messages(
                 kind = part.get("type") if isinstance(part, Mapping) else None
                 if kind == "text" and isinstance(part.get("text"), str):
                     texts.append(part["text"])
-                elif kind in MEDIA:
+                elif str(kind) in MEDIA:
                     refuse_media(place, [str(kind)], ignore=ignore_media)
                 else:
                     raise ValueError(f"{place} has content {short(part)}; only text can be read")
