@@ -17,7 +17,7 @@ from functools import partial
 from itertools import pairwise
 
 from megarl.config.schema import Task
-from megarl.data.rows import Problem, messages_of, read_messages, reference_text
+from megarl.data.rows import Problem, messages_of, read_messages, reference_text, short
 from megarl.data.tokenizer import Example, HfTokenizer, Tokenizer, prompt_encoder
 
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\b")
@@ -57,20 +57,18 @@ def example_encoder(
             messages = [{"role": "system", "content": task.system_prompt}, *messages]
             first += 1
         learned = [turn for turn in range(first, len(messages)) if messages[turn]["role"] in roles]
-        shown = " / ".join(
-            f"{message['role']}: {message['content'][:30]!r}" for message in messages[:4]
-        )
         if not learned:
+            present = [message["role"] for message in messages]
             raise ValueError(
-                f"a conversation has no turn of sft.roles={list(roles)}: {shown}; correct one of "
-                "them"
+                f"a conversation has none of sft.roles={list(roles)}, but {', '.join(present)}; "
+                "correct one of them"
             )
         if (
             task.template == "plain"
             or not isinstance(tokenizer, HfTokenizer)
             or not tokenizer.chat_template
         ):
-            raise ValueError(f"a conversation needs a chat template: {shown}; use a chat model")
+            raise ValueError("a conversation needs a chat template; use a chat model")
         if (
             GENERATION_TAG.search(tokenizer.chat_template)
             and not completion
@@ -78,7 +76,7 @@ def example_encoder(
         ):
             return _learned(*tokenizer.encode_tagged(messages, **task.template_args))
         render = partial(tokenizer.render, **task.template_args)
-        return _learned(*_by_turns(tokenizer, render, messages, learned, shown))
+        return _learned(*_by_turns(tokenizer, render, messages, learned))
 
     return example
 
@@ -99,14 +97,13 @@ def _by_turns(
     render: Callable[..., str],
     messages: Sequence[Mapping[str, str]],
     learned: Sequence[int],
-    shown: str,
 ) -> Example:
     whole = render(messages)
     cuts = [0]
     if messages[learned[0]]["role"] == "assistant" and not learned[0]:
         raise ValueError(
-            f"the conversation starts with the assistant's turn: {shown}; begin with a user's or "
-            "a system's, of which the model's template makes a prompt"
+            "the conversation starts with the assistant's turn; begin with a user's or a system's, "
+            "of which the model's template makes a prompt"
         )
     for turn in learned:
         is_reply = messages[turn]["role"] == "assistant"
@@ -115,8 +112,8 @@ def _by_turns(
             if not whole.startswith(text) or len(text) < cuts[-1]:
                 raise ValueError(
                     f"the model's chat template renders turn {turn + 1} or one before it "
-                    f"differently once others follow: {shown}; split the conversation, or use a "
-                    "template with generation tags"
+                    f"differently once others follow, {short(text)}; split the conversation, or "
+                    "use a template with generation tags"
                 )
             cuts.append(len(text))
     tokens = []
@@ -131,6 +128,7 @@ def _by_turns(
         mask += [number % 2 == 1 and place <= last for place in range(len(part))]
     if tokenizer.inner.decode(tokens) != tokenizer.inner.decode(tokenizer.encode(whole)):
         raise ValueError(
-            f"the tokenizer adds text to a turn encoded by itself: {shown}; use generation tags"
+            "the tokenizer adds text to a turn encoded by itself; use a template with generation "
+            "tags"
         )
     return tuple(tokens), tuple(mask)

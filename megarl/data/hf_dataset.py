@@ -12,7 +12,6 @@ import operator
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import chain, count
 from pathlib import Path
@@ -27,6 +26,8 @@ from megarl.data.rows import (
     QUESTION_KEYS,
     BadRow,
     Problem,
+    Source,
+    listed,
     make_problem,
     read_rows,
     utf8_lines,
@@ -67,86 +68,14 @@ class DatasetOptions(Section):
         return value
 
 
-@dataclass(frozen=True)
-class DatasetRows:
-    """The rows of one split, as problems; `name` is the task's with the split, for errors."""
-
-    name: str
-    dataset: Any  # datasets.Dataset, or a list of rows
-    places: Sequence[str]  # of the rows of a list
-    columns: Sequence[str]
-    prompt: tuple[str, ...]
-    answer: tuple[str, ...]  # the path into a struct; empty: no answer
-    dtype: str  # of the answer
-    options: DatasetOptions
-    ignore_media: bool
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Problem:
-        return self._problem(index, self.dataset[index])
-
-    def scan(self, whole: bool) -> Iterator[Problem]:
-        """Reads all rows, or only their questions; and checks that the pattern
-        matches all answers.
-        """
-        if isinstance(self.dataset, list):
-            yield from map(self._problem, count(), self.dataset)
-            return
-        columns = self.columns
-        if not whole:
-            pattern = self.options.answer_pattern
-            columns = [*self.prompt, *(self.answer[:1] if pattern else ())]
-        batches = self.dataset.select_columns(sorted({*columns})).iter(batch_size=BATCH)
-        numbers = count()
-        try:
-            for batch in batches:
-                for row in zip(*batch.values(), strict=True):
-                    yield self._problem(next(numbers), dict(zip(batch, row, strict=True)))
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{self.name} has a text that is not UTF-8 ({error}); write its files again"
-            ) from None
-
-    def _problem(self, index: int, row: Mapping[str, Any]) -> Problem:
-        where = self.places[index] if self.places else f"{self.name} row {index}"
-        question = row.get(self.prompt[0])
-        if len(self.prompt) > 1:
-            question = _joined([row.get(column) for column in self.prompt], where)
-        answer = None
-        if self.answer and self.answer[0] in row:
-            answer = reduce(_enter, self.answer, row)
-        if self.dtype in SHORT_FLOATS and answer is not None:
-            answer = float(str(np.dtype(self.dtype).type(answer)))
-        if pattern := self.options.answer_pattern:
-            matches = [*re.finditer(pattern, "" if answer is None else str(answer))]
-            if not matches:
-                raise ValueError(
-                    f"{where}: task.options.answer_pattern={pattern!r} does not match the answer "
-                    f"{str(answer)[-60:]!r}; change the pattern"
-                )
-            answer = matches[-1][1].strip()
-        used = (*self.prompt, *(self.answer if len(self.answer) == 1 else ()))
-        return make_problem(
-            question,
-            answer,
-            {key: row.get(key) for key in self.columns if key not in used},
-            where,
-            ignore_media=self.ignore_media,
-            is_chosen=self.options.prompt is not None,
-        )
-
-
-def _joined(values: list[Any], where: str) -> Any:
+def _joined(values: list[Any]) -> Any:
     """Joins the texts of several columns by an empty line, or concatenates their messages."""
     values = [value for value in values if value] or values  # Alpaca's input may be empty
-    if all(isinstance(value, str) for value in values):
-        return "\n\n".join(values)
     if all(isinstance(value, list) for value in values):
         return [*chain.from_iterable(values)]
-    kinds = ", ".join(type(value).__name__ for value in values)
-    raise ValueError(f"{where}: prompts must be all text or all messages, not {kinds}")
+    if all(isinstance(value, str) for value in values):
+        return "\n\n".join(values)
+    return values  # which is neither text nor messages
 
 
 def _enter(value: Any, key: str) -> Any:
@@ -174,8 +103,9 @@ def parse_options(name: str, options: Mapping[str, Any]) -> DatasetOptions:
 
 def load_rows(
     name: str, options: DatasetOptions, split: str, *, ignore_media: bool = False
-) -> DatasetRows:
+) -> Source:
     """Loads one split. Raises ValueError or FileNotFoundError with the value and the remedy."""
+    dataset: Any
     dataset, places = _read(name, options, split)
     features: dict[str, Any] = {}
     if isinstance(dataset, list):
@@ -186,16 +116,62 @@ def load_rows(
         refuse_media(f"task.name=hf:{name}", media, ignore=ignore_media)
         dataset = dataset.remove_columns(media)
         features = dataset.features
-    columns = list(features)
+    prompt, answer, dtype = _columns(name, options, features)
+    others = [key for key in features if (key,) != answer and key not in prompt]
+    pattern = options.answer_pattern
+
+    def problem(index: int, row: Mapping[str, Any]) -> Problem:
+        where = places[index] if places else f"hf:{name} split {split} row {index}"
+        question = row.get(prompt[0])
+        if len(prompt) > 1:
+            question = _joined([row.get(column) for column in prompt])
+        reference = None
+        if answer:
+            reference = reduce(_enter, answer, row)
+        if dtype in SHORT_FLOATS and reference is not None:
+            reference = float(str(np.dtype(dtype).type(reference)))
+        if pattern:
+            reference = _match(pattern, reference, where)
+        extra = {key: row.get(key) for key in others}
+        is_chosen = options.prompt is not None
+        return make_problem(
+            question, reference, extra, where, ignore_media=ignore_media, is_chosen=is_chosen
+        )
+
+    def scan(whole: bool) -> Iterator[Problem]:
+        columns = features
+        if not whole:
+            columns = [*prompt, *(answer[:1] if pattern else ())]
+        numbers = count()
+        try:
+            for batch in dataset.select_columns(sorted({*columns})).iter(batch_size=BATCH):
+                for row in zip(*batch.values(), strict=True):
+                    yield problem(next(numbers), dict(zip(batch, row, strict=True)))
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"hf:{name} has a text that is not UTF-8 ({error}); write its files again"
+            ) from None
+
+    if isinstance(dataset, list):
+        return listed([*map(problem, count(), dataset)])
+    return Source(lambda index: problem(index, dataset[index]), len(dataset), scan)
+
+
+def _columns(
+    name: str, options: DatasetOptions, features: Mapping[str, Any]
+) -> tuple[Sequence[str], tuple[str, ...], str]:
+    """Returns the columns of the prompt, the path of the answer into a struct (empty: none), and
+    its dtype.
+    """
     prompt = [options.prompt] if isinstance(options.prompt, str) else options.prompt
-    prompt = prompt or [column for column in QUESTION_KEYS if column in columns][:1]
+    prompt = prompt or [column for column in QUESTION_KEYS if column in features][:1]
     if not prompt:
         raise ValueError(
             f"task.name=hf:{name} has none of the columns {', '.join(QUESTION_KEYS)}; set "
-            f"task.options.prompt to one of: {', '.join(columns)}"
+            f"task.options.prompt to one of: {', '.join(features)}"
         )
-    answer = options.answer or ("answer" if "answer" in columns else "")
-    path = (answer,) if answer in columns else tuple(filter(None, answer.split(".")))
+    answer = options.answer or ("answer" if "answer" in features else "")
+    path = (answer,) if answer in features else tuple(filter(None, answer.split(".")))
     kind = None
     for key, column in (*(("prompt", (column,)) for column in prompt), ("answer", path)):
         try:
@@ -203,24 +179,24 @@ def load_rows(
         except (KeyError, TypeError):  # a feature that is no struct
             raise ValueError(
                 f"task.options.{key}={'.'.join(column)} is not a column of hf:{name}; "
-                f"choose from: {', '.join(columns)}"
+                f"choose from: {', '.join(features)}"
             ) from None
     if options.answer_pattern and not path:
         raise ValueError(
             f"task.options.answer_pattern={options.answer_pattern!r} needs task.options.answer; "
             "set it"
         )
-    return DatasetRows(
-        f"hf:{name} split {split}",
-        dataset,
-        places,
-        columns,
-        tuple(prompt),
-        path,
-        getattr(kind, "dtype", ""),
-        options,
-        ignore_media,
-    )
+    return prompt, path, getattr(kind, "dtype", "")
+
+
+def _match(pattern: str, answer: Any, where: str) -> str:
+    matches = [*re.finditer(pattern, "" if answer is None else str(answer))]
+    if not matches:
+        raise ValueError(
+            f"{where}: task.options.answer_pattern={pattern!r} does not match the answer "
+            f"{str(answer)[-60:]!r}; change the pattern"
+        )
+    return matches[-1][1].strip()
 
 
 def _read(name: str, options: DatasetOptions, split: str) -> tuple[Any, Sequence[str]]:

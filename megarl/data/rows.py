@@ -6,10 +6,12 @@ What a row may have is listed here; the rest is refused with its file and line, 
 has lost a part is another prompt.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
+from itertools import compress
 from typing import Any
 
 from megarl.data.media import MEDIA, PLACEHOLDER, refuse_media
@@ -44,6 +46,43 @@ class Problem:
         if isinstance(question, str):
             return question
         return "\n".join(f"{m['role']}: {m['content']}" for m in question)
+
+
+@dataclass(frozen=True)
+class Source:
+    """``problem(i)`` for 0 <= i < `size`; always the same problem, on every rank."""
+
+    problem: Callable[[int], Problem]
+    size: int | None  # None: endless
+    # all problems in order, faster than one by one; if the argument is False, only their questions
+    scan: Callable[[bool], Iterable[Problem]] | None = None
+    weight: float = 1.0  # in a mixture
+    held_out: int = 0  # training problems that were removed because they are evaluated on
+
+    def problems(self, whole: bool = True) -> Iterable[Problem]:
+        """All problems of a finite source, or only their questions; the first of an endless one."""
+        return self.scan(whole) if self.scan else map(self.problem, range(self.size or 1))
+
+    def digest(self) -> str:
+        """Hashes the questions in order; "" for those that are generated."""
+        total = hashlib.sha256()
+        for problem in self.problems(whole=False) if self.scan else ():
+            total.update(f"{len(problem.text)} {problem.text}".encode())
+        return total.hexdigest()[:16] if self.scan else ""
+
+    def select(self, keep: Sequence[bool]) -> "Source":
+        """The problems whose entry in `keep`, one per problem, is True."""
+        indices = list(compress(range(len(keep)), keep))
+        return replace(
+            self,
+            problem=lambda index: self.problem(indices[index]),
+            size=len(indices),
+            scan=lambda whole: compress(self.problems(whole), keep),
+        )
+
+
+def listed(problems: list[Problem]) -> Source:
+    return Source(problems.__getitem__, len(problems), lambda whole: problems)
 
 
 @contextmanager

@@ -190,11 +190,8 @@ def pad_token(tokenizer: Tokenizer) -> tuple[int, str | None]:
         return next(token for token in reversed(range(tokenizer.vocab)) if token not in end), None
     inner = tokenizer.inner
     first = (inner.pad_token_id, inner.unk_token_id, inner.bos_token_id, *inner.all_special_ids)
-    pad = next(
-        token
-        for token in (*first, *reversed(range(len(inner))))
-        if token is not None and token not in end
-    )
+    others = reversed(range(len(inner)))
+    pad = next(token for token in (*first, *others) if token not in (None, *end))
     return pad, inner.convert_ids_to_tokens(pad)
 
 

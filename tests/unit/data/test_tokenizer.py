@@ -229,7 +229,9 @@ def test_examples_learn_the_answer_and_its_end_only():
 
 def test_an_example_without_an_answer_is_refused(made):
     encode = example_encoder(load_tokenizer(made), Task(), ("assistant",))
-    with pytest.raises(ValueError, match=re.escape("has no answer, but stage: sft trains on answers")):
+    with pytest.raises(
+        ValueError, match=re.escape("has no answer, but stage: sft trains on answers")
+    ):
         encode(Problem("why?"))
     with pytest.raises(ValueError, match="is a list, not one text"):
         encode(Problem("why?", ["a", "b"]))

@@ -41,7 +41,9 @@ def run(monkeypatch: pytest.MonkeyPatch, **values: Any) -> Recorded:
     recorded, losses = Recorded(), iter(values.pop("losses", LOSSES))
     skips = iter(values.pop("skips", ()))
     monkeypatch.setattr(stage, "mean_loss", lambda trainer, batch: next(losses))
-    monkeypatch.setattr(stage, "train_supervised", lambda trainer, batch: update(next(skips, False)))
+    monkeypatch.setattr(
+        stage, "train_supervised", lambda trainer, batch: update(next(skips, False))
+    )
     monkeypatch.setattr(stage, "sampled_accuracy", lambda batch, logprobs: 0.1)
     trainer = SimpleNamespace(logprobs=lambda batch: None)
     parts: dict[str, Any] = {
