@@ -321,22 +321,7 @@ class ObjectiveState:
         math.inf,
         0,
     )  # stage sft: the lowest held-out loss, and evaluations since
-    updates: int = 0
-    skipped: int = 0  # of the updates
-
-    def counted(self, report: "StepReport") -> "ObjectiveState":
-        skipped = sum(update.skipped for update in report.updates)
-        updates = self.updates + len(report.updates)
-        return replace(self, updates=updates, skipped=self.skipped + skipped)
-
-    def check_learned(self) -> None:
-        """Raises CheckFailed if each update so far was skipped; call it at the end of a run."""
-        if 0 < self.updates == self.skipped:
-            raise CheckFailed(
-                f"nothing was learned: each of the run's {self.updates} updates was skipped, as no "
-                "token was trained or the gradient was not finite (update/skipped and loss in "
-                "metrics.jsonl); correct the data or the settings, and start over"
-            )
+    has_learned: bool = False  # without an engine: an update was not skipped
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from functools import partial
 from itertools import pairwise
 
 from megarl.config.schema import Task
-from megarl.data.rows import Problem, messages_of, read_messages
+from megarl.data.rows import Problem, messages_of, read_messages, reference_text, short
 from megarl.data.tokenizer import Example, HfTokenizer, Tokenizer, prompt_encoder
 
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\b")
@@ -34,8 +34,14 @@ def example_encoder(
     def example(problem: Problem) -> Example | None:
         question = problem.question
         completion = problem.extra.get("completion")
-        if problem.answer is not None or (completion is None and isinstance(question, str)):
+        if problem.answer is not None:
+            reference_text(problem.answer)  # raises for a list
             return None
+        if completion is None and isinstance(question, str):
+            raise ValueError(
+                "it has no answer, but stage: sft trains on answers; write `answer`, `completion` "
+                f"or `messages` (it has {', '.join(problem.extra) or 'no more'})"
+            )
         if isinstance(completion, str):
             prompt = encode(question)
             answer = tokenizer.encode_answer(completion)
@@ -46,36 +52,31 @@ def example_encoder(
             )
         messages = messages_of(question)
         first = len(messages) if completion else 0
-        messages += read_messages(completion or (), "completion")
+        messages += read_messages(completion or (), "completion", ignore_media=task.ignore_media)
         if task.system_prompt and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": task.system_prompt}, *messages]
             first += 1
         learned = [turn for turn in range(first, len(messages)) if messages[turn]["role"] in roles]
-        shown = " / ".join(
-            f"{message['role']}: {message['content'][:30]!r}" for message in messages[:4]
-        )
         if not learned:
+            present = [message["role"] for message in messages]
             raise ValueError(
-                f"a conversation has no turn of sft.roles={list(roles)}: {shown}; correct one of "
-                "them"
+                f"a conversation has none of sft.roles={list(roles)}, but {', '.join(present)}; "
+                "correct one of them"
             )
         if (
             task.template == "plain"
             or not isinstance(tokenizer, HfTokenizer)
             or not tokenizer.chat_template
         ):
-            raise ValueError(f"a conversation needs a chat template: {shown}; use a chat model")
+            raise ValueError("a conversation needs a chat template; use a chat model")
         if (
             GENERATION_TAG.search(tokenizer.chat_template)
             and not completion
             and tuple(roles) == ("assistant",)
         ):
-            encoded = tokenizer.encode_tagged(messages, **task.template_args)
-        else:
-            render = partial(tokenizer.render, **task.template_args)
-            encoded = _by_turns(tokenizer, render, messages, learned, shown)
-        tokenizer.check(encoded[0])
-        return _learned(*encoded)
+            return _learned(*tokenizer.encode_tagged(messages, **task.template_args))
+        render = partial(tokenizer.render, **task.template_args)
+        return _learned(*_by_turns(tokenizer, render, messages, learned))
 
     return example
 
@@ -96,15 +97,13 @@ def _by_turns(
     render: Callable[..., str],
     messages: Sequence[Mapping[str, str]],
     learned: Sequence[int],
-    shown: str,
 ) -> Example:
-    encode_text = partial(tokenizer.inner.encode, add_special_tokens=False)
     whole = render(messages)
     cuts = [0]
     if messages[learned[0]]["role"] == "assistant" and not learned[0]:
         raise ValueError(
-            f"the conversation starts with the assistant's turn: {shown}; begin with a user's or "
-            "a system's, of which the model's template makes a prompt"
+            "the conversation starts with the assistant's turn; begin with a user's or a system's, "
+            "of which the model's template makes a prompt"
         )
     for turn in learned:
         is_reply = messages[turn]["role"] == "assistant"
@@ -113,22 +112,23 @@ def _by_turns(
             if not whole.startswith(text) or len(text) < cuts[-1]:
                 raise ValueError(
                     f"the model's chat template renders turn {turn + 1} or one before it "
-                    f"differently once others follow: {shown}; split the conversation, or use a "
-                    "template with generation tags"
+                    f"differently once others follow, {short(text)}; split the conversation, or "
+                    "use a template with generation tags"
                 )
             cuts.append(len(text))
     tokens = []
     mask = []
     for number, (start, end) in enumerate(pairwise([*cuts, len(whole)])):
-        part = encode_text(whole[start:end])
+        part = tokenizer.encode(whole[start:end])
         # nothing is sampled after an end token, so nothing is learned there
         last = max(
             (place for place, token in enumerate(part) if token in tokenizer.eos), default=len(part)
         )
         tokens += part
         mask += [number % 2 == 1 and place <= last for place in range(len(part))]
-    if tokenizer.inner.decode(tokens) != tokenizer.inner.decode(encode_text(whole)):
+    if tokenizer.inner.decode(tokens) != tokenizer.inner.decode(tokenizer.encode(whole)):
         raise ValueError(
-            f"the tokenizer adds text to a turn encoded by itself: {shown}; use generation tags"
+            "the tokenizer adds text to a turn encoded by itself; use a template with generation "
+            "tags"
         )
     return tuple(tokens), tuple(mask)

@@ -9,52 +9,59 @@ No torch: all rows are checked before ranks start.
     {"prompt": ..., "completions": ["step 1", "step 2"], "labels": [true, false]}   steps, as in TRL
 
 A response is text or a list of chat messages that ends with the assistant's; it may repeat the
-prompt's messages. Empty responses, and equal ones of which one is better, are refused.
+prompt's messages. Empty responses are refused; of equal ones nothing is learned.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from functools import partial
 from typing import Any, cast
 
 from megarl.data.rows import messages_of, read_messages, short
 from megarl.data.tasks import Source
 
 
-def check_feedback(source: Source, *, steps: bool) -> None:
-    """Raises ValueError, with file and line, for a problem without rankings, or without `steps`;
-    and if no problem ranks anything.
+def check_feedback(source: Source, *, steps: bool, ignore_media: bool = False) -> list[str]:
+    """Returns a warning of problems that teach nothing, as no response is better than another.
+
+    Raises ValueError, with file and line, for a problem without rankings, or without `steps`; and
+    if all teach nothing.
     """
-    # an endless source has the first alone
-    is_ranked = steps
-    for problem in chain([source.problem(0)], source.problems()):
+    tied = []
+    for problem in source.problems():
+        where = problem.where
         if steps:
-            labelled_steps(problem.extra, problem.where)
-        else:
-            _, ranks, _ = ranked_responses(problem.extra, problem.text, problem.where)
-            is_ranked = is_ranked or len(set(ranks)) > 1
-    if not is_ranked:
-        raise ValueError(
-            f"{source.problem(0).where}: in no row of the task is a response better than another, "
-            "so nothing would be learned; correct ranks or scores"
-        )
+            labelled_steps(problem.extra, where)
+            continue
+        responses = ranked_responses(problem.extra, problem.text, where, ignore_media=ignore_media)
+        if len({*responses[1]}) == 1:
+            tied.append(where)
+    if not tied:
+        return []
+    size = source.size or 1
+    note = (
+        f"{tied[0]}: no response is better than another, as texts, ranks or scores are equal: "
+        f"nothing is learned of {len(tied)} of {size} rows"
+    )
+    if len(tied) == size:
+        raise ValueError(f"{note}; correct them")
+    return [f"{note}, of which this is the first"]
 
 
 def ranked_responses(
-    extra: Mapping[str, Any], text: str, where: str
+    extra: Mapping[str, Any], text: str, where: str, *, ignore_media: bool = True
 ) -> tuple[list[str], list[float], float]:
     """Returns the responses to the prompt `text`, their ranks (the lowest is best) and the margin
-    of its pairs.
+    of its pairs. Equal responses have the rank of the first, as nothing could tell them apart.
     """
+    response = partial(_response, prompt=text, ignore_media=ignore_media)
     keys = [key for key in ("chosen", "rejected", "responses") if extra.get(key) is not None]
     if keys == ["chosen", "rejected"]:
-        margin = (
-            0.0
-            if extra.get("margin") is None
-            else _numbers([extra["margin"]], 1, f"{where}: margin")[0]
-        )
-        texts = [_response(extra[key], text, f"{where}: {key}") for key in keys]
-        return _distinct(texts, [0.0, 1.0], where), [0.0, 1.0], margin
+        margin = 0.0
+        if extra.get("margin") is not None:
+            margin = _numbers([extra["margin"]], 1, f"{where}: margin")[0]
+        chosen, rejected = (response(extra[key], f"{where}: {key}") for key in keys)
+        return [chosen, rejected], [0.0, float(chosen != rejected)], margin
     if keys != ["responses"]:
         raise ValueError(
             f"{where} has {' and '.join(keys) or 'no responses'}, but preferences are learned from "
@@ -76,21 +83,11 @@ def ranked_responses(
         else range(len(values))
     )
     sign = -1.0 if orders == ["scores"] else 1.0
-    texts = [_response(value, text, f"{where}: responses") for value in values]
-    ranks = [sign * n for n in numbers]
-    return _distinct(texts, ranks, where), ranks, 0.0
-
-
-def _distinct(texts: list[str], ranks: list[float], where: str) -> list[str]:
-    """Raises ValueError if two equal texts have different ranks: nothing could tell them apart."""
-    seen = {}
-    for text, rank in zip(texts, ranks, strict=True):
-        if seen.setdefault(text, rank) != rank:
-            raise ValueError(
-                f"{where} prefers a response to an equal one, {short(text)}, of which nothing is "
-                "learned; remove the row"
-            )
-    return texts
+    texts = [response(value, f"{where}: responses") for value in values]
+    ranks = {}
+    for text, number in zip(texts, numbers, strict=True):
+        ranks.setdefault(text, sign * number)
+    return texts, [ranks[text] for text in texts], 0.0
 
 
 def _numbers(values: Any, count: int, where: str) -> list[float]:
@@ -104,14 +101,13 @@ def _numbers(values: Any, count: int, where: str) -> list[float]:
     return [float(value) for value in values]
 
 
-def _response(value: Any, prompt: str, where: str) -> str:
+def _response(value: Any, where: str, *, prompt: str, ignore_media: bool) -> str:
     """The text of a response. Messages before the assistant's last one must be the prompt's."""
     if isinstance(value, str):
-        messages = [{"role": "assistant", "content": value}]
-    elif isinstance(value, Sequence):
-        messages = [*read_messages(value, where)]
-    else:
-        messages = []
+        value = [{"role": "assistant", "content": value}]
+    messages = []
+    if isinstance(value, Sequence):
+        messages = [*read_messages(value, where, ignore_media=ignore_media)]
     if not messages or messages[-1]["role"] != "assistant" or not messages[-1]["content"].strip():
         raise ValueError(
             f"{where} must be text, or messages that end with the assistant's, not "

@@ -12,8 +12,6 @@ import operator
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import chain, count
 from pathlib import Path
@@ -27,9 +25,11 @@ from megarl.data.media import FEATURE, refuse_media
 from megarl.data.rows import (
     QUESTION_KEYS,
     BadRow,
-    default_answer,
+    Problem,
+    Source,
+    listed,
+    make_problem,
     read_rows,
-    refuse_parts,
     utf8_lines,
 )
 from megarl.platform.hub import Repository
@@ -42,7 +42,6 @@ EMPTY = ("corresponds to no data", "BatchSize must be greater than 0", "StopIter
 BATCH = 1000  # rows read at once in a scan
 SHORT_FLOATS = ("float16", "float32")  # read as float64, with digits that nobody wrote
 MISSING = ("", "NaN", "nan", "null")  # cells of CSV
-Row = tuple[Any, Any, dict[str, Any]]  # question, answer, the other columns
 
 
 class DatasetOptions(Section):
@@ -69,98 +68,14 @@ class DatasetOptions(Section):
         return value
 
 
-@dataclass(frozen=True)
-class DatasetRows:
-    """The rows of one split; `name` is the task's with the split, for errors."""
-
-    name: str
-    dataset: Any  # datasets.Dataset, or a list of rows
-    columns: Sequence[str]
-    prompt: tuple[str, ...]
-    answer: tuple[str, ...]  # the path into a struct; empty: no answer
-    pattern: str | None
-    is_chosen: bool = False  # the prompt is configured
-    places: Sequence[str] = ()  # of the rows, if they have any
-    dtype: str = ""  # of the answer
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Row:
-        with self._errors():
-            return self._row(index, self.dataset[index])
-
-    def where(self, index: int) -> str:
-        return self.places[index] if self.places else f"{self.name} row {index}"
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{self.name} has a text that is not UTF-8 ({error}); write its files again"
-            ) from None
-
-    def scan(self, whole: bool) -> Iterator[Row]:
-        """Reads all rows, or only their questions; and checks that the pattern
-        matches all answers.
-        """
-        rows = self.dataset
-        if not isinstance(rows, list):
-            columns = self.columns
-            if not whole:
-                columns = [*self.prompt, *(self.answer[:1] if self.pattern else ())]
-            rows = (
-                dict(zip(batch, row, strict=True))
-                for batch in rows.select_columns(sorted({*columns})).iter(batch_size=BATCH)
-                for row in zip(*batch.values(), strict=True)
-            )
-        with self._errors():
-            yield from map(self._row, count(), rows)
-
-    def _row(self, index: int, row: dict[str, Any]) -> Row:
-        """Joins the texts of several prompts by an empty line, or concatenates their messages."""
-        values: list[Any] = [row.get(column) for column in self.prompt]
-        if len(values) > 1:  # Alpaca's input may be empty
-            values = [value for value in values if value] or values
-        if all(isinstance(value, str) for value in values):
-            question = "\n\n".join(values)
-        elif all(isinstance(value, list) for value in values):
-            question = [*chain.from_iterable(values)]
-        elif len(values) == 1:
-            question = values[0]
-        else:
-            kinds = ", ".join(
-                f"{c}: {type(v).__name__}" for c, v in zip(self.prompt, values, strict=False)
-            )
-            raise ValueError(
-                f"{self.where(index)}: prompts must be all text or all messages, not {kinds}"
-            )
-        answer = None
-        if self.answer and self.answer[0] in row:
-            answer = reduce(_enter, self.answer, row)
-        if self.dtype in SHORT_FLOATS and answer is not None:
-            answer = float(str(np.dtype(self.dtype).type(answer)))
-        if self.pattern is not None:
-            answer = self._matched(index, answer)
-        used = (*self.prompt, *(self.answer if len(self.answer) == 1 else ()))
-        extra = {key: row.get(key) for key in self.columns if key not in used}
-        if not self.is_chosen:
-            refuse_parts(extra, self.where(index), "set task.options.prompt to all its columns")
-        return question, answer, extra
-
-    def _matched(self, index: int, answer: Any) -> str:
-        assert self.pattern is not None
-        matches = []
-        if answer is not None:
-            matches = [match[1] for match in re.finditer(self.pattern, str(answer))]
-        if not matches:
-            raise ValueError(
-                f"{self.where(index)}: task.options.answer_pattern={self.pattern!r} does "
-                f"not match the answer {str(answer)[-60:]!r}; change the pattern"
-            )
-        return matches[-1].strip()
+def _joined(values: list[Any]) -> Any:
+    """Joins the texts of several columns by an empty line, or concatenates their messages."""
+    values = [value for value in values if value] or values  # Alpaca's input may be empty
+    if all(isinstance(value, list) for value in values):
+        return [*chain.from_iterable(values)]
+    if all(isinstance(value, str) for value in values):
+        return "\n\n".join(values)
+    return values  # which is neither text nor messages
 
 
 def _enter(value: Any, key: str) -> Any:
@@ -188,31 +103,75 @@ def parse_options(name: str, options: Mapping[str, Any]) -> DatasetOptions:
 
 def load_rows(
     name: str, options: DatasetOptions, split: str, *, ignore_media: bool = False
-) -> DatasetRows:
+) -> Source:
     """Loads one split. Raises ValueError or FileNotFoundError with the value and the remedy."""
+    dataset: Any
     dataset, places = _read(name, options, split)
+    features: dict[str, Any] = {}
     if isinstance(dataset, list):
-        features: dict[str, Any] = {}
         for row in dataset:
             features |= {key: value for key, value in row.items() if value is not None}
     else:
-        features = dict(dataset.features)
-        media = [key for key, feature in features.items() if FEATURE.search(repr(feature))]
-        refuse_media(f"task.name=hf:{name}", () if ignore_media else media)
+        media = [key for key, kind in dataset.features.items() if FEATURE.search(repr(kind))]
+        refuse_media(f"task.name=hf:{name}", media, ignore=ignore_media)
         dataset = dataset.remove_columns(media)
-        features = dict(dataset.features)
-    columns = list(features)
+        features = dataset.features
+    prompt, answer, dtype = _columns(name, options, features)
+    others = [key for key in features if (key,) != answer and key not in prompt]
+    pattern = options.answer_pattern
+
+    def problem(index: int, row: Mapping[str, Any]) -> Problem:
+        where = places[index] if places else f"hf:{name} split {split} row {index}"
+        question = row.get(prompt[0])
+        if len(prompt) > 1:
+            question = _joined([row.get(column) for column in prompt])
+        reference = None
+        if answer:
+            reference = reduce(_enter, answer, row)
+        if dtype in SHORT_FLOATS and reference is not None:
+            reference = float(str(np.dtype(dtype).type(reference)))
+        if pattern:
+            reference = _match(pattern, reference, where)
+        extra = {key: row.get(key) for key in others}
+        is_chosen = options.prompt is not None
+        return make_problem(
+            question, reference, extra, where, ignore_media=ignore_media, is_chosen=is_chosen
+        )
+
+    def scan(whole: bool) -> Iterator[Problem]:
+        columns = features
+        if not whole:
+            columns = [*prompt, *(answer[:1] if pattern else ())]
+        numbers = count()
+        try:
+            for batch in dataset.select_columns(sorted({*columns})).iter(batch_size=BATCH):
+                for row in zip(*batch.values(), strict=True):
+                    yield problem(next(numbers), dict(zip(batch, row, strict=True)))
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"hf:{name} has a text that is not UTF-8 ({error}); write its files again"
+            ) from None
+
+    if isinstance(dataset, list):
+        return listed([*map(problem, count(), dataset)])
+    return Source(lambda index: problem(index, dataset[index]), len(dataset), scan)
+
+
+def _columns(
+    name: str, options: DatasetOptions, features: Mapping[str, Any]
+) -> tuple[Sequence[str], tuple[str, ...], str]:
+    """Returns the columns of the prompt, the path of the answer into a struct (empty: none), and
+    its dtype.
+    """
     prompt = [options.prompt] if isinstance(options.prompt, str) else options.prompt
-    prompt = prompt or [column for column in QUESTION_KEYS if column in columns][:1]
+    prompt = prompt or [column for column in QUESTION_KEYS if column in features][:1]
     if not prompt:
         raise ValueError(
             f"task.name=hf:{name} has none of the columns {', '.join(QUESTION_KEYS)}; set "
-            f"task.options.prompt to one of: {', '.join(columns)}"
+            f"task.options.prompt to one of: {', '.join(features)}"
         )
-    answer = options.answer or ("answer" if "answer" in columns else "")
-    if not answer and default_answer(features) is not None:
-        answer = "reward_model.ground_truth"
-    path = (answer,) if answer in columns else tuple(filter(None, answer.split(".")))
+    answer = options.answer or ("answer" if "answer" in features else "")
+    path = (answer,) if answer in features else tuple(filter(None, answer.split(".")))
     kind = None
     for key, column in (*(("prompt", (column,)) for column in prompt), ("answer", path)):
         try:
@@ -220,24 +179,24 @@ def load_rows(
         except (KeyError, TypeError):  # a feature that is no struct
             raise ValueError(
                 f"task.options.{key}={'.'.join(column)} is not a column of hf:{name}; "
-                f"choose from: {', '.join(columns)}"
+                f"choose from: {', '.join(features)}"
             ) from None
     if options.answer_pattern and not path:
         raise ValueError(
             f"task.options.answer_pattern={options.answer_pattern!r} needs task.options.answer; "
             "set it"
         )
-    return DatasetRows(
-        f"hf:{name} split {split}",
-        dataset,
-        columns,
-        tuple(prompt),
-        path,
-        options.answer_pattern,
-        is_chosen=options.prompt is not None,
-        places=places,
-        dtype=getattr(kind, "dtype", ""),
-    )
+    return prompt, path, getattr(kind, "dtype", "")
+
+
+def _match(pattern: str, answer: Any, where: str) -> str:
+    matches = [*re.finditer(pattern, "" if answer is None else str(answer))]
+    if not matches:
+        raise ValueError(
+            f"{where}: task.options.answer_pattern={pattern!r} does not match the answer "
+            f"{str(answer)[-60:]!r}; change the pattern"
+        )
+    return matches[-1][1].strip()
 
 
 def _read(name: str, options: DatasetOptions, split: str) -> tuple[Any, Sequence[str]]:
@@ -250,11 +209,6 @@ def _read(name: str, options: DatasetOptions, split: str) -> tuple[Any, Sequence
     path = str(folder)
     data_files = options.data_files
     if folder.is_file():
-        if folder.stat().st_size == 0:
-            raise ValueError(
-                f"task.name=hf:{name} is an empty file; write one row per line, or choose another "
-                "file"
-            )
         if folder.suffix not in FORMATS:
             raise ValueError(
                 f"task.name=hf:{name} is not a file of a known format; choose from "

@@ -80,7 +80,7 @@ class PromptStream:
             unseen -= 1
             problem = source.problem(self._index(part, number))
             with errors_of(problem.where):
-                tokens, learned = self.example(problem) or (self.encode(problem.question), ())
+                tokens, learned = self.tokens(problem)
             if 0 < len(tokens) <= self.max_tokens:
                 taken.append(
                     Prompt(
@@ -104,10 +104,14 @@ class PromptStream:
             if skips == max_skips:
                 raise ValueError(
                     f"{skips} prompts in a row are empty or longer than rollout.max_prompt_tokens="
-                    f"{self.max_tokens} (the last has {len(tokens)}); raise it, or choose a task "
-                    "with shorter prompts"
+                    f"{self.max_tokens} ({problem.where} has {len(tokens)}); raise it, or choose a "
+                    "task with shorter prompts"
                 )
         return taken
+
+    def tokens(self, problem: Problem) -> Example:
+        """Returns the tokens of a prompt, none of them learned, or of an example."""
+        return self.example(problem) or (self.encode(problem.question), ())
 
     def put_back(self, prompts: Sequence[Prompt]) -> None:
         """Undoes the end of what was taken: `take` returns `prompts`, the last ones, again."""
@@ -142,9 +146,8 @@ class PromptStream:
                     f"{change}; restore the data, pass --resume-changed to continue with the new, "
                     "or start over with checkpoint.resume=never"
                 )
-            log.warning(
-                f"{change}: up to {position} prompts that were already taken may come again"
-            )
+            # to the terminal, on rank 0
+            print(f"megarl: {change}: up to {position} prompts already taken may come again")
         self.position = position
         self.skipped = int(state["skipped"])
         self.kept.update(state.get("kept", {}))

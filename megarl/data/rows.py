@@ -6,14 +6,15 @@ What a row may have is listed here; the rest is refused with its file and line, 
 has lost a part is another prompt.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
-from itertools import chain
+from itertools import compress
 from typing import Any
 
-from megarl.data.media import is_media, media_of, refuse_media, without_placeholders
+from megarl.data.media import MEDIA, PLACEHOLDER, refuse_media
 from megarl.platform.json_text import parse_json
 
 Question = str | tuple[Mapping[str, str], ...]  # text, or chat messages
@@ -22,12 +23,6 @@ QUESTION_KEYS = ("prompt", "question", "problem", "messages")
 PROMPT_PARTS = ("system", "system_prompt", "history", "tools", "functions")
 EXAMPLE = '{"prompt": "1 + 1 =", "answer": "2"}'
 MESSAGES = '[{"role": "user", "content": "1 + 1 ="}, ...]'
-# what people have instead of role and content, and what to do
-FOREIGN = {
-    "from": "ShareGPT's from and value: write role and content, user for human, assistant for gpt",
-    "tool_calls": "tool calls, which cannot be trained on: remove the row",
-    "function_call": "tool calls, which cannot be trained on: remove the row",
-}
 
 
 class BadRow(ValueError):
@@ -51,6 +46,43 @@ class Problem:
         if isinstance(question, str):
             return question
         return "\n".join(f"{m['role']}: {m['content']}" for m in question)
+
+
+@dataclass(frozen=True)
+class Source:
+    """``problem(i)`` for 0 <= i < `size`; always the same problem, on every rank."""
+
+    problem: Callable[[int], Problem]
+    size: int | None  # None: endless
+    # all problems in order, faster than one by one; if the argument is False, only their questions
+    scan: Callable[[bool], Iterable[Problem]] | None = None
+    weight: float = 1.0  # in a mixture
+    held_out: int = 0  # training problems that were removed because they are evaluated on
+
+    def problems(self, whole: bool = True) -> Iterable[Problem]:
+        """All problems of a finite source, or only their questions; the first of an endless one."""
+        return self.scan(whole) if self.scan else map(self.problem, range(self.size or 1))
+
+    def digest(self) -> str:
+        """Hashes the questions in order; "" for those that are generated."""
+        total = hashlib.sha256()
+        for problem in self.problems(whole=False) if self.scan else ():
+            total.update(f"{len(problem.text)} {problem.text}".encode())
+        return total.hexdigest()[:16] if self.scan else ""
+
+    def select(self, keep: Sequence[bool]) -> "Source":
+        """The problems whose entry in `keep`, one per problem, is True."""
+        indices = list(compress(range(len(keep)), keep))
+        return replace(
+            self,
+            problem=lambda index: self.problem(indices[index]),
+            size=len(indices),
+            scan=lambda whole: compress(self.problems(whole), keep),
+        )
+
+
+def listed(problems: list[Problem]) -> Source:
+    return Source(problems.__getitem__, len(problems), lambda whole: problems)
 
 
 @contextmanager
@@ -104,68 +136,57 @@ def read_problem(row: Any, where: str, *, ignore_media: bool = False) -> Problem
     """
     if not isinstance(row, Mapping):
         raise ValueError(f"{where} is a {type(row).__name__}, not an object; write {EXAMPLE}")
-    present = [str(key) for key, value in row.items() if value is not None]
-    keys = [key for key in QUESTION_KEYS if key in present]
+    keys = [key for key in QUESTION_KEYS if row.get(key) is not None]
     if len(keys) != 1:
+        present = [str(key) for key, value in row.items() if value is not None]
         raise ValueError(
             f"{where} needs exactly one of {', '.join(QUESTION_KEYS)}; it has "
             f"{', '.join(keys or present) or 'nothing'}; write text, or {MESSAGES}"
         )
     extra = {str(key): value for key, value in row.items() if key not in (keys[0], "answer")}
-    refuse_parts(extra, where, "write it into the prompt, as the first of its messages, for one")
-    answer = row.get("answer")
-    if answer is None:
-        answer = default_answer(extra)
-    return make_problem(row[keys[0]], answer, extra, where=where, ignore_media=ignore_media)
-
-
-def default_answer(row: Mapping[str, Any]) -> Any:
-    """Returns verl's reference of a row without `answer`."""
-    judged = row.get("reward_model")
-    return judged.get("ground_truth") if isinstance(judged, Mapping) else None
-
-
-def refuse_parts(extra: Mapping[str, Any], where: str, remedy: str) -> None:
-    """Raises ValueError if a column that is not read is a part of the prompt."""
-    for name in PROMPT_PARTS:
-        if extra.get(name):
-            raise ValueError(
-                f"{where} has {name}={short(extra[name])}, which would not be in the prompt; "
-                f"{remedy}, or rename the column if only rewards read it"
-            )
+    return make_problem(row[keys[0]], row.get("answer"), extra, where, ignore_media=ignore_media)
 
 
 def make_problem(
     question: Any,
     answer: Any,
     extra: Mapping[str, Any],
-    *,
     where: str,
+    *,
     ignore_media: bool = False,
+    is_chosen: bool = False,
 ) -> Problem:
-    media = media_of({"prompt": question, **extra})
-    refuse_media(where, () if ignore_media else media)
-    if media:
-        question = without_placeholders(question)
+    """`is_chosen`: the columns of the prompt are configured, so that no other is a part of it."""
+    for name in () if is_chosen else extra:
+        if name in PROMPT_PARTS and extra[name]:
+            raise ValueError(
+                f"{where} has {name}={short(extra[name])}, which would not be in the prompt; write "
+                "it into the prompt, as the first of its messages, for one (of an hf: task, set "
+                "task.options.prompt to all columns of the prompt), or rename the column if only "
+                "rewards read it"
+            )
+    media = [name for name in extra if name in MEDIA and extra[name]]
+    refuse_media(where, media, ignore=ignore_media)
     if isinstance(question, list) and question:
-        question = tuple(read_messages(question, where))
-        texts = [*chain.from_iterable(message.values() for message in question)]
-    elif isinstance(question, str) and question.strip():
-        texts = [question]
-    else:
+        question = tuple(read_messages(question, where, ignore_media=ignore_media))
+    elif not isinstance(question, str) or not question.strip():
         raise ValueError(
             f"{where}: the prompt must be text, or messages {MESSAGES}, not {short(question)}"
         )
-    answer = reference(answer)
-    for text in (*texts, answer):
-        try:
-            text.encode() if isinstance(text, str) else None
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"{where} has half of a surrogate pair, which no tokenizer can read: "
-                f"{short(text[max(0, error.start - 10) : error.end + 10])}; remove it"
-            ) from None
-    return Problem(question, answer, extra, where)
+    elif ignore_media:
+        question = PLACEHOLDER.sub("", question)
+    judged = extra.get("reward_model")
+    if answer is None and isinstance(judged, Mapping):  # as verl has it
+        answer = judged.get("ground_truth")
+    problem = Problem(question, reference(answer), extra, where)
+    try:
+        f"{problem.text} {problem.answer}".encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{where} has half of a surrogate pair, which no tokenizer can read: "
+            f"{short(error.object[max(0, error.start - 10) : error.end + 10])}; remove it"
+        ) from None
+    return problem
 
 
 def reference(value: Any) -> Any:
@@ -173,12 +194,12 @@ def reference(value: Any) -> Any:
 
     Booleans, lists and objects stay; null and NaN are None.
     """
+    if isinstance(value, str | bool | list | Mapping):
+        return value
     if value is None or value != value:
         return None
-    if isinstance(value, bool | list | Mapping):
-        return value
     if isinstance(value, float):
-        return f"{Decimal(repr(value)):f}".removesuffix(".0")
+        value = Decimal(repr(value).removesuffix(".0"))
     if isinstance(value, Decimal):
         return f"{value:f}"
     return str(value).removesuffix(" 00:00:00")  # of a date
@@ -198,28 +219,37 @@ def reference_text(answer: Any) -> str:
     return answer
 
 
-def read_messages(values: Iterable[Any], where: str) -> Iterator[dict[str, Any]]:
+def read_messages(
+    values: Iterable[Any], where: str, *, ignore_media: bool = False
+) -> Iterator[dict[str, Any]]:
     """Yields messages without the keys that are null, their content as one text.
 
     Raises ValueError for what is no message, or cannot be rendered as text.
     """
     for number, value in enumerate(values, start=1):
         place = f"{where}: message {number}"
-        if not isinstance(value, Mapping):
-            raise ValueError(f"{place} is {short(value)}; messages are {MESSAGES}")
-        message = {key: item for key, item in value.items() if item is not None and item != []}
-        for key, name in FOREIGN.items():
-            if key in message:
-                raise ValueError(f"{place} has {name}; messages are {MESSAGES}")
+        message = {}
+        if isinstance(value, Mapping):
+            message = {key: item for key, item in value.items() if item is not None and item != []}
         content = message.get("content")
         if isinstance(content, list):
-            parts = [part for part in content if not is_media(part)]
-            wrong = [part for part in parts if part.keys() != {"type", "text"}]
-            if wrong:
-                raise ValueError(f"{place} has content {short(wrong[0])}; only text can be read")
-            content = "\n".join(part["text"] for part in parts)  # as vLLM does
+            texts = []
+            for part in content:
+                kind = part.get("type") if isinstance(part, Mapping) else None
+                if kind == "text" and isinstance(part.get("text"), str):
+                    texts.append(part["text"])
+                elif str(kind) in MEDIA:
+                    refuse_media(place, [str(kind)], ignore=ignore_media)
+                else:
+                    raise ValueError(f"{place} has content {short(part)}; only text can be read")
+            content = "\n".join(texts)  # as vLLM does
         if not isinstance(content, str) or not isinstance(message.get("role"), str):
-            raise ValueError(f"{place} is {short(value)}; messages are {MESSAGES}")
+            raise ValueError(
+                f"{place} is {short(value)}; messages are {MESSAGES}: convert ShareGPT's from and "
+                "value to role and content, and remove rows with tool calls but no text"
+            )
+        if ignore_media:
+            content = PLACEHOLDER.sub("", content)
         yield {**message, "content": content}
 
 

@@ -13,21 +13,22 @@ file or split are removed from the first.
 import hashlib
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import chain, compress, count, islice
+from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
 from megarl.config.schema import Eval, EvalSet, Task
 from megarl.config.section import did_you_mean
-from megarl.data.hf_dataset import Row, load_rows, parse_options
+from megarl.data.hf_dataset import load_rows, parse_options
 from megarl.data.rows import (
     EXAMPLE,
     Problem,
+    Source,
     errors_of,
-    make_problem,
+    listed,
     messages_of,
     read_problem,
     read_rows,
@@ -39,39 +40,6 @@ Split = Literal["train", "eval"]
 
 HELD_OUT = 5  # one question in five belongs to "eval"
 ATTEMPTS = 1000  # to draw a problem of the requested split
-
-
-@dataclass(frozen=True)
-class Source:
-    """``problem(i)`` for 0 <= i < `size`; always the same problem, on every rank."""
-
-    problem: Callable[[int], Problem]
-    size: int | None  # None: endless
-    # all problems in order, faster than one by one; if the argument is False, only their questions
-    scan: Callable[[bool], Iterable[Problem]] | None = None
-    weight: float = 1.0  # in a mixture
-    held_out: int = 0  # training problems that were removed because they are evaluated on
-
-    def problems(self, whole: bool = True) -> Iterable[Problem]:
-        """All problems of a finite source, or only their questions."""
-        return self.scan(whole) if self.scan else map(self.problem, range(self.size or 0))
-
-    def digest(self) -> str:
-        """Hashes the questions in order; "" for those that are generated."""
-        total = hashlib.sha256()
-        for problem in self.problems(whole=False) if self.scan else ():
-            total.update(f"{len(problem.text)} {problem.text}".encode())
-        return total.hexdigest()[:16] if self.scan else ""
-
-    def select(self, keep: Sequence[bool]) -> "Source":
-        """The problems whose entry in `keep`, one per problem, is True."""
-        indices = list(compress(range(len(keep)), keep))
-        return replace(
-            self,
-            problem=lambda index: self.problem(indices[index]),
-            size=len(indices),
-            scan=lambda whole: compress(self.problems(whole), keep),
-        )
 
 
 def load_sources(
@@ -148,12 +116,17 @@ def load_task(task: Task, split: Split = "train", eval_tasks: Sequence[Task] = (
     return replace(source, size=size, scan=scan and (lambda whole: islice(scan(whole), size)))
 
 
+def read_all(source: Source) -> None:
+    """Raises ValueError for a row that is no problem."""
+    deque(source.problems(), maxlen=0)
+
+
 def check_tasks(
     task: Task,
     evaluated: Eval,
     *,
     held_out: bool = False,
-    check: Callable[[Source], object] | None = None,
+    check: Callable[[Source], object] = read_all,
 ) -> Iterator[str]:
     """Loads everything once, so that errors surface before anything starts; yields what the user
     should know.
@@ -171,7 +144,7 @@ def check_tasks(
     for part, source in zip(
         task.mixture or [task], load_sources(task, eval_tasks=eval_tasks), strict=True
     ):
-        check(source) if check else source.problem(0)
+        check(source)
         if source.held_out:
             yield (
                 f"{part.name}: {source.held_out} of {source.held_out + (source.size or 0)} "
@@ -183,13 +156,11 @@ def check_tasks(
 
 
 def _check_eval(
-    task: Task, key: str, size: int, check: Callable[[Source], object] | None = None
+    task: Task, key: str, size: int, check: Callable[[Source], object] = read_all
 ) -> Iterator[str]:
     sources = load_sources(task, "eval")
     for source in sources:
-        check(source) if check else source.problem(0)
-        if source.scan:
-            deque(source.problems(whole=False), maxlen=0)  # raises at a row that is not text
+        check(source)
     sizes = [source.size for source in sources if source.size is not None]
     if len(sizes) == len(sources) and sum(sizes) < size:
         yield f"{key}={size}, but there are {sum(sizes)} problems: all are used"
@@ -256,16 +227,7 @@ def _dataset(name: str, task: Task, split: Split) -> Source:
     """A hash of the question decides what is held out, unless there is an `eval_split`."""
     options = parse_options(name, task.options)
     stored = (split == "eval" and options.eval_split) or options.split
-    rows = load_rows(name, options, stored, ignore_media=task.ignore_media)
-
-    def problem(index: int, row: Row) -> Problem:
-        return make_problem(*row, where=rows.where(index), ignore_media=task.ignore_media)
-
-    source = Source(
-        lambda index: problem(index, rows[index]),
-        len(rows),
-        lambda whole: map(problem, count(), rows.scan(whole)),
-    )
+    source = load_rows(name, options, stored, ignore_media=task.ignore_media)
     if options.eval_split is not None:
         return source
     is_eval = [
@@ -276,7 +238,7 @@ def _dataset(name: str, task: Task, split: Split) -> Source:
         return replace(source.select([not value for value in is_eval]), held_out=sum(is_eval))
     if not any(is_eval):
         raise ValueError(
-            f"task.name={task.name!r} holds out none of its {len(rows)} problems with "
+            f"task.name={task.name!r} holds out none of its {source.size} problems with "
             f"task.options.held_out={options.held_out:g}; raise it, or set task.options.eval_split"
         )
     return source.select(is_eval)
@@ -307,7 +269,7 @@ def _jsonl(file: str, task: Task, split: Split) -> Source:
         raise ValueError(
             f"{path} has no problems; write one JSON object per line, such as {EXAMPLE}"
         )
-    return Source(problems.__getitem__, len(problems), lambda whole: problems)
+    return listed(problems)
 
 
 def _user_function(task: Task, split: Split) -> Source:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,25 +29,14 @@ Encode = Callable[[Question], tuple[int, ...]]
 Example = tuple[tuple[int, ...], tuple[bool, ...]]
 # variables of a chat template that task.template_args cannot set
 ALWAYS_GIVEN = {"messages", "add_generation_prompt"}
+OPTIONAL_KEYS = "name reasoning reasoning_content thinking tool_calls tool_call_id"  # of messages
 
 TEMPLATE_TIMEOUT_S = 10.0  # for one prompt
 MAX_PROMPT_CHARACTERS = 1 << 24
 
 
 def check_tokenizer(folder: Path, *, trust_remote_code: bool) -> None:
-    """Raises ValueError for a tokenizer that needs code of the model or a missing package, and for
-    end tokens that the model does not have.
-
-    Imports nothing heavy.
-    """
-    vocab = read_config(folder / "config.json").count("vocab_size")
-    for name in ("config.json", "generation_config.json"):
-        for token in read_config(folder / name).token_ids("eos_token_id"):
-            if token >= vocab > 0:
-                raise ValueError(
-                    f"{folder / name}: eos_token_id has {token}, but config.json has "
-                    f"vocab_size={vocab}; correct one of them"
-                )
+    """Raises ValueError for a tokenizer that needs code of the model, or a missing package."""
     if (folder / "tokenizer.json").is_file():
         return
     auto_map = read_config(folder / "tokenizer_config.json").raw.get("auto_map")
@@ -67,10 +57,6 @@ def check_tokenizer(folder: Path, *, trust_remote_code: bool) -> None:
         require(str(file), *packages)
 
 
-def tokenizer_files(folder: Path) -> list[str]:
-    return [name for name in FILES if (folder / name).is_file()]
-
-
 def load_tokenizer(
     path: str | Path,
     *,
@@ -85,12 +71,19 @@ def load_tokenizer(
     """
     folder = Path(path)
     check_tokenizer(folder, trust_remote_code=trust_remote_code)
-    config = read_config(folder / "config.json")
-    generation = read_config(folder / "generation_config.json")
-    eos = {*config.token_ids("eos_token_id"), *generation.token_ids("eos_token_id")}
-    files = tokenizer_files(folder)
+    vocab = read_config(folder / "config.json").count("vocab_size")
+    eos = set()
+    for name in ("config.json", "generation_config.json"):
+        ends = read_config(folder / name).token_ids("eos_token_id")
+        if max(ends, default=0) >= vocab > 0:
+            raise ValueError(
+                f"{folder / name}: eos_token_id has {max(ends)}, but config.json has "
+                f"vocab_size={vocab}; correct one of them"
+            )
+        eos |= {*ends}
+    files = [name for name in FILES if (folder / name).is_file()]
     if not files:
-        return TokenIds(tuple(sorted(eos)), config.size("vocab_size"))
+        return TokenIds(tuple(sorted(eos)), vocab)
     import transformers
 
     try:
@@ -105,28 +98,16 @@ def load_tokenizer(
         if not trust_remote_code and "trust_remote_code" in str(error):
             remedy = "set model.trust_remote_code=true"
         raise ValueError(f"{folder}: the tokenizer cannot be loaded ({error}); {remedy}") from error
-    own: Any = inner.eos_token_id
-    ends = tuple(sorted(eos | {own} - {None}))
-    tokenizer = HfTokenizer(inner, ends, stop, is_plain=template == "plain")
-    tokenizer.vocab = config.count("vocab_size")
-    if inner.vocab_size > tokenizer.vocab > 0:
+    if inner.vocab_size > vocab > 0:
         raise ValueError(
             f"{folder}: the tokenizer has a vocabulary of {inner.vocab_size}, but config.json has "
-            f"vocab_size={tokenizer.vocab}; use the tokenizer of this model"
+            f"vocab_size={vocab}; use the tokenizer of this model"
         )
+    own: Any = inner.eos_token_id
+    ends = tuple(sorted(eos | {own} - {None}))
+    tokenizer = HfTokenizer(inner, ends, stop, vocab=vocab, is_plain=template == "plain")
+    tokenizer.check(ends)
     return tokenizer
-
-
-def exceeds_vocabulary(folder: Path) -> bool:
-    """Returns True if tokenizer.json has ids beyond the model's vocabulary, which texts may need.
-
-    Imports nothing heavy.
-    """
-    vocab = read_config(folder / "config.json").count("vocab_size")
-    values = read_config(folder / "tokenizer.json").raw
-    ids = [token["id"] for token in values.get("added_tokens") or ()]
-    pieces = (values.get("model") or {}).get("vocab") or ()
-    return max(len(pieces) - 1, *ids, 0) >= vocab > 0
 
 
 def prompt_encoder(tokenizer: Tokenizer, task: Task) -> Encode:
@@ -154,8 +135,7 @@ def prompt_encoder(tokenizer: Tokenizer, task: Task) -> Encode:
                     f"task.template_args has {name}, which the model's chat template never reads "
                     f"(it reads {', '.join(known) or 'no such variables'}); remove {name}"
                 )
-    encode = partial(tokenizer.encode_prompt, template=task.template, **chat)
-    return lambda question: tokenizer.check(encode(question))
+    return partial(tokenizer.encode_prompt, template=task.template, **chat)
 
 
 def stop_token_ids(tokenizer: Tokenizer, stop: Sequence[str]) -> tuple[int, ...]:
@@ -175,29 +155,7 @@ def stop_token_ids(tokenizer: Tokenizer, stop: Sequence[str]) -> tuple[int, ...]
                 "token; choose a text that is a single token, or remove it"
             )
         ids.add(tokens[0][0])
-    return tokenizer.check(sorted(ids))
-
-
-def may_not_end(folder: Path) -> bool:
-    """Returns True unless there is an end token, which a chat template, if any, writes.
-
-    Imports nothing heavy.
-    """
-    names = read_config(folder / "tokenizer_config.json").raw
-    template = str(names.get("chat_template") or "")
-    if (folder / "chat_template.jinja").is_file():
-        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    ends = {
-        token
-        for name in ("config.json", "generation_config.json")
-        for token in read_config(folder / name).token_ids("eos_token_id")
-    }
-    texts = [names.get("eos_token")]
-    for token in read_config(folder / "tokenizer.json").raw.get("added_tokens") or ():
-        if token["id"] in ends:
-            texts.append(token["content"])
-    has_end = any(isinstance(text, str) and text in template for text in (*texts, "eos_token"))
-    return bool(template and not has_end) or not (ends or texts[0])
+    return tuple(sorted(ids))
 
 
 def end_warnings(tokenizer: Tokenizer, stop: Sequence[str]) -> Iterator[str]:
@@ -232,11 +190,8 @@ def pad_token(tokenizer: Tokenizer) -> tuple[int, str | None]:
         return next(token for token in reversed(range(tokenizer.vocab)) if token not in end), None
     inner = tokenizer.inner
     first = (inner.pad_token_id, inner.unk_token_id, inner.bos_token_id, *inner.all_special_ids)
-    pad = next(
-        token
-        for token in (*first, *reversed(range(len(inner))))
-        if token is not None and token not in end
-    )
+    others = reversed(range(len(inner)))
+    pad = next(token for token in (*first, *others) if token not in (None, *end))
     return pad, inner.convert_ids_to_tokens(pad)
 
 
@@ -261,19 +216,27 @@ def _limited(problem: str) -> Iterator[None]:
 
 
 class HfTokenizer:
-    """A Hugging Face tokenizer; `eos` has every token id that ends a response, beside `stop`."""
-
-    vocab = 0  # the model's vocab_size; 0: unknown
+    """A Hugging Face tokenizer; `eos` has every token id that ends a response, beside `stop`, and
+    `vocab` is the model's vocab_size, 0 if unknown.
+    """
 
     def __init__(
-        self, inner: Any, eos: tuple[int, ...], stop: Sequence[str] = (), *, is_plain: bool = False
+        self,
+        inner: Any,
+        eos: tuple[int, ...],
+        stop: Sequence[str] = (),
+        *,
+        vocab: int = 0,
+        is_plain: bool = False,
     ) -> None:
         self.inner = inner
         self.eos = eos
+        self.vocab = vocab
         added = inner.added_tokens_decoder.items()
         self.hidden = {*eos, *(id for id, one in added if one.special and one.content in stop)}
         self.chat_template: str | None = inner.get_chat_template() if inner.chat_template else None
         self.is_plain = is_plain
+        self.exceeds_model = max(inner.get_vocab().values()) >= vocab > 0
 
     @cached_property
     def turn_end(self) -> tuple[int, ...]:
@@ -285,10 +248,11 @@ class HfTokenizer:
             text = self.render([{"role": role, "content": text} for role, text in turns])
         except ValueError:
             return ()
-        return self._ids(text.rpartition("answer")[2])
+        return self.encode(text.rpartition("answer")[2])
 
-    def _ids(self, text: str) -> tuple[int, ...]:
-        return tuple(self.inner(text, add_special_tokens=False)["input_ids"])
+    def encode(self, text: str, *, special: bool = False) -> tuple[int, ...]:
+        """Encodes a text; with `special`, as the tokenizer's post-processor completes it."""
+        return self.check(self.inner(text, add_special_tokens=special)["input_ids"])
 
     def encode_prompt(
         self,
@@ -307,8 +271,8 @@ class HfTokenizer:
         messages = messages_of(question)
         if template == "plain" or not (template or self.chat_template):
             text = "\n".join(message["content"] for message in messages)
-            tokens = tuple(self.inner(text)["input_ids"])
-            own = self._ids(text)
+            tokens = self.encode(text, special=True)
+            own = self.encode(text)
             for end in range(len(own), len(tokens)):
                 if tokens[end - len(own) : end] == own:
                     return tokens[:end]  # without what is added at the end: the prompt goes on
@@ -338,7 +302,7 @@ class HfTokenizer:
                     f"{name}{message['content']!r} is not in the prompt, because the model's chat "
                     f"template ignores {role} messages; put it into the questions"
                 )
-        return self._ids(text)
+        return self.encode(text)
 
     def render(
         self,
@@ -350,13 +314,7 @@ class HfTokenizer:
         """Renders messages in the chat template; with `generation`, up to the start of the
         assistant's next turn.
         """
-        for message in messages:
-            for key in message.keys() - {"role", "content"}:
-                if key not in (self.chat_template or ""):
-                    raise ValueError(
-                        f"a message has {key!r}, which the model's chat template never reads; "
-                        "remove it"
-                    )
+        self._check_keys(messages)
         with _limited("rejects the prompt"):
             text = self.inner.apply_chat_template(
                 list(messages), add_generation_prompt=generation, tokenize=False, **template_args
@@ -367,15 +325,26 @@ class HfTokenizer:
                 )
         return text
 
+    def _check_keys(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        template = self.chat_template or ""
+        for key in chain.from_iterable(messages):
+            if key not in ("role", "content") and key not in template:
+                known = [name for name in OPTIONAL_KEYS.split() if name in template]
+                raise ValueError(
+                    f"a message has {key!r}, which the model's chat template never reads; it reads "
+                    f"{', '.join(['role', 'content', *known])}; remove {key!r} from the messages"
+                )
+
     def encode_tagged(self, messages: list[Any], **kw: Any) -> Example:
         """Encodes a conversation; returns its tokens, and which are between the template's {%
         generation %} tags.
         """
+        self._check_keys(messages)
         with _limited("rejects the conversation"):
             turns = self.inner.apply_chat_template(
                 messages, return_dict=True, return_assistant_tokens_mask=True, **kw
             )
-        return tuple(turns["input_ids"]), tuple(map(bool, turns["assistant_masks"]))
+        return self.check(turns["input_ids"]), tuple(map(bool, turns["assistant_masks"]))
 
     def template_variables(self) -> list[str]:
         """The variables that the chat template reads, other than those that it is always given."""
@@ -394,13 +363,13 @@ class HfTokenizer:
         """
         ends = [end for end in self.turn_end if end in self.eos]
         ends += [end for end in (self.inner.eos_token_id, *self.eos) if end is not None]
-        return self.check((*self._ids(text), *ends[:1]))
+        return (*self.encode(text), *ends[:1])
 
     def split(self, text: str) -> list[tuple[int, str]]:
         """The tokens of `text`: the id and the text of each."""
         return [
             (token, self.inner.decode([token], clean_up_tokenization_spaces=False))
-            for token in self.check(self.inner(text, add_special_tokens=False)["input_ids"])
+            for token in self.encode(text)
         ]
 
     def check(self, tokens: Iterable[int]) -> tuple[int, ...]:
@@ -431,6 +400,7 @@ class TokenIds:
     """
 
     chat_template = None
+    exceeds_model = False
 
     eos: tuple[int, ...]
     vocab: int
@@ -451,9 +421,6 @@ class TokenIds:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return " ".join(map(str, tokens))
-
-    def check(self, tokens: Iterable[int]) -> tuple[int, ...]:
-        return tuple(tokens)
 
     def _parse(self, text: str) -> tuple[int, ...]:
         for word in text.split():

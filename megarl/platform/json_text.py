@@ -14,7 +14,9 @@ def parse_json(text: str | bytes, where: object) -> Any:
     if it is not JSON, too deep or has a key twice.
     """
     try:
-        value = json.loads(text, object_pairs_hook=_unique)
+        if isinstance(text, bytes):
+            text = text.decode(json.detect_encoding(text))
+        value = DECODER.decode(text)
     except RecursionError:
         problem = TOO_DEEP
     except ValueError as error:
@@ -34,19 +36,20 @@ def read_json(file: Path) -> Any:
 def _is_deep(value: Any) -> bool:
     level = [value]
     for _ in range(MAX_DEPTH):
-        parents = (
-            x.values() if isinstance(x, dict) else x for x in level if isinstance(x, dict | list)
-        )
+        parents = [x.values() if type(x) is dict else x for x in level if type(x) in (dict, list)]
+        if not parents:
+            return False
         level = list(chain.from_iterable(parents))
-        if not level:
-            break
     return bool(level)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = {}
-    for key, value in pairs:
-        if key in values:
-            raise ValueError(f"it has {key!r} twice")
-        values[key] = value
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"it has {twice!r} twice")
     return values
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_unique)

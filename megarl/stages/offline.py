@@ -7,7 +7,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -21,7 +21,7 @@ from megarl.run.models import check_weights
 from megarl.run.phases import TimedPhases
 from megarl.stages.evaluation import make_evaluation
 from megarl.trainer.trainer import Trainer
-from megarl.types import ObjectiveState, Prompt, StepReport, Terminated
+from megarl.types import CheckFailed, ObjectiveState, Prompt, StepReport, Terminated
 
 Examples = Callable[[Sequence[Prompt]], Any]  # prompts -> the batch of a stage
 
@@ -57,14 +57,20 @@ def train_offline(
             batch = examples(run.prompts.take(run.prompts_per_step))
             with run.phases.train():
                 report = learn(batch)
-            run.state = run.state.counted(report)
+            if not all(update.skipped for update in report.updates):
+                run.state = replace(run.state, has_learned=True)
             with run.phases.save():
                 run.checkpoint.maybe_save(step + 1, run.state, last=is_done(report))
             record(None, report, None)
         evaluate(step + 1)
         if is_done(report):
             break
-    run.state.check_learned()
+    if run.start < run.steps and not run.state.has_learned:
+        raise CheckFailed(
+            "nothing was learned: each update of the run was skipped, as no token was trained or "
+            "the gradient was not finite (update/skipped and loss in metrics.jsonl); correct the "
+            "data or the settings, and start over"
+        )
 
 
 @contextmanager

@@ -87,7 +87,7 @@ def train(run: RlRun) -> None:
                 scored, run.state = run.objective.advantages(batch, scores, run.state)
                 # the gate acts before the first optimizer step
                 update = run.learner.update(scored, gate=run.gate)
-                run.state = run.objective.after_updates(scored, update, run.state).counted(update)
+                run.state = run.objective.after_updates(scored, update, run.state)
                 run.rollouts.trained(step, update)
             with run.phases.save():
                 run.checkpoint.maybe_save(step + 1, run.state)
@@ -95,7 +95,6 @@ def train(run: RlRun) -> None:
                 sync = run.weights.publish(version=step + 1)
             record(rollout, update, sync, scored)
         run.evaluation.maybe_run(step + 1)
-    run.state.check_learned()
 
 
 def run(rank: Rank) -> None:

@@ -229,7 +229,7 @@ BAD: dict[str, bytes] = {
     ("file", "options", "says"),
     [
         ("nope.jsonl", {}, "nope.jsonl does not exist; name a file, a folder or a hub id"),
-        ("empty.jsonl", {}, "is an empty file"),
+        ("empty.jsonl", {}, "has no rows in split train"),
         ("blank.jsonl", {}, "has no rows in split train"),
         (
             "zero.parquet",
@@ -259,7 +259,7 @@ BAD: dict[str, bytes] = {
         (
             "roles.jsonl",
             {},
-            "roles.jsonl: line 1: message 1 has ShareGPT's from and value: write role",
+            "roles.jsonl: line 1: message 1 is {'from': 'human'",
         ),
         ("good.jsonl", {"prompts": "a"}, "task.options.prompts is not an option of task.name=hf:"),
         ("good.jsonl", {"prompts": "a"}, "did you mean prompt?"),

@@ -75,10 +75,10 @@ def group(*rewards: float | None) -> Group:
 
 
 def test_samples_are_ranked_by_reward() -> None:
-    groups = [group(0.5, 0.5), group(1.0, 0.0, 1.0, 0.0), group(0.2, 0.9)]
+    groups = [group(0.5, 0.5), group(1.0, 0.0, 1.0, 0.0), group(0.25, 0.875)]
     every, ends = rankings(groups), rankings(groups, "best_worst")
-    assert [part.labels for part in every] == [(1.0, 0.0, 1.0, 0.0), (0.2, 0.9)]
-    assert [part.labels for part in ends] == [(1.0, 0.0), (0.9, 0.2)]
+    assert [part.labels for part in every] == [(1.0, 0.0, 1.0, 0.0), (0.25, 0.875)]
+    assert [part.labels for part in ends] == [(1.0, 0.0), (0.875, 0.25)]
     assert [[int(row[0][1]) for row in part.rows] for part in ends] == [[0, 1], [1, 0]], (
         "the first of equal ones"
     )

@@ -110,7 +110,7 @@ def test_plain_tokenizers_file_alone(made, tmp_path):
 
 def write(folder: Path, family: str, **tokenizer_config: object) -> Path:
     (folder / "config.json").write_text(
-        json.dumps({"model_type": family, "vocab_size": 400, "eos_token_id": EOS})
+        json.dumps({"model_type": family, "vocab_size": 512, "eos_token_id": EOS})
     )
     if tokenizer_config:
         (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
@@ -227,9 +227,14 @@ def test_examples_learn_the_answer_and_its_end_only():
     assert batch.num_rows == 2 and batch.temperature == 1.0
 
 
-def test_an_example_without_an_answer():
-    with pytest.raises(ValueError, match=re.escape("problem 4 ('why?') has no answer")):
-        supervised_batch(TokenIds((2,), 67), [Prompt(4, (10,), "why?")])
+def test_an_example_without_an_answer_is_refused(made):
+    encode = example_encoder(load_tokenizer(made), Task(), ("assistant",))
+    with pytest.raises(
+        ValueError, match=re.escape("has no answer, but stage: sft trains on answers")
+    ):
+        encode(Problem("why?"))
+    with pytest.raises(ValueError, match="is a list, not one text"):
+        encode(Problem("why?", ["a", "b"]))
 
 
 def test_a_conversation_with_a_token_beyond_the_vocabulary(made):

@@ -12,7 +12,7 @@ import pytest
 from megarl.stages import sft as stage
 from megarl.stages.offline import OfflineRun, train_offline
 from megarl.stages.sft import Sft
-from megarl.types import ObjectiveState, StepReport
+from megarl.types import CheckFailed, ObjectiveState, StepReport, UpdateReport
 
 LOSSES = [3.0, 1.0, 2.0, 1.5, 0.5, 0.4]  # of the evaluations
 
@@ -33,10 +33,17 @@ class Recorded:
         self.saved.append((step, state, last))
 
 
+def update(is_skipped: bool) -> StepReport:
+    return StepReport((UpdateReport(1.0, 1.0, 0.1, skipped=is_skipped),))
+
+
 def run(monkeypatch: pytest.MonkeyPatch, **values: Any) -> Recorded:
     recorded, losses = Recorded(), iter(values.pop("losses", LOSSES))
+    skips = iter(values.pop("skips", ()))
     monkeypatch.setattr(stage, "mean_loss", lambda trainer, batch: next(losses))
-    monkeypatch.setattr(stage, "train_supervised", lambda trainer, batch: StepReport(()))
+    monkeypatch.setattr(
+        stage, "train_supervised", lambda trainer, batch: update(next(skips, False))
+    )
     monkeypatch.setattr(stage, "sampled_accuracy", lambda batch, logprobs: 0.1)
     trainer = SimpleNamespace(logprobs=lambda batch: None)
     parts: dict[str, Any] = {
@@ -78,3 +85,13 @@ def test_a_resumed_run_goes_on_counting(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(run(monkeypatch, patience=2, state=state, start=6, losses=LOSSES[3:]).rows) == 2
     done = replace(state, held_out=(1.0, 2))
     assert not run(monkeypatch, patience=2, state=done, start=8).rows, "it has ended before"
+
+
+def test_a_run_whose_every_update_was_skipped_is_refused_at_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(CheckFailed, match="each update of the run was skipped"):
+        run(monkeypatch, steps=2, skips=[True, True])
+    assert len(run(monkeypatch, steps=2, skips=[False, True]).rows) == 2
+    learned = replace(ObjectiveState(0.0), has_learned=True)
+    assert run(monkeypatch, steps=2, start=1, skips=[True], state=learned).rows, "before it resumed"
