@@ -25,7 +25,12 @@ DOORS = [
         "return escape_hidden(redact(text))",
         LINES,
     ),
-    ("platform/env.py", "elif len(head) <= MAX_CHARS:", "else:", LINES),
+    (
+        "platform/env.py",
+        "elif len(head) <= MAX_CHARS:",
+        "else:",
+        f"{SECRETS}::test_a_text_of_any_length_is_logged_at_once",
+    ),
     ("platform/env.py", "head = head[:-MAX_CHARS]", "pass", CUT),
     (
         "platform/env.py",
@@ -66,8 +71,8 @@ DOORS = [
     ),
     (
         "platform/env.py",
-        "        except ImportError:\n            return None\n",
-        "",
+        "    except ImportError:",
+        "    except SyntaxError:",
         f"{PACKAGES}::test_a_command_that_needs_it_is_refused",
     ),
     (
