@@ -1,6 +1,6 @@
 """The families by `model_type`, and the functions that return a model's shape and table.
 
-A family is one file and one name in MODULES; Megatron-Bridge, if installed, builds any other
+A family is one file and one line in MODULES; Megatron-Bridge, if installed, builds any other
 `model_type`."""
 
 from collections.abc import Mapping
@@ -16,7 +16,16 @@ from megarl.models.shape import Family, ModelShape, Shape
 from megarl.models.shards import LayerSpec, Table, shapes_of
 from megarl.platform.env import is_installed
 
-MODULES = "llama qwen2 qwen3 qwen3_moe mixtral deepseek_v3 glm4_moe gpt_oss"
+MODULES = """
+    llama
+    qwen2
+    qwen3
+    qwen3_moe
+    mixtral
+    deepseek_v3
+    glm4_moe
+    gpt_oss
+"""
 MAX_EXPERTS = 200_000  # layers x experts: the names of their tensors fit in memory
 FAMILIES: dict[str, Family] = {}
 for _module in MODULES.split():

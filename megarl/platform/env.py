@@ -19,6 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from unicodedata import category
 from urllib.parse import quote, quote_plus, unquote
 
 # For ranks on one node: the interface on which gloo, NCCL and vLLM listen, of which no other host
@@ -54,6 +55,7 @@ FORMS = re.compile(
     r"|-----BEGIN[^-\n]{0,40}KEY[^-\n]{0,9}-----(?:[^-]|-(?!----))*(?:-----END[^-\n]*-----)?",
     re.IGNORECASE,
 )
+HIDDEN = "Cc Cf Cn Co Cs Zl Zp"  # categories of Unicode
 # blank, though they count as letters or marks
 FILLERS = "\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0"
 MAX_CHARS = 8_000  # of a text in a log
@@ -186,7 +188,9 @@ def _log_part(text: str) -> str:
 def escape_hidden(text: str) -> str:
     """Escapes what moves a terminal's cursor, or hides or turns text; half surrogates too."""
     return "".join(
-        char if char == "\n" or (char.isprintable() and char not in FILLERS) else ascii(char)[1:-1]
+        ascii(char)[1:-1]
+        if char not in "\n\t" and (category(char) in HIDDEN or char in FILLERS)
+        else char
         for char in text
     )
 

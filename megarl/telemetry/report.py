@@ -123,7 +123,7 @@ def _settings(file: Path) -> dict[str, str]:
     try:
         return {
             key: value if isinstance(value, str) else json.dumps(value, default=str)
-            for key, value in flat(parse_yaml(file.read_text(encoding="utf-8")))
+            for key, value in flat(parse_yaml(file.read_text(encoding="utf-8"), {"": ""}))
         }
     except (ValueError, AttributeError, yaml.YAMLError) as error:
         _warn_left_out(file, error)

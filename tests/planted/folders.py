@@ -83,7 +83,7 @@ FOLDERS = [
     ),
     (
         "models/config_json.py",
-        '    "per_layer_config",\n',
+        "    per_layer_config ",
         "",
         report("two_keys_layers_of_their_own_size"),
     ),
