@@ -15,6 +15,7 @@ import traceback
 from base64 import b64encode
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate
 from pathlib import Path
@@ -251,15 +252,24 @@ def has_bf16_products(cpuinfo: str = "/proc/cpuinfo") -> bool:
 def is_installed(module: str) -> bool:
     """Returns True if `module` (dotted) can be imported, without importing it or its parents."""
     path = None
-    try:
-        for name in accumulate(module.split("."), "{}.{}".format):
-            if sys.modules.get(name, name) is None:  # import refuses it
-                return False
-            specs = (finder.find_spec(name, path) for finder in sys.meta_path)
-            spec = next(filter(None, specs), None)
-            if spec is None:
-                return False
-            path = spec.submodule_search_locations
-    except ImportError:
-        return False
+    for name in accumulate(module.split("."), "{}.{}".format):
+        spec = _find(name, path)
+        if spec is None:
+            return False
+        path = spec.submodule_search_locations
     return True
+
+
+def _find(name: str, path: Any) -> ModuleSpec | None:
+    if sys.modules.get(name, name) is None:  # import refuses it
+        return None
+    for finder in sys.meta_path:
+        try:
+            spec = finder.find_spec(name, path)
+        except ImportError:
+            return None
+        except Exception:  # noqa: BLE001 (a broken finder is no answer)
+            continue
+        if spec:
+            return spec
+    return None
