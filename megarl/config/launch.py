@@ -10,14 +10,10 @@ from megarl.config.section import NAME, Config, Section, refuse
 from megarl.models.shape import ModelShape
 from megarl.platform.env import Env
 
-SPLIT_ONLY = (
-    "rollout.replicas",
-    "rollout.max_staleness",
-    "rollout.update_in_flight",
-    "launch.dashboard",
-    "launch.max_restarts",
-    "launch.fallback_layouts",
-)
+SPLIT_ONLY = """
+    rollout.replicas rollout.max_staleness rollout.update_in_flight
+    launch.dashboard launch.max_restarts launch.fallback_layouts
+"""
 
 
 class RunSection(Section):
@@ -68,7 +64,7 @@ def check_topology(config: Config, env: Env, shape: ModelShape, command: str) ->
     if config.launch.topology == "colocated":
         usual = type(config)()
         remedy = "launch.topology=split; remove it, or set the topology"
-        for key in SPLIT_ONLY:
+        for key in SPLIT_ONLY.split():
             value = attrgetter(key)(config)
             if value != attrgetter(key)(usual):
                 raise ValueError(f"{key}={value} is for {remedy}")

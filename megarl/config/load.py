@@ -9,7 +9,7 @@ what is allowed.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from difflib import get_close_matches
 from pathlib import Path
@@ -23,15 +23,16 @@ from megarl.config.presets import PRESETS
 from megarl.config.schema import Config, Task
 from megarl.config.section import did_you_mean
 
-RENAMED = {  # key of an earlier version -> its current name
-    "algorithm.bypass": "algorithm.use_rollout_logprobs",
-    "algorithm.kl.is_ratio": "algorithm.kl.importance_weighted",
-    "algorithm.select_options": "algorithm.token_selection_options",
-    "checkpoint.hf": "checkpoint.export_hf",
-    "rollout.sleep": "rollout.sleep_level",
-    "sync.staged": "sync.atomic",
-    "train.optimizer_on_host": "train.optimizer_cpu_offload",
-}
+# key of an earlier version: its current name
+RENAMED = yaml.safe_load("""
+    algorithm.bypass: algorithm.use_rollout_logprobs
+    algorithm.kl.is_ratio: algorithm.kl.importance_weighted
+    algorithm.select_options: algorithm.token_selection_options
+    checkpoint.hf: checkpoint.export_hf
+    rollout.sleep: rollout.sleep_level
+    sync.staged: sync.atomic
+    train.optimizer_on_host: train.optimizer_cpu_offload
+""")
 
 # of a YAML text, counting what its aliases stand for
 MAX_NODES = 100_000
@@ -148,15 +149,8 @@ def _read_yaml(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
             f"{file} is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8"
         ) from None
     lines = {"": f"in {file}"}
-
-    def record(key: str, line: int) -> None:
-        place = f"in {file} line {line}"
-        if key in lines:
-            raise ValueError(f"{key} is set twice, {lines[key]} and {place}; remove one")
-        lines[key] = place
-
     try:
-        values = parse_yaml(text, record)
+        values = parse_yaml(text, lines)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ValueError(
@@ -175,11 +169,12 @@ def _read_yaml(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
     return values or {}, lines
 
 
-def parse_yaml(text: str, record: Callable[[str, int], None] = lambda key, line: None) -> Any:
-    """Returns the value of a YAML text, and calls `record` with every dotted key and its line.
+def parse_yaml(text: str, lines: dict[str, str]) -> Any:
+    """Returns the value of a YAML text, whose place is `lines[""]`; adds the place of every dotted
+    key to `lines`.
 
-    Raises YAMLError, also for a text that is nested too deeply, or too large once its aliases are
-    expanded.
+    Raises ValueError for a key that is set twice, and YAMLError, also for a text that is nested too
+    deeply, or too large once its aliases are expanded.
     """
     count = 0
 
@@ -202,7 +197,10 @@ def parse_yaml(text: str, record: Callable[[str, int], None] = lambda key, line:
             if not isinstance(key_node, yaml.ScalarNode):
                 raise _yaml_error(key_node.start_mark, "a key is a list or a mapping")
             key = f"{prefix}.{key_node.value}" if prefix else str(key_node.value)
-            record(key, key_node.start_mark.line + 1)
+            place = f"{lines['']} line {key_node.start_mark.line + 1}"
+            if key in lines:
+                raise ValueError(f"{key} is set twice, {lines[key]} and {place}; remove one")
+            lines[key] = place
             walk(value_node, key, depth + 1)
 
     loader = _YamlLoader(text)
@@ -229,15 +227,8 @@ def _parse_override(text: str) -> tuple[str, Any]:
             f"{text!r} on the command line is no override; write section.key=value, e.g. "
             "train.steps=10"
         )
-    seen = set()
-
-    def record(inner: str, _line: int) -> None:
-        if inner in seen:
-            raise _yaml_error(None, f"it has {inner} twice")
-        seen.add(inner)
-
     try:
-        return key, parse_yaml(raw, record)
+        return key, parse_yaml(raw, {"": f"in {key} on the command line,"})
     except yaml.YAMLError as error:
         problem = f" ({error.problem})" if isinstance(error, yaml.MarkedYAMLError) else ""
         raise ValueError(

@@ -16,23 +16,11 @@ from megarl.models.weights import check_tensors
 
 MAX_ENGINE_RANK = 512  # vLLM 0.32
 # PEFT's keys that are read here, or do not change what an adapter computes
-ACCEPTED = {
-    "r",
-    "lora_alpha",
-    "target_modules",
-    "lora_dropout",
-    "task_type",
-    "auto_mapping",
-    "peft_version",
-    "base_model_name_or_path",
-    "revision",
-    "inference_mode",
-    "exclude_modules",
-    "layers_pattern",
-    "megatron_core",
-    "qalora_group_size",
-    "runtime_config",
-}
+ACCEPTED = """
+    r lora_alpha target_modules lora_dropout task_type auto_mapping peft_version
+    base_model_name_or_path revision inference_mode exclude_modules layers_pattern megatron_core
+    qalora_group_size runtime_config
+"""
 # key: supported values; of others, some change the base model (pissa, olora, corda, loftq)
 SUPPORTED = {
     "peft_type": ("LORA",),
@@ -148,7 +136,7 @@ def _check_folder(lora: Lora, folder: Path, table: Table, shape: ModelShape) -> 
                 "relative to a base model that they have changed); supported: "
                 f"{', '.join(map(str, supported))}"
             )
-    accepted = ACCEPTED | SUPPORTED.keys()
+    accepted = {*ACCEPTED.split(), *SUPPORTED}
     for key, value in values.raw.items():
         if value and key not in accepted:  # PEFT's default is null, false or empty
             raise values.error(

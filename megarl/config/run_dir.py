@@ -11,7 +11,6 @@ import json
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,37 +22,21 @@ LEDGER = "ledger.jsonl"  # what became of every prompt (data/ledger.py)
 
 # Keys and sections that may change when a run is resumed.
 FREE = {
-    "names": ("run.name", "run.dir"),
-    "length of the run": ("train.steps", "sft.until_accuracy", "sft.patience"),
+    "names": "run.name run.dir",
+    "length of the run": "train.steps sft.until_accuracy sft.patience",
     "what is recorded, and how often": (
-        "eval.every",
-        "eval.size",
-        "eval.temperature",
-        "checkpoint",
-        "telemetry",
+        "eval.every eval.size eval.temperature checkpoint telemetry"
     ),
-    "refusals": ("checks", "model.trust_remote_code"),
+    "refusals": "checks model.trust_remote_code",
     "layout: the same result to rounding": (
-        "parallel",
-        "launch",
-        "sync",
-        "rollout.tensor",
-        "rollout.expert",
-        "rollout.replicas",
-        "moe.dispatcher",
+        "parallel launch sync rollout.tensor rollout.expert rollout.replicas moe.dispatcher"
     ),
-    "memory and speed: the same result to rounding": (
-        "train.max_tokens_per_microbatch",
-        "train.logprob_chunk",
-        "train.recompute",
-        "train.recompute_modules",
-        "train.offload",
-        "train.optimizer_cpu_offload",
-        "rollout.gpu_memory_utilization",
-        "rollout.cpu_kv_cache_gb",
-        "rollout.enforce_eager",
-        "rollout.sleep_level",
-    ),
+    "memory and speed: the same result to rounding": """
+        train.max_tokens_per_microbatch train.logprob_chunk train.recompute train.recompute_modules
+        train.offload train.optimizer_cpu_offload
+        rollout.gpu_memory_utilization rollout.cpu_kv_cache_gb rollout.enforce_eager
+        rollout.sleep_level
+    """,
 }
 
 
@@ -92,7 +75,7 @@ def check_resumed(config: Config) -> None:
         raise ValueError(
             f"cannot compare with the run to be resumed: {error}; pass --resume-changed"
         ) from None
-    free = tuple(f"{key}." for key in chain.from_iterable(FREE.values()))
+    free = tuple(f"{key}." for key in " ".join(FREE.values()).split())
     changes = {}
     for key, values in _changes(old, config).items():
         if not f"{key}.".startswith(free):

@@ -13,7 +13,7 @@ else:  # schema.py imports the sections, whose checks name its class in annotati
     Config = Any
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
-MULTILINE = ("system_prompt", "stop", "separator", "phrases", "pattern", "template")  # fields
+MULTILINE = "system_prompt stop separator phrases pattern template"  # fields
 Options = dict[str, Any]
 
 
@@ -56,7 +56,9 @@ def one_of(names: Iterable[str]) -> AfterValidator:
 def _refuse_misread(cls: type[BaseModel], value: Any, info: ValidationInfo) -> Any:
     field = info.field_name or ""
     kind = str(cls.model_fields[field].annotation)
-    is_line = field not in MULTILINE and not cls.model_fields[field].metadata  # such as a pattern
+    is_line = (
+        field not in MULTILINE.split() and not cls.model_fields[field].metadata
+    )  # such as a pattern
     for item in value if isinstance(value, list | tuple) else (value,):
         if isinstance(item, bool) and "bool" not in kind and "Any" not in kind:
             raise ValueError("it should be a number or text, not true or false")

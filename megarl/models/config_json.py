@@ -20,28 +20,18 @@ ROPE_KEYS = {
     "yarn": SCALED,
 }
 # keys of multimodal models, or that change logits or whole layers
-UNUSUAL = (
-    "final_logit_softcapping",
-    "logits_scaling",
-    "logit_scale",
-    "output_multiplier_scale",
-    "lm_head_multiplier",
-    "per_layer_config",
-    "dual_chunk_attention_config",
-    "index_topk",
-    "llama_4_scaling",
-    "transformers_weights",
-    "text_config",
-    "vision_config",
-    "audio_config",
-)
-# names of one setting
-SYNONYMS = (
-    ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"),
-    ("num_experts_per_tok", "moe_topk", "moe_k"),
-    ("num_nextn_predict_layers", "num_mtp_layers"),
-    ("rope_type", "type"),
-)
+UNUSUAL = """
+    final_logit_softcapping logits_scaling logit_scale output_multiplier_scale lm_head_multiplier
+    per_layer_config dual_chunk_attention_config index_topk llama_4_scaling transformers_weights
+    text_config vision_config audio_config
+"""
+# names of one setting in a line
+SYNONYMS = """
+    n_routed_experts num_experts num_local_experts moe_num_experts
+    num_experts_per_tok moe_topk moe_k
+    num_nextn_predict_layers num_mtp_layers
+    rope_type type
+"""
 ROPES = ("rope_scaling", "rope_parameters")
 # optional keys and their defaults
 YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0}
@@ -101,7 +91,7 @@ class ConfigReader:
     def only_neutral(self, *keys: str) -> None:
         """Refuses these keys, and UNUSUAL, unless they are null, false or empty, or a scale of
         1."""
-        for key in (*UNUSUAL, *keys):
+        for key in (*UNUSUAL.split(), *keys):
             value = self.raw.get(key)
             if value and (value != 1 or value is True):
                 raise self.error(
@@ -207,7 +197,8 @@ class ConfigReader:
         return {"rope_theta": base, "rotary_fraction": rotated, "rope_scaling": scaling}
 
     def _get(self, key: str, default: Any) -> Any:
-        names = next((names for names in SYNONYMS if key in names), (key,))
+        lines = map(str.split, SYNONYMS.splitlines())
+        names = next((names for names in lines if key in names), [key])
         if default is None and self.raw.keys().isdisjoint(names):
             raise ValueError(
                 f"{self.where} has no {key!r}; choose a folder with a complete config.json"

@@ -120,39 +120,14 @@ FORMATS = {
 
 
 # Keys of a quantization_config that are read here, or are of activations, cache or calibration
-ACCEPTED = {
-    "quant_method",
-    "fmt",
-    "scale_fmt",
-    "weight_block_size",
-    "activation_scheme",
-    "modules_to_not_convert",
-    "ignored_layers",
-    "dequantize",
-    "run_compressed",
-    "config_groups",
-    "format",
-    "global_compression_ratio",
-    "ignore",
-    "kv_cache_scheme",
-    "quantization_status",
-    "sparsity_config",
-    "transform_config",
-    "version",
-    # of the weights of a group
-    "actorder",
-    "block_structure",
-    "dynamic",
-    "group_size",
-    "num_bits",
-    "observer",
-    "observer_kwargs",
-    "scale_dtype",
-    "strategy",
-    "symmetric",
-    "type",
-    "zp_dtype",
-}
+ACCEPTED = """
+    quant_method fmt scale_fmt weight_block_size activation_scheme modules_to_not_convert
+    ignored_layers dequantize run_compressed
+    config_groups format global_compression_ratio ignore kv_cache_scheme quantization_status
+    sparsity_config transform_config version
+    actorder block_structure dynamic group_size num_bits observer observer_kwargs scale_dtype
+    strategy symmetric type zp_dtype
+"""
 
 
 def as_stored(part: ShardSlice, fmt: BlockFormat, dims: int) -> ShardSlice:
@@ -249,7 +224,7 @@ def _compressed(weights: Settings, stored_as: Any) -> BlockFormat:
 def _accept(raw: Settings) -> None:
     """Raises ValueError for a key that is not known, unless its value is null, false or empty."""
     for key, value in raw.items():
-        if value and key not in ACCEPTED:
+        if value and key not in ACCEPTED.split():
             raise ValueError(f"{key}={json.dumps(value)[:80]} is not supported")
 
 

@@ -22,10 +22,9 @@ WHOLE = "model.safetensors"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 MAX_HEADER_BYTES = 100_000_000  # as in the safetensors library
-ITEM_BYTES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
-    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
-}  # fmt: skip
+# by safetensors' names
+ITEM_BYTES = dict.fromkeys(["I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"], 1)
+ITEM_BYTES |= {"F16": 2, "BF16": 2, "I16": 2, "F32": 4, "I32": 4, "F64": 8, "I64": 8}
 
 
 @dataclass(frozen=True)

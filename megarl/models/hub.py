@@ -55,7 +55,7 @@ def copied_files(folder: Path) -> list[Path]:
     """Returns the files that a copy of the model has beside its weights: config, tokenizer and its
     code, but no index and no Megatron metadata.json.
 
-    Raises ValueError for a link to a file elsewhere, except to the blobs of a hub cache.
+    Raises ValueError for a link to no file or to one elsewhere, except to the blobs of a hub cache.
     """
     home = folder.resolve()
     places = [home]
@@ -65,11 +65,11 @@ def copied_files(folder: Path) -> list[Path]:
     for file in sorted(chain.from_iterable(map(folder.glob, (*SMALL, *CODE)))):
         if file.name.endswith(".index.json") or file.name == "metadata.json":
             continue
-        target = file.resolve()
-        if not any(map(target.is_relative_to, places)):
+        target = Path(os.path.realpath(file))
+        if not file.is_file() or not any(map(target.is_relative_to, places)):
             raise ValueError(
-                f"{file} links to {target}, outside the folder, so a copy of the model would "
-                "contain that file; replace the link by the file"
+                f"{file} links to {target}, outside the folder or no file, so a copy of the model "
+                "would not be this model; replace the link by the file"
             )
         files.append(file)
     return files

@@ -16,19 +16,19 @@ from megarl.models.shape import Family, ModelShape, Shape
 from megarl.models.shards import LayerSpec, Table, shapes_of
 from megarl.platform.env import is_installed
 
-MODULES = (
-    "llama",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "mixtral",
-    "deepseek_v3",
-    "glm4_moe",
-    "gpt_oss",
-)
+MODULES = """
+    llama
+    qwen2
+    qwen3
+    qwen3_moe
+    mixtral
+    deepseek_v3
+    glm4_moe
+    gpt_oss
+"""
 MAX_EXPERTS = 200_000  # layers x experts: the names of their tensors fit in memory
 FAMILIES: dict[str, Family] = {}
-for _module in MODULES:
+for _module in MODULES.split():
     FAMILIES |= import_module(f"megarl.models.{_module}").FAMILIES
 ARCHITECTURES = {family.architecture for family in FAMILIES.values()}
 

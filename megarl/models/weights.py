@@ -21,13 +21,7 @@ from megarl.models.shards import Table, shapes_of
 SCORE = "score."  # of a value head or a reward model
 ACTIVATION_SCALES = ("input_scale", "input_global_scale")
 # computed, of the engine's activations and cache, or 0 in the formats that are supported
-NOT_WEIGHTS = (
-    "rotary_emb.inv_freq",
-    *ACTIVATION_SCALES,
-    "k_scale",
-    "v_scale",
-    "weight_zero_point",
-)
+NOT_WEIGHTS = (*ACTIVATION_SCALES, "rotary_emb.inv_freq", "k_scale", "v_scale", "weight_zero_point")
 
 
 def check_weights(

@@ -6,11 +6,13 @@ torchrun sets RANK, WORLD_SIZE and so on. megarl adds MEGARL_JOB_ID, which prefi
 job's shared resources on a host, and MEGARL_LAUNCHED, the process id of megarl's own launcher.
 """
 
+import json
 import logging
 import os
 import re
 import sys
 import traceback
+from base64 import b64encode
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
@@ -18,6 +20,8 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from unicodedata import category
+from urllib.parse import quote, quote_plus, unquote
 
 # For ranks on one node: the interface on which gloo, NCCL and vLLM listen, of which no other host
 # can reach a port.
@@ -28,26 +32,35 @@ GPU_FILES = (("/proc/driver/nvidia/gpus", "*"), ("/dev", "nvidia[0-9]*"))
 RESUME_CHANGED = "MEGARL_RESUME_CHANGED"  # set: other data than a run began with are accepted
 # in the name of a variable or of a field
 SECRET = re.compile(
-    r"TOKEN|KEY|SECRET|PASS|_PWD\b|AUTH|CREDENTIAL|DSN|COOKIE|BEARER|JWT|WEBHOOK|CONNECTION_STRING",
+    r"TOKEN|KEY|SECRET|PASS|_PWD\b|AUTH|CREDENTIALS?|DSN|COOKIE|BEARER|JWT|WEBHOOK|PRIVATE|ENCRYPT"
+    r"|CONNECTION_STRING|SIGNATURE|(?<![A-Z])(?:PAT|SK|SAS|SIG)(?![A-Z])",
     re.IGNORECASE,
 )
 SECRET_NAMES = set[str]()  # of other variables that hold one
 SECRET_CHARS = 8  # shorter values are words that texts need
-PASSWORD = re.compile(r"(?<=://)[^/\s:]*:([^/\s]+)@")  # in a URL
-FORMS = re.compile(  # of secrets anywhere; their lengths are limited, as texts may be hostile
-    r"(?<=://)[^/\s'\"]*(?=@)"
-    rf"|(?P<start>[?&][\w.-]{{0,40}}(?:{SECRET.pattern})[\w.-]{{0,40}}="
-    r"|\b(?:authorization|password|passwd|(?:api|access|secret|private)[_-]?(?:key|token))"
-    r"['\"]{0,2}\s{0,3}[:=]\s{0,3}+['\"]{0,2}(?:(?:bearer|basic|token)\s{1,3})?+"
-    r"|\bbearer\s{1,3})[^\s'\"&,;#*$]{4,}"
-    r"|\b(?:sk-[\w-]|gh[oprsu]_|github_pat_|glpat-|hf_|xox[abprs]-|AKIA|eyJ)[A-Za-z0-9-]{10,}\b"
-    r"(?:\.[\w-]+)*",
+PASSWORD = re.compile(r"(?<=://)[^/\s:]*:([^/\s]+|[^\s@]+)@")  # in a URL
+# Secrets anywhere. Texts may be hostile, so nothing is searched twice without a limit.
+FORMS = re.compile(
+    # user:password@ in a URL
+    r"(?<=://)(?:[^/\s'\"]*|[^/\s'\":]{0,99}:(?!\d+/)[^\s'\"@]{0,400})(?=@)"
+    # name=value, name: value, {"name": "value"}; a key has a longer name
+    rf"|(?P<start>(?:(?!(?-i:key|\bKey))(?:{SECRET.pattern})(?:WORD|WD|PHRASE|CODE|ORIZATION)?|PWD"
+    r"|(?<=[?&])key|(?:api|access|account|secret|private|shared|signing|master)[_-]?key)"
+    r"[\\'\"\]]{0,3}\s{0,3}(?:=>|[:=])\s{0,3}+(?:\\?['\"])?+"
+    r"(?:(?:bearer|basic|token|digest|negotiate)\s{1,3})?+|\bbearer\s{1,3})"
+    r"(?!\*{3}|[<\[({]|(?:true|false|none|null)(?![\w-]))"
+    r"(?:(?<=\")[^\"\n\\]{4,}|(?<=')[^'\n\\]{4,}|[^\s'\"&,;#]{4,})(?:; [\w.-]+=[^\s;'\"]*)*"
+    # known beginnings
+    r"|(?-i:\b(?:(?:hf|npm|gh[oprsu])_(?=[A-Za-z0-9]{10})|github_pat_|glpat-|xox[abeprs]-|eyJ|AIza"
+    r"|sk-|[rs]k_live_|A[KS]IA|pypi-Ag|SG\.|ya29\.|nvapi-)[\w-]{10,}(?:\.[\w-]+)*)"
+    r"|-----BEGIN[^-\n]{0,40}KEY[^-\n]{0,9}-----(?:[^-]|-(?!----))*(?:-----END[^-\n]*-----)?",
     re.IGNORECASE,
 )
-CONTROLS = re.compile(  # what moves a terminal's cursor, or hides or turns text; half surrogates
-    r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ud800-\udfff\ufeff]"
-)
+HIDDEN = "Cc Cf Cn Co Cs Zl Zp"  # categories of Unicode
+# blank, though they count as letters or marks
+FILLERS = "\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0"
 MAX_CHARS = 8_000  # of a text in a log
+READ_CHARS = 3 * MAX_CHARS  # of its beginning, and of its end
 
 
 @dataclass(frozen=True)
@@ -138,23 +151,49 @@ def redact(text: str) -> str:
     for name, value in os.environ.items():
         words = PASSWORD.findall(value)
         if SECRET.search(name) or name in SECRET_NAMES:
-            words += [value, *value.split()[-1:]]
-        secrets |= {word: name for word in words if len(word) >= SECRET_CHARS}
+            words += [value, *(word for word in value.split() if "-----" not in word)]
+        for word in words:
+            if len(word) >= SECRET_CHARS:
+                secrets |= dict.fromkeys(_encodings(word), name)
     for word in sorted(secrets, key=len, reverse=True):
         text = text.replace(word, f"${secrets[word]}")
     return FORMS.sub(r"\g<start>***", text)
+
+
+def _encodings(secret: str) -> list[str]:
+    """Returns a secret as it may stand in a text: as it is, in quotes, in a URL, in base64."""
+    quoted = [repr(secret)[1:-1], json.dumps(secret)[1:-1]]
+    in_url = [quote(secret, ""), quote(secret), quote_plus(secret), unquote(secret)]
+    return [secret, *quoted, *in_url, b64encode(os.fsencode(secret)).decode().rstrip("=")]
 
 
 def log_text(text: str) -> str:
     """Returns a text of a model, server or user as it may be printed: redacted, the middle of a
     long one left out, control characters escaped, and each further line indented.
     """
-    text = CONTROLS.sub(lambda match: ascii(match[0])[1:-1], redact(text))
-    text = re.sub(r"\n(?! )", "\n  ", text)
-    if len(text) > MAX_CHARS:
-        half = MAX_CHARS // 2 - 20
-        text = f"{text[:half]} [... {len(text):,} characters] {text[-half:]}"
-    return text
+    head = _log_part(text[:READ_CHARS])
+    tail = head
+    if len(text) > READ_CHARS:  # a secret on a cut is not shown in part
+        head = head[:-MAX_CHARS]
+        tail = _log_part(text[-READ_CHARS:])[MAX_CHARS:]
+    elif len(head) <= MAX_CHARS:
+        return head
+    half = MAX_CHARS // 2 - 20
+    return f"{head[:half]} [... {len(text):,} characters] {tail[-half:]}"
+
+
+def _log_part(text: str) -> str:
+    return re.sub(r"\n(?!  )", "\n  ", escape_hidden(redact(text)))
+
+
+def escape_hidden(text: str) -> str:
+    """Escapes what moves a terminal's cursor, or hides or turns text; half surrogates too."""
+    return "".join(
+        ascii(char)[1:-1]
+        if char not in "\n\t" and (category(char) in HIDDEN or char in FILLERS)
+        else char
+        for char in text
+    )
 
 
 class _LogRecord(logging.LogRecord):

@@ -12,7 +12,7 @@ from megarl.config.run_dir import LEDGER
 from megarl.telemetry.metrics import read_jsonl
 from megarl.telemetry.sample_files import sample_files
 
-EVENTS = ("start", "taken", "generating", "complete", "carried", "settled")
+EVENTS = "start taken generating complete carried settled"
 SHOWN = 8  # ids in a message
 
 
@@ -37,7 +37,7 @@ class Audit:
         self.max_staleness = 0
         self.is_settled = set[tuple[int, str]]()  # step, by whom
         torn = 0
-        handlers = {name: getattr(self, f"_{name}") for name in EVENTS}
+        handlers = {name: getattr(self, f"_{name}") for name in EVENTS.split()}
         for number, line in enumerate(file.read_bytes().decode(errors="replace").split("\n"), 1):
             if not line:
                 continue

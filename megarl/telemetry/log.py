@@ -39,30 +39,35 @@ from megarl.telemetry.sample_files import SampleWriter
 from megarl.telemetry.trackers import Trackers
 from megarl.types import PublishReport, Rollout, ScoredBatch, StepReport
 
-# span: time/<name>; where a phase and a span in it have one name, the span's time counts
-TIMES = {
-    "rollout": "generate",
-    "generate": "generate",
-    "reward": "reward",
-    "logprobs": "logprobs",
-    "train": "update",
-    "update": "update",
-    "save": "save",
-    "sync": "publish",
-    "publish": "publish",
-}
+# a span, and its metric time/<name>; where a phase and a span in it have one name, that of the
+# span counts
+TIMES = """
+    rollout generate
+    generate generate
+    reward reward
+    logprobs logprobs
+    train update
+    update update
+    save save
+    sync publish
+    publish publish
+"""
 
 MAX_BYTES = 32 << 20  # of timeline.json: some 300,000 spans
 
-# metric, label, format
-SHOWN = (
-    ("reward/mean", "reward", "{:.3f}"),
-    ("reward/accuracy/mean", "accuracy", "{:.3f}"),
-    ("accuracy/sampled", "accuracy", "{:.3f}"),
-    ("loss", "loss", "{:.4f}"),
-    ("logprob_diff/max", "log-prob diff", "{:.1e}"),
-    ("tokens_per_second", "tokens/s", "{:,.0f}"),
-)
+# metric, format, label
+SHOWN = """
+    reward/mean            {:.3f}   reward
+    reward/accuracy/mean   {:.3f}   accuracy
+    accuracy/sampled       {:.3f}   accuracy
+    loss                   {:.4f}   loss
+    logprob_diff/max       {:.1e}   log-prob diff
+    tokens_per_second      {:,.0f}  tokens/s
+"""
+
+
+def _rows(table: str) -> Iterator[list[str]]:
+    return (line.split(maxsplit=2) for line in table.strip().splitlines())
 
 
 class Silent(roles.Telemetry):
@@ -141,7 +146,7 @@ def brief(metrics: Mapping[str, Any]) -> str:
     """The main metrics on one line: `reward 0.412  log-prob diff 2.1e-06  tokens/s 1,830`."""
     omitted = "loss" if metrics.get("reward/mean") is not None else None
     parts = []
-    for key, name, style in SHOWN:
+    for key, style, name in _rows(SHOWN):
         value = metrics.get(key)
         if isinstance(value, int | float) and key != omitted:
             shown = "-" if value != value else style.format(value)  # nothing was measured
@@ -264,7 +269,7 @@ class Telemetry:
             **staleness_metrics(groups, step),
             **update_metrics(update),
             "time/step": took,
-            **{f"time/{name}": seconds[span] for span, name in TIMES.items() if span in seconds},
+            **{f"time/{name}": seconds[span] for span, name in _rows(TIMES) if span in seconds},
             **(publish_metrics(sync) if sync else {}),
             **({"tokens_per_second": sampled / took} if sampled else {}),
             **self._added,

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from megarl.config.load import flat, parse_yaml
+from megarl.platform.env import escape_hidden
 from megarl.processes.files import replacing, write_atomic
 from megarl.telemetry.curves import (
     COLOURS,
@@ -122,7 +123,7 @@ def _settings(file: Path) -> dict[str, str]:
     try:
         return {
             key: value if isinstance(value, str) else json.dumps(value, default=str)
-            for key, value in flat(parse_yaml(file.read_text(encoding="utf-8")))
+            for key, value in flat(parse_yaml(file.read_text(encoding="utf-8"), {"": ""}))
         }
     except (ValueError, AttributeError, yaml.YAMLError) as error:
         _warn_left_out(file, error)
@@ -179,6 +180,8 @@ def _shown(value: Any) -> str | int:
     """What the page shows of a value; lists and objects are not shown."""
     if isinstance(value, float):
         return f"{value:.4g}"
+    if isinstance(value, str) and not hasattr(value, "__html__"):
+        return escape_hidden(value)
     return value if isinstance(value, str | int) else ""
 
 

@@ -8,6 +8,8 @@ LOAD = "unit/config/test_load.py"
 REPORT = "unit/telemetry/test_report.py"
 
 SHOWN = f"{SECRETS}::test_what_is_replaced"
+CUT = f"{SECRETS}::test_a_secret_on_a_cut_is_not_shown_in_part"
+ENCODED = f"{SECRETS}::test_a_variables_secret_in_each_encoding"
 LINES = f"{SECRETS}::test_text_of_a_model_stays_on_its_own_lines"
 REFUSED = f"{LOAD}::test_values_that_are_refused"
 DEMANDED = f"{CATALOG}::test_what_a_function_demands_is_known_before_a_run"
@@ -17,9 +19,48 @@ DOORS = [
     ("platform/env.py", "words = PASSWORD.findall(value)", "words = []", SHOWN),
     ("platform/env.py", 'return FORMS.sub(r"\\g<start>***", text)', "return text", SHOWN),
     ("platform/env.py", "{1,3})?+", "{1,3})?", SHOWN),
-    ("platform/env.py", 'text = re.sub(r"\\n(?! )", "\\n  ", text)', "pass", LINES),
-    ("platform/env.py", "if len(text) > MAX_CHARS:", "if False:", LINES),
-    ("platform/env.py", "\\u2028-\\u202e", "\\u2028-\\u2029", LINES),
+    (
+        "platform/env.py",
+        'return re.sub(r"\\n(?!  )", "\\n  ", escape_hidden(redact(text)))',
+        "return escape_hidden(redact(text))",
+        LINES,
+    ),
+    (
+        "platform/env.py",
+        "elif len(head) <= MAX_CHARS:",
+        "else:",
+        f"{SECRETS}::test_a_text_of_any_length_is_logged_at_once",
+    ),
+    ("platform/env.py", "head = head[:-MAX_CHARS]", "pass", CUT),
+    (
+        "platform/env.py",
+        "_log_part(text[-READ_CHARS:])[MAX_CHARS:]",
+        "_log_part(text[-READ_CHARS:])",
+        CUT,
+    ),
+    (
+        "platform/env.py",
+        "_log_part(text[:READ_CHARS])",
+        "_log_part(text)",
+        f"{SECRETS}::test_a_text_of_any_length_is_logged_at_once",
+    ),
+    ("platform/env.py", "or char in FILLERS", "", LINES),
+    ("platform/env.py", "category(char) in HIDDEN", "False", LINES),
+    ("platform/env.py", "quote_plus(secret), unquote(secret)", "quote_plus(secret)", ENCODED),
+    ("platform/env.py", "quoted = [repr(secret)[1:-1], json", "quoted = [json", ENCODED),
+    ("platform/env.py", '*(word for word in value.split() if "-----" not in word)', "", ENCODED),
+    (
+        "telemetry/report.py",
+        "return escape_hidden(value)",
+        "return value",
+        f"{REPORT}::test_sampled_text_stays_text",
+    ),
+    (
+        "models/hub.py",
+        "if not file.is_file() or not any",
+        "if not any",
+        "corpus/test_corpus.py::test_report[link_to_itself]",
+    ),
     ("platform/env.py", "        if self.exc_info:\n", "        if False:\n", LINES),
     ("processes/exit_codes.py", "{log_text(text)}", "{text}", LINES),
     (
@@ -108,7 +149,7 @@ DOORS = [
         'if False and "str" in kind',
         REFUSED,
     ),
-    ("config/load.py", "if inner in seen:", "if False:", REFUSED),
+    ("config/load.py", "if key in lines:", "if False:", REFUSED),
     (
         "telemetry/curves.py",
         "for pick in (min, max)",

@@ -83,7 +83,7 @@ FOLDERS = [
     ),
     (
         "models/config_json.py",
-        '    "per_layer_config",\n',
+        "    per_layer_config ",
         "",
         report("two_keys_layers_of_their_own_size"),
     ),
@@ -161,8 +161,8 @@ FOLDERS = [
     ),
     (
         "models/hub.py",
-        "if not any(map(target.is_relative_to, places)):",
-        "if not target.exists():",
+        " or not any(map(target.is_relative_to, places)):",
+        ":",
         report("link_out_of_the_models_folder"),
     ),
     (

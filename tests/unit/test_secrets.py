@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import os
@@ -10,17 +11,20 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.parse import quote, quote_plus
 
 import pytest
 
 from megarl import cli
 from megarl.config.schema import Reward
-from megarl.platform.env import MAX_CHARS, clean_logs, redact
+from megarl.platform.env import MAX_CHARS, READ_CHARS, clean_logs, log_text, redact
 from megarl.processes.exit_codes import Failure, parse_record, say, to_record, write_exit
 from megarl.rewards import scorer
 from megarl.rewards.remote import HttpClient, HttpOptions
 from megarl.telemetry.trackers import _warn
 
+# Arabic letter mark, soft hyphen, a tag, interlinear anchor, fillers, vowel separator, joiner
+HIDDEN = "\u061c\xad\U000e0041\ufff9\u3164\u115f\u180e\u034f"
 CANARIES = {
     "HF_TOKEN": "hf_canary_1",
     "WANDB_API_KEY": "0123canary_2",
@@ -63,6 +67,18 @@ def texts(folder: Path) -> str:
         ("ghp_0123456789abcdefghij, hf_abcdefghijklmnopqr.", "***, ***."),
         ("rollout.max_tokens=16 key=5 hf_dataset.py", "rollout.max_tokens=16 key=5 hf_dataset.py"),
         ("task-mask-scheduler-9 tokens: 12345", "task-mask-scheduler-9 tokens: 12345"),
+        ("X-Auth-Token: abcd1234", "X-Auth-Token: ***"),
+        ("Cookie: session=abcd1234; b=x", "Cookie: ***"),
+        ('{"token": "abcd 1234", "n": 1}', '{"token": "***", "n": 1}'),
+        (r"{\"client_secret\": \"abcd1234\"}", r"{\"client_secret\": \"***\"}"),
+        ("Server=h;pwd=abcd1234;Database=x", "Server=h;pwd=***;Database=x"),
+        ("AccountKey=abcd1234==", "AccountKey=***"),
+        ("https://h/?sv=1&sig=abcd1234", "https://h/?sv=1&sig=***"),
+        ("http://u:pw/12@h/ http://h:80/a@b", "http://***@h/ http://h:80/a@b"),
+        ("token: None, eos_token='<|im_end|>'", "token: None, eos_token='<|im_end|>'"),
+        ("prompt_key=question npm_config_registry", "prompt_key=question npm_config_registry"),
+        ("-----BEGIN PRIVATE KEY-----\nMIIE\n-----END PRIVATE KEY-----.", "***."),
+        ("-----BEGIN PRIVATE KEY-----\nMIIE", "***"),
     ],
 )
 def test_what_is_replaced(text: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,10 +91,59 @@ def test_what_is_replaced(text: str, shown: str, monkeypatch: pytest.MonkeyPatch
     assert redact(redact(text)) == shown
 
 
-@pytest.mark.parametrize("unit", ["?key", "password ", "://a", "bearer ", "&token", "sk-a", "a:b@"])
+@pytest.mark.parametrize(
+    "token",
+    [
+        "AIzaSy_1-34567890abcdefghij",
+        "pypi-AgEIcHlwaS5vcmcCJDEy",
+        "npm_abcdefghijklmnopqrstuvwxyz",
+        "SG.abcdefghijklmnop.qrstuvwxyz",
+        "ya29.a0AfH6SMabcdefghijkl",
+        "ASIAABCDEFGHIJKLMNOP",
+        "github_pat_11ABCDEFG0abcdefghijkl_abcdefGH",
+    ],
+)
+def test_tokens_that_are_known_by_their_beginning(token: str) -> None:
+    assert redact(f"401 for {token}.") == "401 for ***."
+
+
+@pytest.mark.parametrize(
+    "name", ["GH_PAT", "STRIPE_SK", "AZURE_SAS", "SIGNATURE", "OPENAI_PRIVATE", "ENCRYPTION_PHRASE"]
+)
+def test_a_variables_secret_in_each_encoding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = "first'line+A\nsecond\"line/B"
+    monkeypatch.setenv(name, secret)
+    monkeypatch.setenv("DSN", "postgres://u:p%40ss/word@h/x")
+    encoded = base64.b64encode(secret.encode()).decode()
+    forms = [secret, repr(secret), json.dumps(secret), quote(secret), quote_plus(secret), encoded]
+    for text in [*forms, *secret.splitlines()]:
+        assert re.fullmatch(rf"""['"]?\${name}['"=]*""", redact(text)), text
+    assert redact("p@ss/word, p%40ss/word") == "$DSN, $DSN"
+
+
+def test_a_secret_on_a_cut_is_not_shown_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = "0123456789abcdef" * 100
+    monkeypatch.setenv("LONG_TOKEN", secret)
+    for offset in range(0, len(secret), 160):
+        filler = "x" * offset
+        for text in (f"{filler}{secret * 40}", f"{secret * 40}{filler}"):
+            assert len(text) > 2 * READ_CHARS and "89abc" not in log_text(text), offset
+
+
+@pytest.mark.parametrize("unit", ["?key", "\x1b", "://:", "\n"])
+def test_a_text_of_any_length_is_logged_at_once(unit: str) -> None:
+    began = time.process_time()
+    assert len(log_text("x" * READ_CHARS)) < MAX_CHARS
+    assert len(log_text(unit * 2_500_000)) <= MAX_CHARS
+    assert time.process_time() - began < 1, "10 MB; only its ends are searched"
+
+
+@pytest.mark.parametrize(
+    "unit", ["?key", "password ", "://a", "://a:", "bearer ", "&token", "sk-a", "a:b@"]
+)
 def test_hostile_text_is_searched_at_once(unit: str) -> None:
     began = time.process_time()
-    redact(unit * 300_000)
+    redact(unit * 100_000)
     assert time.process_time() - began < 10, "quadratic time would be hours"
 
 
@@ -89,7 +154,8 @@ def test_text_of_a_model_stays_on_its_own_lines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A solution's exception can neither clear the screen, nor forge a line, nor fill the disk."""
-    forged = "\x1b[2J\x9b2J\rmegarl: done\u202e\nmegarl: done\u2028" + "é" * 100_000
+    forged = "\x1b[2J\x9b2J\rmegarl: done\u202e\nmegarl: done\u2028\n megarl: done"
+    forged += f"{HIDDEN}{'é' * 100_000}"
     monkeypatch.setattr(logging, "_logRecordFactory", logging.LogRecord)
     clean_logs()
     log = logging.getLogger("megarl.test")
@@ -108,10 +174,15 @@ def test_text_of_a_model_stays_on_its_own_lines(
     error = json.loads((tmp_path / "exit.json").read_text())["error"]
     for text in (caplog.text, written, error, failure.traceback):
         assert r"\x1b[2J\x9b2J\rmegarl: done\u202e" in text
+        assert ascii(HIDDEN)[1:-1] in text
         assert not re.search(r"[^\n -~é]", text)
         assert "é (100,0" not in text and "characters]" in text
     assert len(written) < 10 * MAX_CHARS
-    lines = [line for line in written.splitlines() if line.startswith("megarl: done")]
+    lines = [
+        line
+        for line in written.splitlines()
+        if line.strip(" ")[:12] == "megarl: done" and line[:2] != "  "
+    ]
     assert not lines, "only say's own line begins with megarl"
 
 

@@ -165,9 +165,7 @@ def test_one_file_and_the_registry_are_all_that_changes(tmp_path: Path) -> None:
     shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(made_up.__file__, copy / "models")
     registry = copy / "models" / "registry.py"
-    registry.write_text(
-        registry.read_text().replace('    "qwen3",\n', '    "qwen3",\n    "made_up",\n', 1)
-    )
+    registry.write_text(registry.read_text().replace("    qwen3\n", "    qwen3\n    made_up\n", 1))
     difference = ["git", "diff", "--no-index", "--numstat", str(package), str(copy)]
     lines = subprocess.run(difference, capture_output=True, text=True).stdout.splitlines()
     changed = {

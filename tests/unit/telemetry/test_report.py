@@ -114,6 +114,7 @@ def test_sampled_text_stays_text(tmp_path: Path) -> None:
         name.startswith("on") for name, _ in hostile.attributes
     )
     assert "".join(hostile.text).count("<script>alert(1)</script>") >= 3 * 8
+    assert not {"\x00", "\u2028"} & set("".join(hostile.text)), "shown as \\x00 and \\u2028"
     other = write_run(tmp_path / "c", text=HOSTILE)
     compared = Page(write_comparison([hostile_run, other]).read_text())
     assert "script" not in compared.tags and "iframe" not in compared.tags

@@ -153,12 +153,12 @@ BAD_SAMPLES = {
     "deep": DEEP,
 }
 ODD_SAMPLES = {  # and what the page shows
-    "U+2028": (sample(response="SAID\u2028\u2029\x85\x0b\x0c!"), "SAID\u2028\u2029\x85\x0b\x0c!"),
-    "lone surrogate": (sample(response="SAID").replace(b"SAID", b"SAID\\ud800!"), "SAID?!"),
+    "U+2028": (sample(response="SAID\u2028\u2029\x85\x0b\x0c!"), r"SAID\u2028\u2029\x85\x0b\x0c!"),
+    "lone surrogate": (sample(response="SAID").replace(b"SAID", b"SAID\\ud800!"), r"SAID\ud800!"),
     "bad UTF-8": (sample().replace(b"SAID", b"SAID\xff!"), "SAID\ufffd!"),
     "surrogate as bytes": (sample(response="SAID\ud800!"), "SAID\ufffd\ufffd\ufffd!"),
-    "control characters": (sample(response="SAID\0\x1b[31m\x07!"), "SAID\0\x1b[31m\x07!"),
-    "right to left": (sample(response="SAID\u202e\uffff" + "\u0301" * 99), "SAID\u202e\uffff"),
+    "control characters": (sample(response="SAID\0\x1b[31m\x07!"), r"SAID\x00\x1b[31m\x07!"),
+    "right to left": (sample(response="SAID\u202e\uffff" + "\u0301" * 99), r"SAID\u202e\uffff"),
     "reward is markup": (
         sample(reward="<script>1</script>"),
         "<b>reward &lt;script&gt;1&lt;/script&gt;</b>",
