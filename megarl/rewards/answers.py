@@ -14,19 +14,23 @@ BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # \{ and \} are text
 MARKS = (("$$", "$$"), ("$", "$"), (r"\[", r"\]"), (r"\(", r"\)"), ("**", "**"), ("`", "`"))
 MAX_MARKS = 4
 # A number with all that is written onto it: 3/7, 2^10, 2.5e3, 12:30, 2024-01-05, \frac{3}{7}, x_5,
-# 7 million. What follows a number belongs to it only if it is one of the signs below.
+# 7 million. What is beside a number belongs to it only if it is one of the signs and words below.
 NUMBER = re.compile(
     r"""
-    (?:(?<![\w)\]}])[-+\u2212])?             # a minus between terms is not a sign
+    (?:(?<![\w)\]}])(?<![0-9)\]}][ ])[-+\u2212\u2013][ ]?)?    # no minus between terms
     (?:
         (?<=[0-9]) (?:,|\\[,; ]|\\?[ \u00a0\u2009\u202f]) (?=[0-9]{3}(?![0-9]))    # thousands
-      | [A-Za-z0-9_.{}\\%\u00b0^/]
+      | \\?(?:sqrt|ln|log|exp|sin|cos|tan|minus|negative|choose|over) [ ] (?=[0-9])
+      | [A-Za-z0-9_.{}\\%\u00b0^/!\u221a\u03c0\u00b2\u00b3\u00b9\u2070-\u209f\u00bc-\u00be]
       | (?<=[0-9]) [ ] (?=[0-9]+[ ]?/[ ]?[0-9])                                    # 1 2/3
-      | (?<=[0-9{^eE/]) [-+] (?=[0-9.])                                            # 2024-01-05
+      | (?<=[0-9{^eE/]) [-+\u2013] (?=[0-9.])                                      # 2024-01-05
       | (?<=[0-9]) : (?=[0-9])
-      | (?<=[\^/_]) \(
-      | (?<=[0-9})]) [ ]? (?:[/^*_\u00d7\u00b7\u00f7]|\\times|\\cdot|\\div) [ ]? (?=[-+0-9.({\\])
-      | (?<=[0-9]) [ ] (?=(?:hundred|thousand|[mbtr]+illion|percent|dozen)\b)
+      | (?<=[\^/_A-Za-z0-9]) \( | (?<=[0-9]) \) (?=[(0-9^])
+      | (?<=[0-9})]) [ ]? (?:[/^*_\u00d7\u00b7\u00f7]|\\times|\\cdot|\\div) [ ]? (?=[-+\w.({\\])
+      | (?<=[0-9A-Za-z\u221a]) [ ] (?=\\over|\\pi|\\choose|\\sqrt)
+      | (?<=\u221a) [ ]
+      | (?<=[0-9]) [ ] (?=(?:hundred|thousand|[mbtr]+illion|percent|dozen|lakh|crore|k|[mb]n|pi
+        |choose|squared|cubed|factorial|over|half|halves|thirds?|quarters?|fifths?|\w+th|\w+ths|times)\b)
     )++
     """,
     re.VERBOSE,
@@ -52,7 +56,7 @@ def extract_answer(response: str, place: AnswerPlace) -> str | None:
     text = after_thoughts(response)
     if text is None:
         return None
-    text = text.strip()
+    text = re.sub(r"\\boxed\s+([\w.+-]+)", r"\\boxed{\1}", text).strip()
     if place == "whole":
         return text
     if place == "last_number":

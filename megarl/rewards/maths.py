@@ -12,7 +12,6 @@ evaluate, no chain of values, no alternative.
 
 import logging
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable
 from decimal import Decimal
 from functools import partial
@@ -20,7 +19,7 @@ from math import isfinite
 from typing import Any
 
 from megarl.rewards.reading import (
-    HIDDEN,
+    BALANCED,
     OTHER_CHOICE,
     UPRIGHT,
     Quantity,
@@ -32,43 +31,68 @@ from megarl.rewards.reading import (
 )
 
 MAX_CHARS = 2000  # longer answers are only compared as text
-COMMAND = re.compile(r"\\(?:[A-Za-z]+|.)", re.DOTALL)
-WORD = re.compile(r"[A-Za-z]{3,}|(?<=[\s{])[A-Za-z]{2}(?![A-Za-z])")
+COMMAND = re.compile(r"\\(?:begin|end)\{\w+\}|\\(?:[A-Za-z]+|.)", re.DOTALL)
 # H2O, e4, 2024-01-05, 12:30, 1:2:3
 LABEL = re.compile(r"[A-Za-z][0-9]|[0-9][-/.][0-9]+[-/.][0-9]|[0-9]\s?:\s?[0-9]+(?:[0-9]|\s?:)")
-SPACED = re.compile(
-    r"[0-9]\s+[0-9]|\([0-9.]+\)\s*\([0-9]|[0-9]\s*\\div|\.(?![0-9\\])|[A-Za-z]\s*\."
-)  # read as a sum: 8 9 as 17
-SUBSCRIPTED = re.compile(r"[0-9}]\s*_")  # not read: 17_2 as 17
+MISREAD = re.compile(
+    r"(?<!_)[0-9]\s+[0-9]|\([0-9.]+\)\s*\([0-9]|\.(?![0-9\\])|[A-Za-z]\s*\.|[0-9}]\s*_"
+)  # 8 9 as the sum 17, and 17_2 as 17
 IN_BASE = re.compile(r"[0-9A-Za-z]+_[0-9]+")
-OPERATOR = re.compile(r"[0-9+*/^=<>|()\[\]{}\\-]")
+MATHEMATICS = re.compile(r"(?s).*[0-9+*/^=<>|()\[\]{}\\-].*|\W*[A-Za-z]\W*")
 SCIENTIFIC = re.compile(r"([-+]?[0-9.]+)[eE]([-+]?0*[1-9][0-9]*)")
 MIXED = re.compile(r"(-?[0-9]+) ([0-9]+)/([0-9]+)")
+GREEK = """
+alpha beta gamma delta epsilon varepsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau
+phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega
+"""
+LETTER = (
+    rf"(?:[A-Za-z]|\\(?:{'|'.join(GREEK.split())})(?![A-Za-z])|\\(?:bar|vec|hat|overline)\s?\{{\w+\}})"
+    r"'?(?:\s?_\s?(?:\w|\{[\w+-]*\}))?"
+)
+LETTERS = rf"\s*{LETTER}(?:\s*[,+]\s*{LETTER})*\s*"
 # the name of a value: x_1, f(x), m+n, (x,y), \angle ABC, Total cost
-NAME = re.compile(r"(?:[A-Za-z]|[\s(),+|'/{}-]|\\[A-Za-z]+|_\s?(?:\w|\{[\w+-]*\}))+")
+NAME = re.compile(
+    rf"{LETTERS}|\s*(?:{LETTER})?\({LETTERS}\)\s*|\s*m?\s*\\angle\s*\w+\s*|\s*[^\W\d_]{{2}}(?:[^\W\d]|[\s'])*"
+)
 RELATION = re.compile(r"[<>]|\\(?:le|ge|ne|approx|in|to|equiv|sim)(?![A-Za-z])")
-NO_NAME = re.compile(rf"\b(?:not|or|and)\b|\\(?:pm|mp)\b|\A[^A-Za-z]*\Z|{RELATION.pattern}")
-EQUALS = re.compile("=")
+NO_NAME = re.compile(r"\b(?:not|or|and|but|no|non|never|wrong|except|than|isn|anything)\b")
+EQUALS = re.compile(r"=|\\in(?![A-Za-z])")
+OR = re.compile(r",|\bor\b")
 AND = re.compile(r"(?:,\s*|(?<![A-Za-z\\]))and(?![A-Za-z])")
-MEMBER = re.compile(r"\\in(?![A-Za-z])")
 COMMA = re.compile(
     r",\s*(?:and|or)\b|,(?![0-9]{3}(?![0-9]))|;|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])"
 )
+HALF_LINE = re.compile(r"\s*[A-Za-z]\s*(<|>|\\le|\\ge)(?![A-Za-z])([^<>=]*)")
+INTERVALS = {
+    "<": "(-\\infty,{})",
+    ">": "({},\\infty)",
+    "\\le": "(-\\infty,{}]",
+    "\\ge": "[{},\\infty)",
+}
 BINARY = r"[*/^_=]|\\(?:times|cdot|div)(?![A-Za-z])|" + RELATION.pattern
 INCOMPLETE = re.compile(rf"\s*(?:{BINARY}).*|.*(?:{BINARY}|[-+\\]|\\pm)\s*\Z", re.DOTALL)
-# any other sign must be in the reference as well
-PLAIN = re.compile(r"[0-9A-Za-z\s+*/^(){}\[\].,=<>|_\\!-]*")
+# math-verify reads these as they are meant; any other token must be in the reference as well
 KNOWN = r"""
-sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan log ln exp sqrt frac binom choose max
-min gcd lcm deg pi cdot cdots ldots dots times div pm mp circ infty sum prod int lim le ge in cup
-cap setminus emptyset lfloor rfloor lceil rceil overline vec hat mathbb operatorname begin end
-pmatrix bmatrix matrix alpha beta gamma delta epsilon varepsilon zeta eta theta iota kappa lambda
-mu nu xi rho sigma tau phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega
-\ { } $ %
+frac pi cdot cdots ldots dots times pm mp infty le ge in cup cap setminus emptyset overline vec hat
+mathbb begin end pmatrix bmatrix matrix \ { } $ %
 """
-COMMANDS = set(KNOWN.split())  # math-verify reads these as they are meant
-OPENING = re.compile(r"\\?([({\[])")
+COMMANDS = {f"\\{name}" for name in (KNOWN + GREEK).split()}
+PLAIN = re.compile(r"[0-9.]+|[A-Za-z]{1,2}|[+*/^(){}\[\],=<>|_-]|[pb]?matrix")
+# evaluated by math-verify: one of the same line must be in the reference
+EVALUATED = r"""
+\sum \prod \int \lim
+\gcd \lcm \max \min \lfloor \lceil \rfloor \rceil \bmod \pmod \mod
+! \binom
+\log \ln \lg
+\exp
+\sin \cos \tan \cot \sec \csc \sinh \cosh \tanh \arcsin \arccos \arctan
+\sqrt
+"""
+CLASSES = [{*line.split()} for line in EVALUATED.splitlines()]
+ROOT = re.compile(r"\^\{[^{}]*(?:/|\\frac|\.)")
+OPENING = re.compile(r"\\?[({\[]")
 
+ABBREVIATED = re.compile(r"[A-J]\.\s*[^\W\d_]")  # E. coli
 PERCENT = "*%^1"
 
 Equality = tuple[tuple[str, ...], str]  # texts that must all equal the reference as mathematics
@@ -112,10 +136,8 @@ def _any(results: Iterable[Comparison]) -> Comparison:
 def _compare_texts(candidate: str, answer: str) -> Comparison:
     if max(len(candidate), len(answer)) > MAX_CHARS:
         return bool(candidate.strip()) and candidate.split() == answer.split()
-    return _compare(plain_latex(candidate), plain_latex(answer))
-
-
-def _compare(candidate: str, answer: str) -> Comparison:
+    candidate = plain_latex(candidate)
+    answer = plain_latex(answer)
     words = tokens_of(candidate)
     if not words or words == ["nan"]:
         return False
@@ -126,43 +148,49 @@ def _compare(candidate: str, answer: str) -> Comparison:
     if letter and right_letter:
         if letter != right_letter or (text and not right_text and OTHER_CHOICE.search(text)):
             return False
+        if not text and ABBREVIATED.match(answer):
+            return False
         return not text or not right_text or _compare_named(text, right_text)
     return _compare_named(text or candidate, right_text or answer)
 
 
 def _compare_named(candidate: str, answer: str) -> Comparison:
     """Compares x = 17, x = 1, x = 2 and x \\in [0, 1] by their values, other equations as such."""
-    name, (*_, value) = _split_name(answer)
-    our_name, sides = _split_name(candidate)
-    chain = _split(candidate, EQUALS)
-    is_bare = len(chain) == 1 and not MEMBER.search(candidate)
-    if name and (our_name == name or (is_bare and not {"+", "-"} & {*name})):  # 5 is no line x+y=5
-        return _compare_sides(sides, value)
+    name, value = _split_name(answer)
+    our_name, our_value = _split_name(candidate)
+    is_equation = len(_split(candidate, EQUALS)) > 1
+    if name and (our_name == name or not (is_equation or "+" in name)):  # 5 is no line x+y=5
+        return _compare_sides(our_value, value)
     if name or len(_split(answer, EQUALS)) > 1:
-        return len(chain) > 1 and _compare_values(candidate, answer)
-    if MEMBER.search(candidate) and read_number(answer):
+        parts = sorted(_split(answer.replace(" ", ""), COMMA))
+        values = [_split(part, EQUALS)[-1] for part in parts]
+        if candidate.startswith("(") and not is_equation:
+            return _compare_values(candidate, f"({','.join(values)})")
+        return is_equation and _compare_values(candidate, answer)
+    if "\\in " in candidate and read_number(answer):
         return False
-    return _compare_sides(sides if our_name else chain, answer)
+    return _compare_sides(our_value, answer)
 
 
-def _split_name(text: str) -> tuple[list[str], list[str]]:
-    """Returns the words of a value's name, none if it has no name, and what the name equals."""
-    name, *members = MEMBER.split(text, maxsplit=1)
-    if members and _is_name(name):
-        return tokens_of(name), members
-    elements = [_split(part, EQUALS) for part in _split(text, COMMA)]
-    names = [tokens_of(sides[0]) for sides in elements if len(sides) > 1]
-    is_named = len(elements[0]) > 1 and _is_name(elements[0][0])
-    if not is_named or names.count(names[0]) < len(names):
-        return [], [text]
-    if len(elements) == 1:
-        return names[0], elements[0][1:]
-    return names[0], [", ".join(sides[-1] for sides in elements)]
+def _split_name(text: str) -> tuple[str, str]:
+    """Returns the name of a value, empty if it has none, and what the name equals."""
+    values = []
+    names = set()
+    for part in _split(text, COMMA):
+        sides = _split(part, EQUALS)
+        if _is_name(sides[-1]) and not _is_name(sides[0]):  # 5 = x
+            sides.reverse()
+        if len(sides) > 1:
+            names.add("".join(tokens_of(sides.pop(0))) if _is_name(sides[0]) else "")
+        values.append("=".join(sides))
+    if len(names) != 1 or "" in names:
+        return "", text
+    return names.pop(), ",".join(values)
 
 
-def _compare_sides(sides: list[str], answer: str) -> Comparison:
-    """Compares the last side, and the others if they are no names: 10 + 7 = 17, but not 18 = 17."""
-    *others, last = sides
+def _compare_sides(text: str, answer: str) -> Comparison:
+    """Compares the last side, and all others as well: 10 + 7 = 17, but not 18 = 17."""
+    *others, last = _split(text, EQUALS)
     others = [side for side in others if not _is_name(side)]
     result = _compare_quantities(read_quantity(last), read_quantity(answer))
     if not others or not result:
@@ -178,15 +206,12 @@ def _is_name(text: str) -> bool:
 
 
 def _compare_quantities(ours: Quantity, theirs: Quantity) -> Comparison:
-    if ours.unit and theirs.unit and ours.unit != theirs.unit:
-        return False
     # a unit may be left out, and a number may be of anything
-    is_other = ours.noun != theirs.noun and (ours.noun or not theirs.is_upright)
-    if is_other and (theirs.noun or (theirs.unit and not ours.unit)):
+    if theirs.unit not in ("", ours.unit) and (ours.unit or "#" in theirs.unit):
         return False
     if ours.scale == theirs.scale:
         return _compare_values(ours.value, theirs.value)
-    if ours.unit or ours.noun or {ours.scale, theirs.scale} != {"", PERCENT}:
+    if ours.unit or {ours.scale, theirs.scale} != {"", PERCENT}:
         return False
     if theirs.scale:  # 50% is 0.5, and 50 where a percentage was asked for
         values = [theirs.value, _percent(theirs.value)]
@@ -204,8 +229,7 @@ def _percent(value: str) -> str:
 
 
 def _is_whole(text: str) -> bool:
-    number = read_number(text)
-    return number is not None and not number.partition(".")[2].strip("0")
+    return re.fullmatch(r"[-+]?[0-9]+(\.0*)?", read_number(text) or "") is not None
 
 
 def _compare_values(candidate: str, answer: str) -> Comparison:
@@ -219,22 +243,21 @@ def _compare_values(candidate: str, answer: str) -> Comparison:
         return True
     if _is_whole(candidate) and _is_whole(answer):  # a fraction may have been rounded
         return False
-    if any(len(word) > 2 for word in _words(answer)):
-        return False  # their order counts
-    if not is_mathematics(answer) or INCOMPLETE.fullmatch(answer):
-        return False
     if theirs and not re.search("[0-9]", candidate):
         return False
     number = re.sub(r"[\s{}]", "", answer)
     if IN_BASE.fullmatch(number):
         return re.sub(r"[\s{}]", "", candidate) in (number, number.partition("_")[0])
-    if not _is_comparable(candidate, answer):
+    if not is_mathematics(answer) or not _is_comparable(candidate, answer):
         return False
     return [((candidate,), answer)]
 
 
 def _spell_out(text: str) -> str:
-    """Returns a number without separators of thousands, 4.5e33 and 2 > x > 1 as LaTeX."""
+    """Returns 1,234 without its comma, 4.5e33, x < 1 or x > 2, or 2 > x > 1 as LaTeX."""
+    lines = [HALF_LINE.fullmatch(part) for part in OR.split(text)]
+    if len(lines) > 1 and all(lines):
+        return r"\cup".join(INTERVALS[line[1]].format(line[2].strip()) for line in lines)
     text = AND.sub(",", text.replace(UPRIGHT, " ")).strip()
     text = read_number(text) or text
     text = SCIENTIFIC.sub(r"\1\\times 10^{\2}", text)
@@ -247,34 +270,35 @@ def _spell_out(text: str) -> str:
 
 
 def is_mathematics(answer: str) -> bool:
-    """Returns whether a reference is mathematics, not a mere label.
+    """Returns whether a reference is mathematics, not a mere label or prose.
 
     It is a single letter, or has a digit, an operator or a command.
     """
     text = COMMAND.sub(" ", answer)
-    if LABEL.search(text) or SPACED.search(answer):
-        return False
-    if _words(answer) and not re.search(r"[0-9\\]", answer):
-        return False  # a hyphen or a bracket in prose
-    return bool(OPERATOR.search(answer)) or re.fullmatch(r"\W*[A-Za-z]\W*", text) is not None
+    is_prose = re.search("[A-Za-z]{3}", text) or LABEL.search(text) or MISREAD.search(answer)
+    return not is_prose and MATHEMATICS.fullmatch(answer) and not INCOMPLETE.fullmatch(answer)
 
 
 def _is_comparable(text: str, answer: str) -> bool:
     """Returns whether a text has the form of one answer that math-verify reads as it is meant."""
     ours = _opening(text)
     theirs = _opening(answer)
+    tokens = _tokens(answer)
+    known = tokens.union(COMMANDS, *(line for line in CLASSES if line & tokens))
     return (
-        _is_balanced(text)
+        re.fullmatch(BALANCED, text) is not None
         and not INCOMPLETE.fullmatch(text)
-        and not set(PLAIN.sub("", text)) - set(answer)
-        and not _commands(text) - COMMANDS - _commands(answer)
-        and not (SPACED.search(text) or SUBSCRIPTED.search(text))
-        and _hidden(text) == _hidden(answer)
+        and all(PLAIN.fullmatch(token) for token in _tokens(text) - known)
+        and not MISREAD.search(text)
         and (not RELATION.search(text) or re.search(r"[\[(<>\\]", answer) is not None)
         # {1, 2} is not (1, 2)
-        and ("," not in answer or ours in ("", ",", theirs) or (ours, theirs) == ("{", ","))
-        and (_words(text) == _words(answer) or not (_has_letters(text) and _has_letters(answer)))
+        and ("," not in answer or ours in ("", ",", theirs) or (ours, theirs) == ("\\{", ","))
     )
+
+
+def _tokens(text: str) -> set[str]:
+    text = ROOT.sub(r"\\sqrt \g<0>", text.replace(r"\frac{d}{d", r"\int{{"))
+    return {*tokens_of(text)}
 
 
 def _opening(text: str) -> str:
@@ -284,32 +308,7 @@ def _opening(text: str) -> str:
     match = OPENING.match(text)
     if match is None:
         return ""
-    return match[1]
-
-
-def _commands(text: str) -> set[str]:
-    return {command[1:] for command in COMMAND.findall(text)}
-
-
-def _is_balanced(text: str) -> bool:
-    depth = 0
-    for brace in re.findall(r"[{}]", COMMAND.sub("", text)):
-        depth += 1 if brace == "{" else -1
-        if depth < 0:
-            return False
-    return depth == 0
-
-
-def _words(text: str) -> Counter[str]:
-    return Counter(word for word in WORD.findall(COMMAND.sub(" ", text)) if word not in COMMANDS)
-
-
-def _hidden(text: str) -> list[str]:
-    return HIDDEN.findall(COMMAND.sub(" ", text))
-
-
-def _has_letters(text: str) -> bool:
-    return re.search("[A-Za-z]", COMMAND.sub(" ", text)) is not None
+    return match[0]
 
 
 def _split(text: str, separator: re.Pattern[str]) -> list[str]:
@@ -347,13 +346,6 @@ def make_judge(context: None) -> Callable[[list[Equality]], float]:
 
     verify = partial(math_verify.verify, timeout_seconds=None, allow_set_relation_comp=True)
 
-    def kind(term: Any) -> Any:
-        """Returns what a term has beside its numbers, 1 for a number."""
-        value = term
-        if isinstance(term, Mul):
-            value = Mul(*term.args)
-        return value.as_coeff_Mul()[1] if value else term
-
     def is_left(expression: Any) -> bool:
         """Returns True if a sum in it has like terms or a zero, or a product two numbers.
 
@@ -362,14 +354,12 @@ def make_judge(context: None) -> Callable[[list[Equality]], float]:
         if not isinstance(expression, Basic):  # a matrix, or the text of what cannot be parsed
             return any(map(is_left, getattr(expression, "flat", list)()))
         for node in preorder_traversal(expression):
-            if isinstance(node, Add) and len({*map(kind, node.args), 0} - {0}) < len(node.args):
-                return True
-            if (
-                isinstance(node, Mul)
-                and sum(isinstance(x, Number) and x != -1 for x in node.args) > 1
-            ):
-                return True
-            if node.is_MatAdd:
+            if isinstance(node, Add):
+                terms = Add(*(Mul(*Mul.make_args(arg)) for arg in node.args))
+                if len(Add.make_args(terms)) < len(node.args):
+                    return True
+            numbers = [arg for arg in node.args if isinstance(arg, Number) and arg != -1]
+            if node.is_MatAdd or (isinstance(node, Mul) and len(numbers) > 1):
                 return True
         return False
 

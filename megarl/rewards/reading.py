@@ -2,62 +2,59 @@
 r"""Reads what math-verify does not know: fonts, signs, choices, units and thousands.
 
     \textbf{(B)}\ 12~\text{km} --plain_latex--> (B) 12 km --read_choice--> B, 12 km
-                                                12 km --read_quantity--> Quantity("12", "km")
+                                                12 km --read_quantity--> Quantity("12", "km^1")
 
-All of it in time linear in the text. maths.py compares what was read.
+Only short texts are read (MAX_CHARS in maths.py), which maths.py compares.
 """
 
 import re
 import unicodedata
+from collections import Counter
 from dataclasses import dataclass
 
-from megarl.rewards.answers import without_marks
+from megarl.rewards.answers import MAX_MARKS, without_marks
 
-
-def _pairs(text: str) -> dict[str, str]:
-    words = text.split()
-    return dict(zip(words[::2], words[1::2], strict=True))
-
-
-UPRIGHT = "\f"  # white space that stands where an upright font begins or ends
 IGNORED = r"""
-left right big Big bigl bigr Bigl Bigr bigg biggl biggr rm bf it displaystyle
-textstyle limits ( ) [ ]
+\left \right \big \Big \bigl \bigr \Bigl \Bigr \bigg \biggl \biggr \rm \bf \it \displaystyle
+\textstyle \limits \( \) \[ \] $
 """
-SPACES = "quad qquad enspace thinspace space , ; :"
+SPACES = r"\quad \qquad \enspace \thinspace \space \, \; \: ~"
 RENAMED = r"""
-dfrac \frac tfrac \frac cfrac \frac leq \le geq \ge leqslant \le geqslant \ge neq \ne
-lt < gt > ast * lbrace \{ rbrace \} degree ^\circ varnothing \emptyset colon : dbinom \binom
-"""
-COMMANDS = {
-    **dict.fromkeys(IGNORED.split(), ""),
-    **dict.fromkeys([*SPACES.split(), " ", "\n"], " "),
-    **_pairs(RENAMED),
-}
-SIGNS = _pairs(r"""
+\dfrac \frac \tfrac \frac \cfrac \frac \dbinom \binom \leq \le \geq \ge
+\leqslant \le \geqslant \ge \neq \ne \lt < \gt > \ast * \lbrace \{ \rbrace \} \degree ^\circ
+\varnothing \emptyset \colon : percent % pct % mph mi/h kmh km/h kph km/h
 × \times ÷ \div · \cdot ∙ \cdot − - – - ≤ \le ⩽ \le ≥ \ge ⩾ \ge ≠ \ne ≈ \approx ∞ \infty √ \sqrt
 ∪ \cup ∩ \cap ∈ \in ∅ \emptyset ± \pm ° ^\circ → \to ∠ \angle ⁄ / α \alpha β \beta γ \gamma
 θ \theta λ \lambda μ \mu π \pi σ \sigma φ \phi ω \omega Δ \Delta Ω \Omega
-""")
+½ \frac{1}{2} ⅓ \frac{1}{3} ⅔ \frac{2}{3} ¼ \frac{1}{4} ¾ \frac{3}{4} ⅕ \frac{1}{5} ⅖ \frac{2}{5}
+⅗ \frac{3}{5} ⅘ \frac{4}{5} ⅙ \frac{1}{6} ⅚ \frac{5}{6} ⅛ \frac{1}{8} ⅜ \frac{3}{8} ⅝ \frac{5}{8}
+⅞ \frac{7}{8} ⅑ \frac{1}{9} ⅒ \frac{1}{10}
+"""
+SYNONYMS = dict.fromkeys(IGNORED.split(), "") | dict.fromkeys([*SPACES.split(), "\\ ", "\\\n"], " ")
+SYNONYMS |= {name: f"{command} " for name, command in re.findall(r"(\S+)\s+(\S+)", RENAMED)}
 SCRIPTS = {
     "^": re.compile("[\u00b2\u00b3\u00b9\u2070\u2071\u2074-\u207f]+"),
     "_": re.compile("[\u2080-\u208e\u2090-\u209c]+"),
 }
-LATEX = re.compile(
-    r"(?P<font>\\(?:text[a-z]*|math(?:rm|bf|it|sf|tt)|[mfh]box|boxed|bm|boldsymbol)\s*\{)"
-    r"|\\(?P<name>[A-Za-z]+|.)|(?P<sign>[{}$~])|[^\\{}$~]+|\\",
-    re.DOTALL,
+BALANCED = "[^{}]*+"
+for _ in range(12):
+    BALANCED = rf"(?:[^{{}}]|\{{{BALANCED}\}})*+"
+UPRIGHT = "\f"  # white space that stands where an upright font begins or ends
+FONT = re.compile(
+    rf"\\(?:text[a-z]*|math(?:rm|bf|it|sf|tt)|[mfh]box|boxed|bm|boldsymbol|underline)\s*"
+    rf"\{{({BALANCED})\}}"
 )
+WORD = re.compile(r"\\?[A-Za-z]+|\\.|.", re.DOTALL)
 TOKEN = re.compile(
     r"\^\{?\s?\\circ\s?\}?|\\(?:[A-Za-z]+|.)|[^\W\d_]+|[0-9]+(?:\.[0-9]+)?|\.[0-9]+|\S", re.DOTALL
 )
-UNIT_TOKEN = re.compile(rf"\^\s?\{{?-?[0-9]+\}}?|{TOKEN.pattern}", re.DOTALL)
 
-# names of one unit in each line; what multiplies the value (*) must not be left out
+# Names of one unit in each line. What multiplies the value (*) and what is counted (#) must not be
+# left out of an answer.
 NAMES_OF_UNITS = r"""
 mm millimeter millimetre 毫米 мм
 cm centimeter centimetre 厘米 см
-m meter metre 米 м
+m meter metre metro 米 м
 km kilometer kilometre 千米 公里 км
 inch in
 ft foot feet
@@ -73,17 +70,21 @@ mL ml milliliter millilitre 毫升
 L l liter litre 升
 gal gallon
 s sec second 秒
+ms millisecond
 min minute 分钟
-h hr hour 小时
+h hr hour hora 小时
 day 天
 week
 month
-year yr 年 岁
-deg degree 度
+year yr año 年 岁
+deg degree \circ 度
+degC \circC
+degF \circF
 rad radian
 N newton
 J joule
 kJ kilojoule
+eV
 cal calorie
 W watt
 kW kilowatt
@@ -97,7 +98,8 @@ mol mole
 ohm \Omega
 acre
 ha hectare
-unit
+unit 个
+people person 人
 USD $ \$ dollar 美元
 cent ¢
 EUR € euro
@@ -107,35 +109,57 @@ CNY yuan 元
 INR ₹ Rs rupee
 RUB ₽ руб рублей рубля рубль
 KRW ₩ won
-*% % \% percent pct
+*% % \%
 *100 hundred
 *k thousand k
-*M million
-*B billion
+*M million M
+*B billion B
 *T trillion
-*12 dozen
 *万 万
 *亿 亿
 """
-UNITS = {name: line.split()[0] for line in NAMES_OF_UNITS.splitlines() for name in line.split()}
-COMPOUNDS = _pairs("mph mi/h kmh km/h kph km/h")
+COUNTED = """
+adult animal apple apricot bag ball balloon banana bar basket bead bean bear bed bee berry bicycle
+bike bill bird block boat book bottle bowl box boy branch brick brother bucket bug building bus
+button cabinet cake camel can candies candle candy car card carrot cartoon cat chair cherries cherry
+chicken child children chocolate class coin color colour cookie corner cow crayon cup customer dog
+doll door dot dress duck edge egg employee envelope face factor families family fish flavor flies
+flower fly friend frog fruit game gift girl glass goat grape group guest hat hen horse house
+invitation item jar jelly kid lamp leaf leaves lemon letter line lion loaf loaves lollipop man
+marble match meal member men mice monkey mouse muffin nail necklace notebook nut orange orchid page
+paper parties party passenger path peach peaches pear pen pencil pennies penny pie piece pig pizza
+plant plate player point potato potatoes present prize problem puppies puppy puzzle question rabbit
+ribbon ring room rose row seashell seat seed sheep sheet shell shirt shoe shot sibling sister slice
+snack soldier solution spider spoon stair stamp star step sticker stone stories story straw
+strawberries strawberry student sweet table teacher team term test ticket tile tire tomato tomatoes
+toy train tree triangle trip truck vase vehicle vertex vertices video visitor vote wallet watch way
+whale wheel window woman women word worker zebra
+"""
+UNITS = {
+    f"{name}{end}": line.split()[0]
+    for line in NAMES_OF_UNITS.splitlines() + [f"#{noun} {noun}" for noun in COUNTED.split()]
+    for name in line.split()
+    for end in ("", "s", "es")
+}
 POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
-# words that change what stands beside them
-HIDDEN = re.compile(
-    r"""
-    \b(?:more|less|fewer|least|most|not|minus|negative|plus|over|under|per|half|halves|third|quarter
-    |fifth|sixth|eighth|tenth|hundredth|thousandth|score|pair|gross|times|squared?|cubed?|factorial
-    |mod|modulo|percent|hundred|thousand|[mbtr]+illion|dozen)s?\b
-    |\b(?:mil|mill[io]\w*|bill[io]\w*|do[czu]\w*en\w*|тысяч\w*|мил[лиар]\w*)\b|[万亿百千兆億]
-    """,
-    re.IGNORECASE | re.VERBOSE,
+NAMES = "|".join(map(re.escape, sorted(UNITS, key=len, reverse=True)))
+BETWEEN = r"(?:[\s.*]|\\cdot)*"
+UNIT = re.compile(
+    rf"(?P<per>/|per\b(?! cent))?{BETWEEN}(?P<kind>square|sq|cubic|cu)?{BETWEEN}(?<![^\W\d_])"
+    rf"(?P<name>{NAMES})(?![^\W\d_]){BETWEEN}(?:\^\s?\{{?(?P<power>-?[0-9])\}}?)?{BETWEEN}"
+)
+# behind what is no number, a single letter is a factor, except in an upright font
+QUANTITY = re.compile(
+    r"([-+]?[0-9.]+|.+?(?=[\f%]|\\(?:%|circ)|(?<=[0-9})\s])(?![A-Za-z](?![A-Za-z]))))"
+    rf"\s*((?:{UNIT.pattern})+)",
+    re.DOTALL,
 )
 CURRENCY = r"\\\$|\\pounds|[$€£¥₹₽₩]|USD|EUR|GBP|Rs\.?(?= ?[0-9])"
 NUMBER = re.compile(
-    rf"([-+]?)\s?({CURRENCY}|)\s?([-+]?)"
-    r"((?:[0-9]{1,3}(?:[, ][0-9]{3})+|[0-9]+)(?![0-9])|(?=\.[0-9]))(\.[0-9]*)?(?![0-9])"
+    rf"(?P<sign>[-+]?)\s?(?P<currency>{CURRENCY}|)\s?(?P<inner>[-+]?)"
+    r"(?P<whole>(?:[0-9]{1,3}(?:[, ][0-9]{3})+|[0-9]+)(?![0-9])|(?=\.[0-9]))"
+    r"(?P<fraction>(?:\.[0-9]*)?)(?![0-9])"
 )
-LAST_UNIT = re.compile(r"(.*[0-9})\s])((?:square |sq |cubic |cu )?[A-Za-z]{2,})", re.DOTALL)
 CHOICE = re.compile(
     r"(?:option\s|choice\s)?\s*(?:\(\s?([A-J])\s?\)|([A-J])(?=\s?[.:)]|\Z))[\s.:)]*(.*)", re.DOTALL
 )
@@ -147,64 +171,27 @@ OTHER_CHOICE = re.compile(
 
 def plain_latex(text: str) -> str:
     """Returns a text as LaTeX without fonts, delimiters and spacing, its signs as commands."""
-    text = re.sub(r"\\!\s*", "", unicodedata.normalize("NFC", without_marks(text)))
+    text = unicodedata.normalize("NFC", without_marks(text.strip().rstrip(".\u3002")))
+    text = re.sub(r"\\!\s*", "", text)
+    text = re.sub(r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}", text)
     for script, run in SCRIPTS.items():
         text = run.sub(lambda match, mark=script: f"{mark}{{{_compatible(match[0])}}}", text)
-    text = "".join(map(_latex_of, text))
-    text = re.sub(r"\\sqrt \s*([0-9.]+|[A-Za-z]|\([^()]*\))", r"\\sqrt{\1}", text)
+    for _ in range(MAX_MARKS):
+        text = FONT.sub(rf"{UPRIGHT}\1{UPRIGHT}", text)
     if text.count("$") % 2:  # of dollars
         text = re.sub(r"(?<!\\)\$(?=\s?[-+]?[0-9.])", r"\\$", text, count=1)
-    pieces = []
-    closing = []  # what stands for the braces that are open
-    for match in LATEX.finditer(text):
-        piece = match[0]
-        if match.lastgroup == "name":
-            piece = COMMANDS.get(match["name"], piece)
-        elif match.lastgroup == "font":
-            closing.append(UPRIGHT)
-            piece = UPRIGHT
-        elif piece == "{":
-            closing.append("}")
-        elif piece == "}" and closing:
-            piece = closing.pop()
-        elif match.lastgroup == "sign":
-            piece = {"$": "", "~": " "}.get(piece, piece)
-        pieces.append(piece)
-    text = "".join(pieces) + "{" * len(closing)  # an open brace stays one
-    text = re.sub(r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}", text)
-    text = re.sub(
-        r"\s*\f\s*", UPRIGHT, re.sub(r"[^\S\f]+", " ", re.sub(r"\{([,:])\}", r"\1", text))
-    )
-    return _without_braces(text.strip().rstrip(".\u3002").rstrip())
-
-
-def _latex_of(sign: str) -> str:
-    """Returns the LaTeX of one character."""
-    if sign.isascii():
-        return sign
-    if sign in SIGNS:
-        return SIGNS[sign] + " "
-    if unicodedata.decomposition(sign).startswith("<fraction>"):
-        above, below = _compatible(sign).split("\u2044")
-        return f"\\frac{{{above}}}{{{below}}}"
-    return " " if sign.isspace() else sign
+    text = WORD.sub(lambda match: SYNONYMS.get(match[0], match[0]), text)
+    text = re.sub(r"\\sqrt\s*([0-9.]+|[A-Za-z]|\([^()]*\))", r"\\sqrt{\1}", text)
+    text = re.sub(r"\{([,:])\}", r"\1", re.sub(r"[^\S\f]+", " ", text))
+    text = text.strip().rstrip(".\u3002").rstrip()
+    inner = re.fullmatch(rf"\{{({BALANCED})\}}", text)
+    if inner is None:
+        return text
+    return f"\\{{{inner[1]}\\}}" if "," in inner[1] else inner[1].strip()
 
 
 def _compatible(text: str) -> str:
     return unicodedata.normalize("NFKC", text).replace("\u2212", "-")
-
-
-def _without_braces(text: str) -> str:
-    """Returns a text without the braces around all of it; those of a list are a set's."""
-    depth = 0
-    for match in re.finditer(r"\\.|[{}]", text):
-        depth += {"{": 1, "}": -1}.get(match[0], 0)
-        if depth <= 0 and match.end() < len(text):
-            return text
-    if depth or not text.startswith("{"):
-        return text
-    inner = text[1:-1].strip()
-    return f"\\{{{inner}\\}}" if "," in inner else inner
 
 
 def tokens_of(text: str) -> list[str]:
@@ -226,89 +213,39 @@ def read_choice(text: str) -> tuple[str, str]:
     return match[1] or match[2], match[3].strip()
 
 
-@dataclass(frozen=True)
-class Quantity:
-    value: str  # plain LaTeX
-    unit: str = ""  # in base units, as h^-1 km^1
-    noun: str = ""  # what is counted
-    is_upright: bool = False  # the noun is in \text, as units are, or in no Latin letters
-    scale: str = ""  # what multiplies the value, as *%^1
-
-
 def read_number(text: str) -> str | None:
     """Returns a plain number without separators of thousands, None for any other text."""
     match = NUMBER.fullmatch(text)
-    if match is None or match[2] or (match[1] and match[3]):
+    if match is None or match["currency"] or (match["sign"] and match["inner"]):
         return None
     return _digits(match)
 
 
 def _digits(match: re.Match[str]) -> str:
-    sign, _, behind_currency, whole, fraction = match.groups("")
-    return (sign or behind_currency) + re.sub("[, ]", "", whole) + fraction
+    whole = re.sub("[, ]", "", match["whole"])
+    return f"{match['sign'] or match['inner']}{whole}{match['fraction']}"
+
+
+@dataclass(frozen=True)
+class Quantity:
+    value: str  # plain LaTeX
+    unit: str = ""  # in base units, as h^-1 km^1, or what is counted, as #cat^1
+    scale: str = ""  # what multiplies the value, as *%^1
 
 
 def read_quantity(text: str) -> Quantity:
     """Returns a value and its unit, or the text as a value if it ends in no unit."""
-    splits = []
-    number = NUMBER.match(text)
+    degrees = re.sub(r"\^\{?\s?\\circ\s?\}?\s*", r"\\circ", text)
+    number = NUMBER.match(degrees)
     if number:
-        splits.append((_digits(number), number[2] + text[number.end() :]))
-    value, _, unit = text.partition(UPRIGHT)
-    splits.append((value, UPRIGHT + unit))
-    last = LAST_UNIT.fullmatch(text)
-    if last and UNITS.keys() & _singulars(last[2].split()[-1]):
-        splits.append((last[1], last[2]))
-    for value, unit in splits:
-        quantity = _read_unit(value.strip(), unit)
-        if quantity:
-            return quantity
-    return Quantity(text)
-
-
-def _singulars(word: str) -> list[str]:
-    return [word, *(form.removesuffix(end) for form in (word, word.lower()) for end in ("s", "es"))]
-
-
-def _read_unit(value: str, text: str) -> Quantity | None:
-    """Returns a quantity, None if the text behind the value is no unit."""
-    powers = {}
-    nouns = []
-    unit = ""
-    sign = 1
-    power = 1
-    text = text.replace("per cent", "percent")
-    for word, replacement in COMPOUNDS.items():
-        text = re.sub(rf"\b{word}\b", replacement, text)
-    for token in UNIT_TOKEN.findall(text):
-        names = [UNITS[name] for name in _singulars(token) if name in UNITS]
-        if token in ("/", "per"):
-            sign = -1
-        elif token.lower() in POWERS:
-            power = POWERS[token.lower()]
-        elif "\\circ" in token:
-            unit = "deg"
-            powers[unit] = 1
-        elif unit == "deg" and token in ("C", "F"):
-            powers = {f"deg{token}": 1}
-        elif token.startswith("^") and unit:
-            powers[unit] = sign * int(token.strip("^ {}"))
-        elif names:
-            unit = names[0]
-            powers[unit] = sign * power
-            power = 1
-        elif token.isalpha() and (not token.isascii() or (len(token) > 1 and text[0].isspace())):
-            nouns.append(token.lower())
-        elif token not in (".", "*", "\\cdot"):
-            return None
-    noun = " ".join(word.removesuffix("s") for word in nouns)
-    is_counted = re.search("[0-9]", value) and re.search(r"\w{3}|[^\x00-\x7f]", noun)
-    if not value or not (powers or is_counted):
-        return None
-    if HIDDEN.search(" ".join(nouns)) or {"or", "and", "than"} & {*nouns}:
-        return None
-    names = [f"{name}^{count}" for name, count in sorted(powers.items())]
-    unit = " ".join(name for name in names if name[0] != "*")
+        degrees = _digits(number) + number["currency"] + degrees[number.end() :]
+    match = QUANTITY.fullmatch(degrees) or QUANTITY.fullmatch(degrees.lower())
+    if match is None:
+        return Quantity(text)
+    powers = Counter()
+    for unit in UNIT.finditer(match[2]):
+        power = int(unit["power"] or POWERS.get(unit["kind"], 1))
+        powers[UNITS[unit["name"]]] += -power if unit["per"] else power
+    names = [f"{name}^{power}" for name, power in sorted(powers.items())]
     scale = " ".join(name for name in names if name[0] == "*")
-    is_upright = text.startswith(UPRIGHT) or not text.isascii()
-    return Quantity(value, unit, noun, is_upright, scale)
+    return Quantity(match[1].strip(), " ".join(name for name in names if name[0] != "*"), scale)

@@ -66,7 +66,7 @@ def test_a_process_model_rewards_the_tokens_that_end_steps(
     assert after.step_rewards == ((3, 14.0), (4, 16.0)) and after.rewards == {"model": 7.5}
     assert (after.reward, after.has_outcome) == (reward, has_outcome)
     (lost,) = model([replace(SAMPLE, text="ac\n\ncd")])
-    assert lost.reward is None and lost.extra == {"dropped": "reward/model/no_tokens"}
+    assert lost.reward is None and lost.extra == {"dropped": "reward/model/no_tokens", "detail": ""}
 
 
 def test_what_cannot_be_scored_is_dropped_and_the_order_is_kept() -> None:
@@ -78,5 +78,5 @@ def test_what_cannot_be_scored_is_dropped_and_the_order_is_kept() -> None:
     assert [sample.index for sample in after] == [0, 1, 2] and [
         sample.reward for sample in after
     ] == [None, None, 4.5]
-    assert after[0].extra == {"dropped": "reward/model/nan"} and after[1] is dropped
+    assert after[0].extra == {"dropped": "reward/model/nan", "detail": ""} and after[1] is dropped
     assert ModelReward(1.0, score)([dropped]) == [dropped] and ModelReward(1.0, score)([]) == []
