@@ -4,25 +4,25 @@
 Neither imports torch, except for the tokenizer of a folder, or if a setting needs it.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megarl.config.load import resolved_yaml, run_dir
 from megarl.config.schema import Config, Create
 from megarl.config.stages import needs_engine
 from megarl.config.validate import Job, check_config
-from megarl.data.conversations import example_encoder
+from megarl.data.conversations import problem_encoder
 from megarl.data.feedback import check_feedback
 from megarl.data.media import check_model_media
-from megarl.data.rows import errors_of
-from megarl.data.tasks import Source, check_tasks
+from megarl.data.rows import Problem, Source, errors_of
+from megarl.data.tasks import check_tasks
 from megarl.data.tokenizer import (
+    Example,
     Tokenizer,
     end_warnings,
     load_tokenizer,
-    prompt_encoder,
 )
 from megarl.models.hub import copied_files, is_hub_id, model_folder
 from megarl.models.weights import check_weights, has_weights
@@ -30,9 +30,6 @@ from megarl.platform.env import Env
 from megarl.platform.packages import require
 from megarl.rewards.catalog import check_problems, make_rewards
 from megarl.telemetry.trackers import check_trackers
-
-if TYPE_CHECKING:
-    from megarl.data.prompts import PromptStream
 
 MAX_ENCODED = 200  # problems of a source, evenly spaced, whose tokens are checked
 
@@ -92,7 +89,7 @@ class ProblemCheck:
         )
         if self.is_encoded:
             self.notes += end_warnings(self._tokenizer, config.rollout.stop)
-            _ = self._stream  # raises for settings
+            _ = self._encode  # raises for settings
         if task.ignore_media:
             self.notes.append("task.ignore_media: images, audio and video are left out")
 
@@ -119,9 +116,12 @@ class ProblemCheck:
             shapes.add(shape)
             if is_chosen and (self.is_encoded or roles):
                 with errors_of(problem.where):
-                    self._stream.tokens(problem)
+                    self._encode(problem)
         if self.is_encoded:
-            replace(self._stream, sources=[source]).take(1)  # raises if all are too long
+            from megarl.data.prompts import PromptStream  # imports torch
+
+            limit = config.rollout.max_prompt_tokens
+            PromptStream([source], self._encode, limit).take(1)  # raises if all are too long
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -137,18 +137,10 @@ class ProblemCheck:
         return random_tokenizer(config.model.create or Create())
 
     @cached_property
-    def _stream(self) -> "PromptStream":
-        from megarl.data.prompts import PromptStream  # imports torch
-
+    def _encode(self) -> Callable[[Problem], Example]:
         config = self.config
-        stream = PromptStream(
-            [],
-            prompt_encoder(self._tokenizer, config.task),
-            max_tokens=config.rollout.max_prompt_tokens,
-        )
-        if self.learns == "answers":
-            stream.example = example_encoder(self._tokenizer, config.task, config.sft.roles)
-        return stream
+        roles = config.sft.roles if self.learns == "answers" else ()
+        return problem_encoder(self._tokenizer, config.task, roles)
 
 
 def describe(config: Config, job: Job) -> str:

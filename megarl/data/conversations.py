@@ -23,20 +23,19 @@ from megarl.data.tokenizer import Example, HfTokenizer, Tokenizer, prompt_encode
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\b")
 
 
-def example_encoder(
-    tokenizer: Tokenizer, task: Task, roles: Sequence[str]
-) -> Callable[[Problem], Example | None]:
-    """Returns the encoder of conversations and completions; it returns None for problems with an
-    answer.
-    """
+def problem_encoder(
+    tokenizer: Tokenizer, task: Task, roles: Sequence[str] = ()
+) -> Callable[[Problem], Example]:
+    """Returns the encoder of prompts; with `roles` (stage sft), also of whole examples."""
     encode = prompt_encoder(tokenizer, task)
 
-    def example(problem: Problem) -> Example | None:
+    def example(problem: Problem) -> Example:
         question = problem.question
         completion = problem.extra.get("completion")
-        if problem.answer is not None:
+        if roles and problem.answer is not None:
             reference_text(problem.answer)  # raises for a list
-            return None
+        if not roles or problem.answer is not None:
+            return encode(question), ()
         if completion is None and isinstance(question, str):
             raise ValueError(
                 "it has no answer, but stage: sft trains on answers; write `answer`, `completion` "

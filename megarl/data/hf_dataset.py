@@ -11,7 +11,7 @@ last. JSON and the texts of CSV are read as they are: Arrow would take some for 
 import operator
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial, reduce
 from itertools import chain, count
 from pathlib import Path
@@ -105,10 +105,10 @@ def load_rows(
     name: str, options: DatasetOptions, split: str, *, ignore_media: bool = False
 ) -> Source:
     """Loads one split. Raises ValueError or FileNotFoundError with the value and the remedy."""
-    dataset: Any
     dataset, places = _read(name, options, split)
     features: dict[str, Any] = {}
-    if isinstance(dataset, list):
+    is_listed = isinstance(dataset, list)
+    if is_listed:
         for row in dataset:
             features |= {key: value for key, value in row.items() if value is not None}
     else:
@@ -142,19 +142,22 @@ def load_rows(
         columns = features
         if not whole:
             columns = [*prompt, *(answer[:1] if pattern else ())]
-        numbers = count()
         try:
-            for batch in dataset.select_columns(sorted({*columns})).iter(batch_size=BATCH):
-                for row in zip(*batch.values(), strict=True):
-                    yield problem(next(numbers), dict(zip(batch, row, strict=True)))
+            yield from map(problem, count(), _read_columns(dataset, columns))
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"hf:{name} has a text that is not UTF-8 ({error}); write its files again"
             ) from None
 
-    if isinstance(dataset, list):
+    if is_listed:
         return listed([*map(problem, count(), dataset)])
     return Source(lambda index: problem(index, dataset[index]), len(dataset), scan)
+
+
+def _read_columns(dataset: Any, columns: Iterable[str]) -> Iterator[dict[str, Any]]:
+    for batch in dataset.select_columns(sorted({*columns})).iter(batch_size=BATCH):
+        for row in zip(*batch.values(), strict=True):
+            yield dict(zip(batch, row, strict=True))
 
 
 def _columns(

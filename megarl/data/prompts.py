@@ -18,7 +18,7 @@ from typing import Any
 
 from megarl.data.rows import Problem, errors_of
 from megarl.data.tasks import Source
-from megarl.data.tokenizer import Encode, Example
+from megarl.data.tokenizer import Example
 from megarl.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -45,15 +45,13 @@ class PromptStream:
     """roles.Prompts. Depends on the tasks and the seed alone, so it is the same on every rank."""
 
     sources: Sequence[Source]  # several: a mixture
-    encode: Encode  # question -> tokens (tokenizer.prompt_encoder)
+    encode: Callable[[Problem], Example]  # conversations.problem_encoder
     max_tokens: int  # longer prompts are skipped and counted
     seed: int = 0
     position: int = 0
     skipped: int = 0
     kept: dict[str, float] = field(default_factory=dict)  # what a stage learns of the data
     accepts_changes: bool = False  # data that differ from those of the restored state
-    # stage sft: tokens of a whole example
-    example: Callable[[Problem], Example | None] = lambda problem: None
     # part -> epoch, permutation
     _orders: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
     # from a position on
@@ -80,7 +78,7 @@ class PromptStream:
             unseen -= 1
             problem = source.problem(self._index(part, number))
             with errors_of(problem.where):
-                tokens, learned = self.tokens(problem)
+                tokens, learned = self.encode(problem)
             if 0 < len(tokens) <= self.max_tokens:
                 taken.append(
                     Prompt(
@@ -108,10 +106,6 @@ class PromptStream:
                     "task with shorter prompts"
                 )
         return taken
-
-    def tokens(self, problem: Problem) -> Example:
-        """Returns the tokens of a prompt, none of them learned, or of an example."""
-        return self.example(problem) or (self.encode(problem.question), ())
 
     def put_back(self, prompts: Sequence[Prompt]) -> None:
         """Undoes the end of what was taken: `take` returns `prompts`, the last ones, again."""

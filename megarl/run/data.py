@@ -4,11 +4,10 @@ from contextlib import nullcontext
 from functools import partial
 
 from megarl.config.schema import Task
-from megarl.data.conversations import example_encoder
+from megarl.data.conversations import problem_encoder
 from megarl.data.ledger import Ledger
 from megarl.data.prompts import PromptStream
 from megarl.data.tasks import Split, eval_task, load_sources
-from megarl.data.tokenizer import prompt_encoder
 from megarl.layout import Axis
 from megarl.platform.env import RESUME_CHANGED, get_env
 from megarl.rewards.scorer import make_scorer
@@ -38,16 +37,14 @@ def make_prompts(rank: Rank, split: Split = "train", task: Task | None = None) -
     held_out = []
     if split == "train":
         held_out = [eval_task(task, part) for part in config.eval.sets]
-    stream = PromptStream(
+    roles = config.sft.roles if config.stage_spec.learns == "answers" else ()
+    return PromptStream(
         load_sources(task, split, held_out),
-        prompt_encoder(rank.tokenizer, task),
+        problem_encoder(rank.tokenizer, task, roles),
         max_tokens=config.rollout.max_prompt_tokens,
         seed=config.run.seed,
         accepts_changes=get_env(RESUME_CHANGED) is not None,
     )
-    if config.stage_spec.learns == "answers":
-        stream.example = example_encoder(rank.tokenizer, task, config.sft.roles)
-    return stream
 
 
 def make_exchange(

@@ -127,7 +127,7 @@ BATCHES = [
     ),
     (
         "data/tasks.py",
-        "deque(source.problems(whole=False), maxlen=0)",
+        "deque(source.problems(), maxlen=0)",
         "pass",
         f"{DATASETS}::test_rows_of_an_evaluation_set_are_checked_too",
     ),
@@ -289,7 +289,7 @@ BATCHES = [
     ),
     (
         "data/rows.py",
-        "text.encode() if isinstance(text, str) else None",
+        'f"{problem.text} {problem.answer}".encode()',
         "pass",
         f"{TASKS}::test_half_of_a_surrogate_pair_is_refused_by_line",
     ),

@@ -11,8 +11,8 @@ def report(name: str) -> str:
 FOLDERS = [
     (
         "platform/json_text.py",
-        "        if key in values:\n",
-        "        if False:\n",
+        "    if len(values) < len(pairs):\n",
+        "    if False:\n",
         f"{JSON}::test_what_is_refused_names_the_place",
     ),
     (
@@ -119,32 +119,32 @@ FOLDERS = [
     ),
     (
         "data/tokenizer.py",
-        "            if token >= vocab > 0:\n",
-        "            if token > vocab > 0:\n",
+        "if max(ends, default=0) >= vocab > 0:",
+        "if max(ends, default=0) > vocab > 0:",
         report("tokenizer_larger_than_the_model_end_token_in_generation_config"),
     ),
     (
         "data/tokenizer.py",
-        "return lambda question: tokenizer.check(encode(question))",
-        "return encode",
+        "if last >= self.vocab > 0:",
+        "if False:",
         report("tokenizer_larger_than_the_model_and_a_prompt_needs_it"),
     ),
     (
         "data/tokenizer.py",
-        "if inner.vocab_size > tokenizer.vocab > 0:",
+        "if inner.vocab_size > vocab > 0:",
         "if False:",
         report("tokenizer_of_another_model"),
     ),
     (
-        "data/conversations.py",
-        "        tokenizer.check(encoded[0])\n",
-        "",
+        "data/tokenizer.py",
+        'return self.check(self.inner(text, add_special_tokens=special)["input_ids"])',
+        'return tuple(self.inner(text, add_special_tokens=special)["input_ids"])',
         "unit/data/test_tokenizer.py::test_a_conversation_with_a_token_beyond_the_vocabulary",
     ),
     (
         "commands/preflight.py",
-        "    if is_scanned:\n",
-        "    if False:\n",
+        "self.is_encoded and self._tokenizer.exceeds_model",
+        "False",
         report("tokenizer_larger_than_the_model_and_a_prompt_needs_it"),
     ),
     (

@@ -57,8 +57,8 @@ PREFERENCES = [
     ),
     (
         "data/feedback.py",
-        "for problem in chain([source.problem(0)], source.problems()):",
-        "for problem in [source.problem(0)]:",
+        "    for problem in source.problems():",
+        "    for problem in [source.problem(0)]:",
         f"{DATA}::test_every_row_is_checked_before_ranks_start",
     ),
     (

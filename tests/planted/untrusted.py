@@ -113,7 +113,7 @@ UNTRUSTED = [
         MALFORMED,
     ),
     ("models/headers.py", "type(number) is not int or number < 0", "number < 0", MALFORMED),
-    ("platform/json_text.py", ", object_pairs_hook=_unique", "", MALFORMED),
+    ("platform/json_text.py", "object_pairs_hook=_unique", "", MALFORMED),
     (
         "models/headers.py",
         "if length > MAX_HEADER_BYTES:",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.schema import Task
-from megarl.data.conversations import example_encoder
+from megarl.data.conversations import problem_encoder
 from megarl.data.prompts import PromptStream
 from megarl.data.rows import Problem
 from megarl.data.tasks import load_sources
@@ -45,19 +45,21 @@ def learned(folder: Path) -> list[str]:
     """What is learned of each row: its text, with special tokens."""
     task = task_of(folder)
     tokenizer = load_tokenizer(folder / "model", template=task.template)
-    example = example_encoder(tokenizer, task, ("assistant",))
+    example = problem_encoder(tokenizer, task, ("assistant",))
     texts = []
     for problem in problems(folder):
-        tokens, mask = example(problem) or (tokenizer.encode_answer(problem.answer), None)
-        if mask is not None:
+        tokens, mask = example(problem)
+        if mask:
             tokens = [token for token, is_learned in zip(tokens, mask, strict=True) if is_learned]
+        else:
+            tokens = tokenizer.encode_answer(problem.answer)
         texts.append(tokenizer.inner.decode(tokens))
     return texts
 
 
 def resumed(folder: Path) -> str:
     """What a run says that goes on after two prompts, once after.py has changed the data; "" if nothing."""
-    stream = partial(PromptStream, encode=lambda question: (1,), max_tokens=9)
+    stream = partial(PromptStream, encode=lambda problem: ((1,), ()), max_tokens=9)
     before = stream(load_sources(task_of(folder)))
     before.take(2)
     state = before.state()

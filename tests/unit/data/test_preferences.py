@@ -112,6 +112,14 @@ def test_rows_of_a_prompt_are_consecutive_and_tied_prompts_leave_no_gap() -> Non
     assert preference_batch(IDS, []).num_rows == 0
 
 
+def test_equal_responses_have_the_rank_of_the_first() -> None:
+    """Nothing can tell them apart; a pair of them would only dilute the mean."""
+    batch = preference_batch(
+        IDS, [prompt(responses=["3", "4", "3"]), prompt(chosen="5", rejected="5")]
+    )
+    assert batch.pairs.tolist() == [[0, 1], [2, 1]] and batch.num_rows == 3
+
+
 ERRORS = [
     ({}, "has no responses, but preferences are learned from `chosen` and `rejected`"),
     ({"chosen": "3"}, "has chosen, but"),

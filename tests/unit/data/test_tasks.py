@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from megarl import cli
 from megarl.config.schema import Eval, Task
 from megarl.config.task import MixturePart
+from megarl.data.conversations import problem_encoder
 from megarl.data.prompts import PromptStream, interleave
 from megarl.data.tasks import check_tasks, load_sources, load_task, random_tokens
-from megarl.data.tokenizer import TokenIds, prompt_encoder
+from megarl.data.tokenizer import TokenIds
 
 SUMS = Task(
     name="reasoning_gym:chain_sum",
@@ -263,7 +264,7 @@ LISTED = Task(
 
 def stream(task: Task = LISTED, **more) -> PromptStream:
     return PromptStream(
-        load_sources(task), prompt_encoder(TokenIds((2,), 67), task), **({"max_tokens": 8} | more)
+        load_sources(task), problem_encoder(TokenIds((2,), 67), task), **({"max_tokens": 8} | more)
     )
 
 
