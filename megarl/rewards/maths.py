@@ -12,12 +12,13 @@ evaluate, no chain of values, no alternative.
 
 import logging
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from decimal import Decimal
 from functools import partial
 from math import isfinite
 from typing import Any
 
+from megarl.rewards.interface import ScoreError
 from megarl.rewards.reading import (
     BALANCED,
     OTHER_CHOICE,
@@ -37,10 +38,6 @@ LABEL = re.compile(r"[A-Za-z][0-9]|[0-9][-/.][0-9]+[-/.][0-9]|[0-9]\s?:\s?[0-9]+
 MISREAD = re.compile(
     r"(?<!_)[0-9]\s+[0-9]|\([0-9.]+\)\s*\([0-9]|\.(?![0-9\\])|[A-Za-z]\s*\.|[0-9}]\s*_"
 )  # 8 9 as the sum 17, and 17_2 as 17
-IN_BASE = re.compile(r"[0-9A-Za-z]+_[0-9]+")
-MATHEMATICS = re.compile(r"(?s).*[0-9+*/^=<>|()\[\]{}\\-].*|\W*[A-Za-z]\W*")
-SCIENTIFIC = re.compile(r"([-+]?[0-9.]+)[eE]([-+]?0*[1-9][0-9]*)")
-MIXED = re.compile(r"(-?[0-9]+) ([0-9]+)/([0-9]+)")
 GREEK = """
 alpha beta gamma delta epsilon varepsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau
 phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega
@@ -56,8 +53,7 @@ NAME = re.compile(
 )
 RELATION = re.compile(r"[<>]|\\(?:le|ge|ne|approx|in|to|equiv|sim)(?![A-Za-z])")
 NO_NAME = re.compile(r"\b(?:not|or|and|but|no|non|never|wrong|except|than|isn|anything)\b")
-EQUALS = re.compile(r"=|\\in(?![A-Za-z])")
-OR = re.compile(r",|\bor\b")
+EQUALS = re.compile(r"=|\\in(?=\s*[\[({\\])")
 AND = re.compile(r"(?:,\s*|(?<![A-Za-z\\]))and(?![A-Za-z])")
 COMMA = re.compile(
     r",\s*(?:and|or)\b|,(?![0-9]{3}(?![0-9]))|;|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])"
@@ -73,7 +69,7 @@ BINARY = r"[*/^_=]|\\(?:times|cdot|div)(?![A-Za-z])|" + RELATION.pattern
 INCOMPLETE = re.compile(rf"\s*(?:{BINARY}).*|.*(?:{BINARY}|[-+\\]|\\pm)\s*\Z", re.DOTALL)
 # math-verify reads these as they are meant; any other token must be in the reference as well
 KNOWN = r"""
-frac pi cdot cdots ldots dots times pm mp infty le ge in cup cap setminus emptyset overline vec hat
+frac pi cdot cdots ldots dots times pm mp infty le ge cup cap setminus emptyset overline vec hat
 mathbb begin end pmatrix bmatrix matrix \ { } $ %
 """
 COMMANDS = {f"\\{name}" for name in (KNOWN + GREEK).split()}
@@ -89,29 +85,30 @@ EVALUATED = r"""
 \sqrt
 """
 CLASSES = [{*line.split()} for line in EVALUATED.splitlines()]
-ROOT = re.compile(r"\^\{[^{}]*(?:/|\\frac|\.)")
-OPENING = re.compile(r"\\?[({\[]")
 
-ABBREVIATED = re.compile(r"[A-J]\.\s*[^\W\d_]")  # E. coli
 PERCENT = "*%^1"
 
 Equality = tuple[tuple[str, ...], str]  # texts that must all equal the reference as mathematics
-Comparison = bool | list[Equality]  # equalities of which one must be true
 
 
-def compare(candidate: str, answer: object) -> Comparison:
+def compare(candidate: str, answer: object) -> bool | list[Equality]:
     """Compares a candidate with a reference, or with each of a list; one must be right.
 
-    Returns whether it is, or the equalities on which it depends. Raises ValueError for a reference
+    Returns whether it is, or the equalities on which it depends. Raises ScoreError for a reference
     that is no text, number or truth value.
     """
-    return _any(_compare_texts(candidate, text) for text in texts_of(answer))
+    equalities = []
+    for text in texts_of(answer):
+        equalities += _compare_texts(candidate, text)
+    if any(texts == (reference,) for texts, reference in equalities):
+        return True
+    return equalities or False
 
 
 def texts_of(answer: object) -> list[str]:
     """Returns the texts of a reference: one, or those of a list.
 
-    Raises ValueError for none, and for what is no text, number or truth value.
+    Raises ScoreError for none, and for what is no text, number or truth value.
     """
     if isinstance(answer, list | tuple) and answer:
         return [text for one in answer for text in texts_of(one)]
@@ -119,85 +116,78 @@ def texts_of(answer: object) -> list[str]:
         return [f"{Decimal(repr(answer)):f}"]
     if isinstance(answer, str | int):
         return [str(answer)]
-    if answer in (None, [], ()) or isinstance(answer, float):
-        raise ValueError("the problem has no answer to compare with")
-    raise ValueError(f"the answer is a {type(answer).__name__}; write a text, a number or a list")
+    raise ScoreError(
+        "error",
+        f"the problem has no answer to compare with, but {str(answer)[:80]}; "
+        "write a text, a number or a list",
+    )
 
 
-def _any(results: Iterable[Comparison]) -> Comparison:
-    equalities = []
-    for result in results:
-        if result is True:
-            return True
-        equalities += result or []
-    return equalities or False
-
-
-def _compare_texts(candidate: str, answer: str) -> Comparison:
+def _compare_texts(candidate: str, answer: str) -> list[Equality]:
+    same = [((answer,), answer)]
     if max(len(candidate), len(answer)) > MAX_CHARS:
-        return bool(candidate.strip()) and candidate.split() == answer.split()
+        return same if candidate.strip() and candidate.split() == answer.split() else []
     candidate = plain_latex(candidate)
     answer = plain_latex(answer)
     words = tokens_of(candidate)
     if not words or words == ["nan"]:
-        return False
+        return []
     if words == tokens_of(answer):
-        return True
+        return same
     letter, text = read_choice(candidate)
     right_letter, right_text = read_choice(answer)
-    if letter and right_letter:
-        if letter != right_letter or (text and not right_text and OTHER_CHOICE.search(text)):
-            return False
-        if not text and ABBREVIATED.match(answer):
-            return False
-        return not text or not right_text or _compare_named(text, right_text)
+    if letter and right_letter and not (text and right_text):
+        is_other = letter != right_letter or OTHER_CHOICE.search(text)
+        is_name = re.match(r"[A-J]\.\s*[^\W\d_]", answer)  # E. coli
+        return [] if is_other or (right_text and is_name) else same
+    if letter and right_letter and letter != right_letter:
+        return []
     return _compare_named(text or candidate, right_text or answer)
 
 
-def _compare_named(candidate: str, answer: str) -> Comparison:
+def _compare_named(candidate: str, answer: str) -> list[Equality]:
     """Compares x = 17, x = 1, x = 2 and x \\in [0, 1] by their values, other equations as such."""
     name, value = _split_name(answer)
     our_name, our_value = _split_name(candidate)
     is_equation = len(_split(candidate, EQUALS)) > 1
     if name and (our_name == name or not (is_equation or "+" in name)):  # 5 is no line x+y=5
         return _compare_sides(our_value, value)
-    if name or len(_split(answer, EQUALS)) > 1:
-        parts = sorted(_split(answer.replace(" ", ""), COMMA))
-        values = [_split(part, EQUALS)[-1] for part in parts]
-        if candidate.startswith("(") and not is_equation:
-            return _compare_values(candidate, f"({','.join(values)})")
-        return is_equation and _compare_values(candidate, answer)
-    if "\\in " in candidate and read_number(answer):
-        return False
-    return _compare_sides(our_value, answer)
+    if not name and len(_split(answer, EQUALS)) == 1:
+        return _compare_sides(our_value, answer)
+    if is_equation:
+        return _compare_values(candidate, answer)
+    return []
 
 
 def _split_name(text: str) -> tuple[str, str]:
-    """Returns the name of a value, empty if it has none, and what the name equals."""
-    values = []
-    names = set()
+    """Returns the name of a value, empty if it has none, and what the name equals.
+
+    The name of x = 1, y = 2 is (x,y), and its value (1,2).
+    """
+    name = ""
+    named = []
     for part in _split(text, COMMA):
         sides = _split(part, EQUALS)
         if _is_name(sides[-1]) and not _is_name(sides[0]):  # 5 = x
             sides.reverse()
         if len(sides) > 1:
-            names.add("".join(tokens_of(sides.pop(0))) if _is_name(sides[0]) else "")
-        values.append("=".join(sides))
-    if len(names) != 1 or "" in names:
-        return "", text
-    return names.pop(), ",".join(values)
+            name = _is_name(sides[0]) and "".join(tokens_of(sides.pop(0)))
+        if not name:
+            return "", text
+        named.append((name, "=".join(sides)))
+    if len(dict(named)) > 1:
+        names, values = [",".join(column) for column in zip(*sorted(named), strict=True)]
+        return f"({names})", f"({values})"
+    return name, ",".join(value for _, value in named)
 
 
-def _compare_sides(text: str, answer: str) -> Comparison:
+def _compare_sides(text: str, answer: str) -> list[Equality]:
     """Compares the last side, and all others as well: 10 + 7 = 17, but not 18 = 17."""
     *others, last = _split(text, EQUALS)
     others = [side for side in others if not _is_name(side)]
-    result = _compare_quantities(read_quantity(last), read_quantity(answer))
-    if not others or not result:
-        return result
     if not all(_is_comparable(side, answer) for side in others):
-        return False
-    equalities = [((last,), answer)] if result is True else result
+        return []
+    equalities = _compare_quantities(read_quantity(last), read_quantity(answer))
     return [((*others, *texts), reference) for texts, reference in equalities]
 
 
@@ -205,19 +195,19 @@ def _is_name(text: str) -> bool:
     return NAME.fullmatch(text) is not None and not NO_NAME.search(text)
 
 
-def _compare_quantities(ours: Quantity, theirs: Quantity) -> Comparison:
+def _compare_quantities(ours: Quantity, theirs: Quantity) -> list[Equality]:
     # a unit may be left out, and a number may be of anything
     if theirs.unit not in ("", ours.unit) and (ours.unit or "#" in theirs.unit):
-        return False
+        return []
     if ours.scale == theirs.scale:
         return _compare_values(ours.value, theirs.value)
     if ours.unit or {ours.scale, theirs.scale} != {"", PERCENT}:
-        return False
+        return []
     if theirs.scale:  # 50% is 0.5, and 50 where a percentage was asked for
         values = [theirs.value, _percent(theirs.value)]
-        return _any(_compare_values(ours.value, value) for value in values)
+        return [one for value in values for one in _compare_values(ours.value, value)]
     if _is_whole(theirs.value):  # 500% is not 5
-        return False
+        return []
     return _compare_values(_percent(ours.value), theirs.value)
 
 
@@ -232,40 +222,41 @@ def _is_whole(text: str) -> bool:
     return re.fullmatch(r"[-+]?[0-9]+(\.0*)?", read_number(text) or "") is not None
 
 
-def _compare_values(candidate: str, answer: str) -> Comparison:
+def _compare_values(candidate: str, answer: str) -> list[Equality]:
     candidate = _spell_out(candidate)
     answer = _spell_out(answer)
+    same = [((answer,), answer)]
     ours = read_number(candidate)
     theirs = read_number(answer)
     if tokens_of(candidate) == tokens_of(answer):
-        return True
+        return same
     if ours and theirs and Decimal(ours) == Decimal(theirs):
-        return True
+        return same
     if _is_whole(candidate) and _is_whole(answer):  # a fraction may have been rounded
-        return False
-    if theirs and not re.search("[0-9]", candidate):
-        return False
+        return []
+    if theirs and re.search("[A-Za-z]", COMMAND.sub("", candidate)):  # x/x is not 1
+        return []
     number = re.sub(r"[\s{}]", "", answer)
-    if IN_BASE.fullmatch(number):
-        return re.sub(r"[\s{}]", "", candidate) in (number, number.partition("_")[0])
-    if not is_mathematics(answer) or not _is_comparable(candidate, answer):
-        return False
-    return [((candidate,), answer)]
+    if re.fullmatch(r"\w+_[0-9]+", number) and number[0].isdigit():  # in another base
+        bare = re.sub(r"[\s{}]", "", candidate)
+        return same if bare in (number, number.partition("_")[0]) else []
+    if is_mathematics(answer) and _is_comparable(candidate, answer):
+        return [((candidate,), answer)]
+    return []
 
 
 def _spell_out(text: str) -> str:
     """Returns 1,234 without its comma, 4.5e33, x < 1 or x > 2, or 2 > x > 1 as LaTeX."""
-    lines = [HALF_LINE.fullmatch(part) for part in OR.split(text)]
+    lines = [HALF_LINE.fullmatch(part) for part in re.split(r",|\bor\b", text)]
     if len(lines) > 1 and all(lines):
-        return r"\cup".join(INTERVALS[line[1]].format(line[2].strip()) for line in lines)
+        return r"\cup".join(INTERVALS[line[1]].format(line[2].strip()) for line in lines if line)
     text = AND.sub(",", text.replace(UPRIGHT, " ")).strip()
     text = read_number(text) or text
-    text = SCIENTIFIC.sub(r"\1\\times 10^{\2}", text)
-    text = MIXED.sub(r"\1\\frac{\2}{\3}", text)
+    text = re.sub(r"([-+]?[0-9.]+)[eE]([-+]?0*[1-9][0-9]*)", r"\1\\times 10^{\2}", text)
+    text = re.sub(r"(-?[0-9]+) ([0-9]+)/([0-9]+)", r"\1\\frac{\2}{\3}", text)
     sides = re.split(r"(>|\\ge(?![A-Za-z]))", text)
     if len(sides) == 5 and not re.search(r"[<,=]|\\le", text):
-        flipped = {">": "<", "\\ge": "\\le "}
-        return "".join(flipped.get(side, side) for side in reversed(sides))
+        return "".join(reversed(sides)).replace(">", "<").replace("\\ge", "\\le ")
     return text
 
 
@@ -275,8 +266,10 @@ def is_mathematics(answer: str) -> bool:
     It is a single letter, or has a digit, an operator or a command.
     """
     text = COMMAND.sub(" ", answer)
-    is_prose = re.search("[A-Za-z]{3}", text) or LABEL.search(text) or MISREAD.search(answer)
-    return not is_prose and MATHEMATICS.fullmatch(answer) and not INCOMPLETE.fullmatch(answer)
+    if re.search("[A-Za-z]{3}", text) or LABEL.search(text) or MISREAD.search(answer):
+        return False
+    is_plain = re.search(r"[0-9+*/^=<>|()\[\]{}\\-]|\A\W*[A-Za-z]\W*\Z", answer)
+    return bool(is_plain) and not INCOMPLETE.fullmatch(answer)
 
 
 def _is_comparable(text: str, answer: str) -> bool:
@@ -287,28 +280,23 @@ def _is_comparable(text: str, answer: str) -> bool:
     known = tokens.union(COMMANDS, *(line for line in CLASSES if line & tokens))
     return (
         re.fullmatch(BALANCED, text) is not None
-        and not INCOMPLETE.fullmatch(text)
         and all(PLAIN.fullmatch(token) for token in _tokens(text) - known)
-        and not MISREAD.search(text)
-        and (not RELATION.search(text) or re.search(r"[\[(<>\\]", answer) is not None)
+        and not (INCOMPLETE.fullmatch(text) or MISREAD.search(text))
         # {1, 2} is not (1, 2)
         and ("," not in answer or ours in ("", ",", theirs) or (ours, theirs) == ("\\{", ","))
     )
 
 
 def _tokens(text: str) -> set[str]:
-    text = ROOT.sub(r"\\sqrt \g<0>", text.replace(r"\frac{d}{d", r"\int{{"))
-    return {*tokens_of(text)}
+    text = text.replace(r"\frac{d}{d", r"\int{{")
+    return {*tokens_of(re.sub(r"\^\{[^{}]*(?:/|\\frac|\.)", r"\\sqrt \g<0>", text))}
 
 
 def _opening(text: str) -> str:
     """Returns the bracket around a text, a comma for a list without one."""
     if len(_split(text, COMMA)) > 1:
         return ","
-    match = OPENING.match(text)
-    if match is None:
-        return ""
-    return match[0]
+    return "".join(re.findall(r"\A\\?[({\[](?!.*\\cup)", text))
 
 
 def _split(text: str, separator: re.Pattern[str]) -> list[str]:
@@ -330,9 +318,8 @@ def _split(text: str, separator: re.Pattern[str]) -> list[str]:
 
 def import_math_verify() -> None:
     """Imports math-verify, and fills the caches of its parser for the processes that are forked."""
-    judge = make_judge(None)
-    for text in (r"\frac{1}{2}", r"x^2 + \sqrt{3}", "17", r"\{1, 2\}"):
-        judge([((text,), text)])
+    text = r"\{\frac{1}{2}, x^2 + \sqrt{3}\}"
+    make_judge(None)([((text,), text)])
 
 
 def make_judge(context: None) -> Callable[[list[Equality]], float]:
@@ -342,7 +329,7 @@ def make_judge(context: None) -> Callable[[list[Equality]], float]:
     # without its own time limits, which need the process's only alarm
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
-    from sympy import Add, Basic, Mul, Number, preorder_traversal
+    from sympy import Add, Basic, MatAdd, Mul, Number, preorder_traversal
 
     verify = partial(math_verify.verify, timeout_seconds=None, allow_set_relation_comp=True)
 
@@ -351,15 +338,16 @@ def make_judge(context: None) -> Callable[[list[Equality]], float]:
 
         The parser evaluates fractions only: 1 - 1/2, 8 + 9, 2 * 9 and pi + pi are left to evaluate.
         """
-        if not isinstance(expression, Basic):  # a matrix, or the text of what cannot be parsed
-            return any(map(is_left, getattr(expression, "flat", list)()))
         for node in preorder_traversal(expression):
             if isinstance(node, Add):
                 terms = Add(*(Mul(*Mul.make_args(arg)) for arg in node.args))
                 if len(Add.make_args(terms)) < len(node.args):
                     return True
-            numbers = [arg for arg in node.args if isinstance(arg, Number) and arg != -1]
-            if node.is_MatAdd or (isinstance(node, Mul) and len(numbers) > 1):
+            if isinstance(node, Mul):
+                numbers = [arg for arg in node.args if isinstance(arg, Number) and arg != -1]
+                if len(numbers) > 1:
+                    return True
+            if isinstance(node, MatAdd):
                 return True
         return False
 

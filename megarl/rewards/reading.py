@@ -148,18 +148,16 @@ UNIT = re.compile(
     rf"(?P<per>/|per\b(?! cent))?{BETWEEN}(?P<kind>square|sq|cubic|cu)?{BETWEEN}(?<![^\W\d_])"
     rf"(?P<name>{NAMES})(?![^\W\d_]){BETWEEN}(?:\^\s?\{{?(?P<power>-?[0-9])\}}?)?{BETWEEN}"
 )
+NUMBER = (
+    r"[-+]?\s?(?:(?:[0-9]{1,3}(?:[, ][0-9]{3})+|[0-9]+)(?![0-9])|(?=\.[0-9]))(?:\.[0-9]*)?(?![0-9])"
+)
 # behind what is no number, a single letter is a factor, except in an upright font
 QUANTITY = re.compile(
-    r"([-+]?[0-9.]+|.+?(?=[\f%]|\\(?:%|circ)|(?<=[0-9})\s])(?![A-Za-z](?![A-Za-z]))))"
+    rf"({NUMBER}|.+?(?=[\f%]|\\(?:%|circ)|(?<=[0-9}})\s])(?![A-Za-z](?![A-Za-z]))))"
     rf"\s*((?:{UNIT.pattern})+)",
     re.DOTALL,
 )
 CURRENCY = r"\\\$|\\pounds|[$€£¥₹₽₩]|USD|EUR|GBP|Rs\.?(?= ?[0-9])"
-NUMBER = re.compile(
-    rf"(?P<sign>[-+]?)\s?(?P<currency>{CURRENCY}|)\s?(?P<inner>[-+]?)"
-    r"(?P<whole>(?:[0-9]{1,3}(?:[, ][0-9]{3})+|[0-9]+)(?![0-9])|(?=\.[0-9]))"
-    r"(?P<fraction>(?:\.[0-9]*)?)(?![0-9])"
-)
 CHOICE = re.compile(
     r"(?:option\s|choice\s)?\s*(?:\(\s?([A-J])\s?\)|([A-J])(?=\s?[.:)]|\Z))[\s.:)]*(.*)", re.DOTALL
 )
@@ -215,15 +213,9 @@ def read_choice(text: str) -> tuple[str, str]:
 
 def read_number(text: str) -> str | None:
     """Returns a plain number without separators of thousands, None for any other text."""
-    match = NUMBER.fullmatch(text)
-    if match is None or match["currency"] or (match["sign"] and match["inner"]):
+    if re.fullmatch(NUMBER, text) is None:
         return None
-    return _digits(match)
-
-
-def _digits(match: re.Match[str]) -> str:
-    whole = re.sub("[, ]", "", match["whole"])
-    return f"{match['sign'] or match['inner']}{whole}{match['fraction']}"
+    return re.sub("[, ]", "", text)
 
 
 @dataclass(frozen=True)
@@ -236,9 +228,7 @@ class Quantity:
 def read_quantity(text: str) -> Quantity:
     """Returns a value and its unit, or the text as a value if it ends in no unit."""
     degrees = re.sub(r"\^\{?\s?\\circ\s?\}?\s*", r"\\circ", text)
-    number = NUMBER.match(degrees)
-    if number:
-        degrees = _digits(number) + number["currency"] + degrees[number.end() :]
+    degrees = re.sub(rf"\A([-+]?)\s?({CURRENCY})\s?({NUMBER})", r"\1\3\2", degrees)
     match = QUANTITY.fullmatch(degrees) or QUANTITY.fullmatch(degrees.lower())
     if match is None:
         return Quantity(text)

@@ -85,18 +85,14 @@ class Accuracy:
 
     def check(self, answer: object, extra: Mapping[str, Any]) -> None:
         """Raises ScoreError for a problem that cannot be scored."""
-        if callable(extra.get("score")):
-            return
-        try:
+        if not callable(extra.get("score")):
             texts_of(answer)
-        except ValueError as error:
-            raise ScoreError("error", str(error)) from None
 
     def _compare(self, text: str, answer: object) -> Score | list[Equality]:
         try:
             result = compare(text, answer)
-        except ValueError as error:
-            return Score(None, "error", str(error))
+        except ScoreError as error:
+            return Score(None, error.cause, str(error))
         if isinstance(result, bool):
             return Score(float(result))
         return result
