@@ -20,13 +20,13 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# evaluate an argument, ask for what only Python itself could answer, or make objects that become
-# plain data on the way to the solution or from it
+# evaluate an argument, or ask for what only Python itself could answer
 UNSAFE = _words("""eval exec compile __import__ globals locals vars dir callable hash id hasattr
-getattr setattr delattr breakpoint attrgetter methodcaller Template assertRegex assertNotRegex deque
-Counter OrderedDict defaultdict ChainMap Mock MagicMock AsyncMock bytearray memoryview np numpy
-datetime timedelta date Path PurePath uuid UUID pickle marshal io StringIO BytesIO SimpleNamespace
-types""")
+getattr setattr delattr breakpoint attrgetter methodcaller Template assertRegex assertNotRegex pickle
+marshal io StringIO BytesIO SimpleNamespace types""")
+# make objects that become plain data on the way to the solution or from it, or cannot be sent
+FOREIGN = _words("""deque Counter OrderedDict defaultdict ChainMap Mock MagicMock AsyncMock bytearray
+memoryview np numpy datetime timedelta date Path PurePath uuid UUID""")
 # attributes of objects that come as plain data
 LOST = _words("""shape dtype ndim tolist astype sum mean max min most_common elements popleft
 appendleft extendleft rotate move_to_end default_factory _asdict _fields _replace""")
@@ -40,10 +40,10 @@ MUTATORS = _words("""append add insert extend update setdefault appendleft exten
 heappush heapify insort insort_left insort_right setitem delitem iadd copyto fill pop popleft
 popitem remove discard clear sort reverse rotate subtract shuffle place putmask""")
 # keep results apart
-KEEPING = _words("list tuple str repr print all any enumerate iter next reversed join")
+KEEPING = _words("list tuple str repr print all any enumerate iter next reversed join islice")
 # change no argument, whatever it is
-PURE = KEEPING | _words("""len set sorted int float complex abs round bool sum min max isinstance type
-range bytes frozenset divmod pow isclose isnan isinf isfinite fabs floor ceil sqrt gcd approx loads
+PURE = KEEPING | _words("""len set sorted int float complex abs round bool sum min max isinstance
+type allclose range bytes frozenset divmod pow isclose isnan isinf isfinite fabs floor ceil sqrt gcd approx loads
 dumps literal_eval Decimal Fraction split strip startswith endswith count index find replace format
 get issubset issuperset dict chain raises subTest _call_test AssertionError Exception ValueError""")
 PAIRING = _words("zip map filter")
@@ -54,11 +54,12 @@ RETURNING = (ast.Return, ast.Yield, ast.YieldFrom)
 FAILING = (ast.Assert, ast.Raise)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 # share nothing with their operands
-FRESH = (ast.Compare, ast.JoinedStr)
+FRESH = (ast.Compare, ast.JoinedStr, ast.Lambda)
 # the fields of a node that others get the values of
 SOURCES = "value iter context_expr defaults kw_defaults"
 TARGETS = "targets target optional_vars args posonlyargs kwonlyargs"
 BOTH = "both sides are the solution's"
+FOREIGNER = "its class becomes another on the way to the solution or back"
 ONLY = "only the solution could answer for its object"
 EVALUATES = "it evaluates what the solution returned, or cannot be sent to it"
 FORMATS = "the solution would choose the format"
@@ -171,6 +172,7 @@ class Influence:
         self.influenced = {*names, *self.caught, "candidate"}
         flows = [*chain.from_iterable(map(self._flows, ast.walk(module)))]
         self.unsafe = _reach(unsafe, flows)
+        self.foreign = _reach(set(FOREIGN), flows)
         shared = [*chain.from_iterable(map(self._shared, ast.walk(module)))]
         self.influenced = _reach(self.influenced, [*flows, *shared])
         self.capitalized = {name for name in names if name[0].isupper()}
@@ -315,8 +317,8 @@ class Influence:
     def _refused_comparison(self, node: ast.Compare) -> str:
         sides = [node.left, *node.comparators]
         results = [*filter(self.of, sides)]
-        if results and _mentioned(node) & self.unsafe:
-            return EVALUATES
+        if results and _mentioned(node) & self.foreign - {"Counter"}:
+            return FOREIGNER
         if any(isinstance(side, ast.Name) and side.id in self.names for side in sides):
             return "variables of the solution are not sent"
         if results == sides[-1:] and isinstance(node.ops[-1], ast.In | ast.NotIn):
@@ -360,6 +362,9 @@ class Influence:
             return BOTH
         if name in MUTATORS or name == "print":
             return ""
+        if is_solution or name == "isinstance":
+            if _mentioned(*arguments) & self.foreign:
+                return FOREIGNER
         if is_solution:
             if any(map(self._is_function, arguments)):
                 return PASSES
@@ -387,7 +392,8 @@ class Influence:
         """Returns whether the solution decides what runs."""
         match node:
             case ast.If(test=test, body=body, orelse=other) if self.of(test):
-                return bool(other) or not all(isinstance(item, ast.Raise) for item in body)
+                is_failing = all(isinstance(item, FAILING) for item in [*body, *other])
+                return not is_failing or not (other or isinstance(body[0], ast.Raise))
             case ast.comprehension(iter=control, ifs=conditions):
                 return self.of(control, *conditions)
             case ast.For(iter=control) | ast.While(test=control) | ast.Match(subject=control):
@@ -396,7 +402,9 @@ class Influence:
                 return self.of(control)
             case ast.Expr(value=ast.BoolOp() as choice) | ast.Assign(value=ast.BoolOp() as choice):
                 return self.of(choice)
-            case ast.Try(body=body, orelse=other) if self.of(*body):
+            case ast.Try(body=body, orelse=other, handlers=handlers) if self.of(*body):
+                if all(isinstance(handler.body[-1], ast.Raise) for handler in handlers):
+                    return bool(node.finalbody)
                 attempt = getattr(body[0], "value", None)
                 failure = [*body[1:], *other]
                 is_call = isinstance(attempt, ast.Call) and self.of(attempt.func)

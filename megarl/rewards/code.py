@@ -109,7 +109,7 @@ def extract_code(response: str) -> str:
     text = after_thoughts(response) or ""
     blocks = [*FENCED.finditer(text)]
     if not blocks:
-        return text.strip("\n ")
+        return text.strip("\n `")
     for languages in (PYTHON, NO_LANGUAGE):
         for block in reversed(blocks):
             if languages.fullmatch(block["info"]):
