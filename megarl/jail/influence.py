@@ -10,6 +10,7 @@ Where that is too strict, a problem is left out that could be judged.
 
 import ast
 import builtins
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -20,10 +21,6 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# evaluate an argument, or ask for what only Python itself could answer
-UNSAFE = _words("""eval exec compile __import__ globals locals vars dir callable hash id hasattr
-getattr setattr delattr breakpoint attrgetter methodcaller Template assertRegex assertNotRegex pickle
-marshal io StringIO BytesIO SimpleNamespace types""")
 # make objects that become plain data on the way to the solution or from it, or cannot be sent
 FOREIGN = _words("""deque Counter OrderedDict defaultdict ChainMap Mock MagicMock AsyncMock bytearray
 memoryview np numpy datetime timedelta date Path PurePath uuid UUID""")
@@ -34,7 +31,9 @@ CONTROL = _words("StopIteration StopAsyncIteration GeneratorExit KeyboardInterru
 # end a test, or concern what is in the process of the solution
 UNSUPPORTED = CONTROL | _words("""exit quit _exit skip skipif skipTest skipUnless xfail suppress
 redirect_stdout redirect_stderr stdout stderr patch setup_method setup_class setup_module warns
-assertWarns param fixture expectedFailure environ putenv issubclass open""")
+assertWarns param fixture expectedFailure environ putenv issubclass open
+globals locals vars exec eval setattr delattr pickle marshal StringIO BytesIO
+AsyncFunctionDef Await TryStar""")
 # change their object or first argument
 MUTATORS = _words("""append add insert extend update setdefault appendleft extendleft push put
 heappush heapify insort insort_left insort_right setitem delitem iadd copyto fill pop popleft
@@ -157,24 +156,20 @@ class Influence:
         # names with a value that nothing changes
         self.fixed = {alias.asname or alias.name for alias in nodes(module, ast.alias)}
         self.fixed |= {"self", *dir(builtins)}
-        unsafe = set(UNSAFE)
-        for node in ast.walk(module):
-            match node:
-                case ast.FunctionDef(name=name) as function:
-                    self.functions[name].append(function)
-                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Lambda() as function):
-                    self.functions[name].append(function)
-                case ast.ClassDef(name=name):
-                    unsafe |= {name}
+        for function in nodes(module, ast.FunctionDef):
+            self.functions[function.name].append(function)
+        assignments = nodes(module, ast.Assign)
+        for node in assignments:
+            if isinstance(node.value, ast.Lambda):
+                self.functions[_key(node.targets[0])].append(node.value)
         self.caught = {handler.name or "" for handler in nodes(module, ast.ExceptHandler)}
         if expects_error(module):
             self.caught |= {"value", "exception"}
         self.influenced = {*names, *self.caught, "candidate"}
         flows = [*chain.from_iterable(map(self._flows, ast.walk(module)))]
-        self.unsafe = _reach(unsafe, flows)
-        self.foreign = _reach(set(FOREIGN), flows)
-        shared = [*chain.from_iterable(map(self._shared, ast.walk(module)))]
-        self.influenced = _reach(self.influenced, [*flows, *shared])
+        classes = [node.name for node in nodes(module, ast.ClassDef)]
+        self.foreign = _reach(FOREIGN.union(classes), flows)
+        self.influenced = _reach(self.influenced, flows)
         self.capitalized = {name for name in names if name[0].isupper()}
         # classes are told from functions by attributes of what they return
         self.classes = set()
@@ -182,7 +177,6 @@ class Influence:
             self.classes = self.capitalized
         self.instances: set[str] = set()
         self.several: set[str] = set()
-        assignments = nodes(module, ast.Assign)
         made = [node.targets for node in assignments if self.is_object(node.value)]
         self.instances = self._roots(*chain.from_iterable(made))
         calls = nodes(module, ast.Call)
@@ -232,14 +226,10 @@ class Influence:
                         yield _mentioned(argument), {parameter}
                         yield {parameter}, self._roots(argument)  # it may be changed in place
             case _:
-                targets = _children(node, TARGETS)
-                yield _mentioned(*_children(node, SOURCES)), self._roots(*targets)
-
-    def _shared(self, node: ast.AST) -> Iterator[Flow]:
-        """Yields what else changes with what a node assigns."""
-        if not isinstance(node, ast.Call):
-            targets = _children(node, TARGETS)
-            yield self._roots(*targets), self._roots(*_children(node, SOURCES))
+                sources = _children(node, SOURCES)
+                targets = self._roots(*_children(node, TARGETS))
+                yield _mentioned(*sources), targets
+                yield targets, self._roots(*sources)  # what is changed by another name
 
     def _functions(self, node: ast.AST) -> list[ast.FunctionDef | ast.Lambda]:
         """Returns the functions of the tests that an expression may be."""
@@ -268,21 +258,14 @@ class Influence:
 
     def refusal(self, node: ast.AST) -> str:
         """Returns why a node makes the tests unjudgeable, empty if it does not."""
+        name = _key(node) or getattr(node, "name", "") or type(node).__name__
+        if name in UNSUPPORTED or re.fullmatch("__(?!init__|import__|name__).*", name):
+            return f"{name} is not supported in tests"
         match node:
-            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.FunctionDef(name=name) if (
-                name in UNSUPPORTED
-            ):
-                return f"{name} is not supported in tests"
-            case ast.alias(name=name) if name == "solution":
-                return f"{name} is not supported in tests"
-            case ast.FunctionDef(name=name) if name.startswith("__") and name != "__init__":
-                return f"{name} is not supported in tests"
-            case ast.AsyncFunctionDef() | ast.Await() | ast.TryStar():
-                return f"{type(node).__name__} is not supported in tests"
-            case ast.FunctionDef(decorator_list=decorators):
-                return PASSES if self.of(*decorators) else ""
-            case ast.Assert() if self._is_stale(node):
-                return STALE
+            case ast.FunctionDef(decorator_list=decorators) if self.of(*decorators):
+                return PASSES
+            case ast.Assert():
+                return STALE if self._is_stale(node) else ""
             case ast.Compare():
                 return self._refused_comparison(node)
             case ast.Set() | ast.Dict():
@@ -294,13 +277,12 @@ class Influence:
                 return BOTH if is_changed or self._is_stale(value) else ""
             case ast.BinOp() | ast.AugAssign():
                 operands = _children(node, "left target right value")
-                is_number = isinstance(operands[1], ast.Constant)
-                if isinstance(node.op, ast.Mod) and self.of(operands[0]) and not is_number:
+                if isinstance(node.op, ast.Mod) and self.of(operands[0]):
                     return FORMATS
                 return self._refused_operands(operands)
             case ast.Call():
                 return self._refused_call(node)
-            case ast.Attribute(value=value, attr=name):
+            case ast.Attribute(value=value) if self.of(value):
                 return self._refused_attribute(value, name)
             case ast.FormattedValue(format_spec=ast.AST() as format_spec):
                 return FORMATS if self.of(format_spec) else ""
@@ -326,10 +308,6 @@ class Influence:
         return self._refused_operands(sides)
 
     def _refused_attribute(self, value: ast.AST, name: str) -> str:
-        if name.startswith("__") and name not in ("__init__", "__name__"):
-            return EVALUATES
-        if not self.of(value):
-            return ""
         if name in ("__name__", "format", "format_map"):
             return EVALUATES
         if name in LOST and not self.capitalized:
@@ -349,8 +327,6 @@ class Influence:
         is_solution = self.of(call.func)
         if not is_solution and not self.of(*arguments):
             return ""
-        if _mentioned(call.func, *arguments) & self.unsafe:
-            return EVALUATES
         is_generated = {*COMPREHENSIONS}.intersection(map(type, call.args))
         if name in PAIRING or (name in ("all", "any") and not is_generated):
             return SKIPS
@@ -358,9 +334,8 @@ class Influence:
             is_plain = not call.keywords and ast.Starred not in map(type, call.args)
             return "" if is_plain else f"{name} gets arguments by name"
         receivers = _children(call.func, "value")
-        if name == "add" and not any(map(self.is_object, receivers)) and self.of(*arguments):
-            return BOTH
-        if name in MUTATORS or name == "print":
+        is_known = bool(receivers) or name in {"_call_test", *self.fixed}
+        if name in MUTATORS and is_known:
             return ""
         if is_solution or name == "isinstance":
             if _mentioned(*arguments) & self.foreign:
@@ -372,21 +347,18 @@ class Influence:
             is_changed_again = _is_in_place(call) and len(self.names) == 1
             return "gives the solution what it returned" if given and not is_changed_again else ""
         if not is_assertion:
-            if name not in PURE:
+            if name not in PURE or not is_known:
                 return f"{name} may change its arguments, or evaluate them"
             if name == "format" and not isinstance(receivers[0], ast.Constant):
                 return FORMATS
             if name not in KEEPING and any(map(self.is_several, arguments)):
                 return BOTH
         results = [*filter(self.of, arguments)]
-        if ast.Starred in map(type, results):
-            return BOTH
-        return BOTH if len(results) > 1 else ""
+        return BOTH if len(results) > 1 or ast.Starred in map(type, results) else ""
 
     def _is_function(self, argument: ast.AST) -> bool:
-        value = getattr(argument, "value", argument)
-        is_builtin = isinstance(value, ast.Name) and hasattr(builtins, value.id)
-        return is_builtin or bool(self._functions(argument))
+        name = ast.unparse(argument).rpartition("=")[2]
+        return callable(getattr(builtins, name, None)) or bool(self._functions(argument))
 
     def _skips(self, node: ast.AST) -> bool:
         """Returns whether the solution decides what runs."""
@@ -394,27 +366,14 @@ class Influence:
             case ast.If(test=test, body=body, orelse=other) if self.of(test):
                 is_failing = all(isinstance(item, FAILING) for item in [*body, *other])
                 return not is_failing or not (other or isinstance(body[0], ast.Raise))
-            case ast.comprehension(iter=control, ifs=conditions):
-                return self.of(control, *conditions)
-            case ast.For(iter=control) | ast.While(test=control) | ast.Match(subject=control):
-                return self.of(control)
-            case ast.IfExp(test=control):
-                return self.of(control)
-            case ast.Expr(value=ast.BoolOp() as choice) | ast.Assign(value=ast.BoolOp() as choice):
-                return self.of(choice)
+            case ast.BoolOp(values=[_, *later]) if self.of(node):
+                return bool(_mentioned(*later) & {*MUTATORS, *self.functions})
             case ast.Try(body=body, orelse=other, handlers=handlers) if self.of(*body):
                 if all(isinstance(handler.body[-1], ast.Raise) for handler in handlers):
                     return bool(node.finalbody)
-                attempt = getattr(body[0], "value", None)
-                failure = [*body[1:], *other]
-                is_call = isinstance(attempt, ast.Call) and self.of(attempt.func)
-                text = " ".join(map(ast.unparse, failure))
-                is_failing = text.startswith(("assert False", "raise ", "self.fail("))
-                return not is_call or not is_failing or self.of(*failure)
+                text = ast.unparse(ast.Module([*body[1:], *other], []))
+                return not text.startswith(("assert False", "raise ", "self.fail("))
             case ast.With(items=items, body=body) if self.of(*body):
-                return not all(
-                    isinstance(item.context_expr, ast.Call)
-                    and called(item.context_expr) in CONTEXTS
-                    for item in items
-                )
-        return False
+                contexts = [ast.unparse(getattr(item.context_expr, "func", item)) for item in items]
+                return not CONTEXTS.issuperset(text.rpartition(".")[2] for text in contexts)
+        return self.of(*_children(node, "iter ifs test subject"))
