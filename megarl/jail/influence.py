@@ -9,6 +9,9 @@ Where that is too strict, a problem is left out that could be judged.
 """
 
 import ast
+import builtins
+import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import TypeVar
@@ -18,43 +21,50 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# names that evaluate an argument, or ask for what only Python itself could answer
-EVALUATING = _words("""eval exec compile __import__ open globals locals vars dir callable hash id
-hasattr getattr setattr delattr breakpoint attrgetter methodcaller Template assertRegex
-assertNotRegex""")
-# evaluate no argument, and their results can be sent to the solution
-SAFE_MODULES = _words("""math cmath numpy collections itertools functools operator json statistics
-decimal fractions string heapq bisect copy unittest pytest random typing sys time enum ast
-contextlib warnings""")
+# make objects that become plain data on the way to the solution or from it, or cannot be sent
+FOREIGN = _words("""deque Counter OrderedDict defaultdict ChainMap Mock MagicMock AsyncMock bytearray
+memoryview np numpy datetime timedelta date Path PurePath uuid UUID""")
+# attributes of objects that come as plain data
+LOST = _words("""shape dtype ndim tolist astype sum mean max min most_common elements popleft
+appendleft extendleft rotate move_to_end default_factory _asdict _fields _replace""")
 CONTROL = _words("StopIteration StopAsyncIteration GeneratorExit KeyboardInterrupt SystemExit")
 # end a test, or concern what is in the process of the solution
-UNSUPPORTED = CONTROL | _words("""exit quit _exit skip skipTest xfail suppress redirect_stdout
-redirect_stderr stdout stderr patch setup_method""")
+UNSUPPORTED = CONTROL | _words("""exit quit _exit skip skipif skipTest skipUnless xfail suppress
+redirect_stdout redirect_stderr stdout stderr patch setup_method setup_class setup_module warns
+assertWarns param fixture expectedFailure environ putenv issubclass open
+globals locals vars exec eval setattr delattr pickle marshal StringIO BytesIO
+AsyncFunctionDef Await TryStar""")
 # change their object or first argument
-MUTATORS = _words("""append add insert extend update setdefault appendleft push put heappush insort
-insort_left insort_right setitem copyto""")
-# calls that leave all else to an object
-FORWARDING = _words("""len str repr list tuple set sorted iter next int float complex abs round bool
-print sum any all enumerate reversed append assertTrue assertFalse assertIn assertNotIn""")
-COLLECTING = MUTATORS | _words("dict print chain")
+MUTATORS = _words("""append add insert extend update setdefault appendleft extendleft push put
+heappush heapify insort insort_left insort_right setitem delitem iadd copyto fill pop popleft
+popitem remove discard clear sort reverse rotate subtract shuffle place putmask""")
+# keep results apart
+KEEPING = _words("list tuple str repr print all any enumerate iter next reversed join islice")
+# change no argument, whatever it is
+PURE = KEEPING | _words("""len set sorted int float complex abs round bool sum min max isinstance
+type allclose range bytes frozenset divmod pow isclose isnan isinf isfinite fabs floor ceil sqrt gcd approx loads
+dumps literal_eval Decimal Fraction split strip startswith endswith count index find replace format
+get issubset issuperset dict chain raises subTest _call_test AssertionError Exception ValueError""")
+PAIRING = _words("zip map filter")
 RAISES = ("raises", "assertRaises", "assertRaisesRegex")
 # catch no exception but one that a test expects
-CONTEXTS = _words("subTest warns catch_warnings errstate") | {*RAISES}
-# of equal operands, the result is known
-CANCELLING = (ast.Sub, ast.Div, ast.FloorDiv, ast.Mod, ast.BitXor, ast.BitAnd)
+CONTEXTS = _words("subTest catch_warnings errstate") | {*RAISES}
 RETURNING = (ast.Return, ast.Yield, ast.YieldFrom)
-LEAVING = (ast.Return, ast.Continue, ast.Break)
 FAILING = (ast.Assert, ast.Raise)
-DECIDING = (*FAILING, ast.Return, ast.Compare)
-# the fields of a node that decide the value of others
-SOURCES = "value iter ifs context_expr items test subject decorator_list defaults kw_defaults"
-SINKS = """targets target optional_vars body handlers orelse finalbody args posonlyargs kwonlyargs
-vararg kwarg"""
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+# share nothing with their operands
+FRESH = (ast.Compare, ast.JoinedStr, ast.Lambda)
+# the fields of a node that others get the values of
+SOURCES = "value iter context_expr defaults kw_defaults"
+TARGETS = "targets target optional_vars args posonlyargs kwonlyargs"
 BOTH = "both sides are the solution's"
+FOREIGNER = "its class becomes another on the way to the solution or back"
 ONLY = "only the solution could answer for its object"
 EVALUATES = "it evaluates what the solution returned, or cannot be sent to it"
 FORMATS = "the solution would choose the format"
 SKIPS = "the solution would decide which assertions run"
+STALE = "the solution may have changed its argument, which is not sent back"
+PASSES = "passes a function to the solution"
 NAMED = {ast.Name: "id", ast.Attribute: "attr", ast.arg: "arg", ast.ExceptHandler: "name"}
 Node = TypeVar("Node", bound=ast.AST)
 Flow = tuple[set[str], set[str]]  # from names to others
@@ -106,26 +116,10 @@ def _mentioned(*trees: ast.AST) -> set[str]:
     return set(map(_key, chain.from_iterable(map(ast.walk, trees)))) - {""}
 
 
-def _roots(*trees: ast.AST) -> set[str]:
-    """Returns the names and attributes whose values change with those of expressions."""
-    roots = set()
-    for node in trees:
-        while isinstance(node, ast.Subscript | ast.Starred):
-            node = node.value
-        roots.add(_key(node))
-    return roots - {""}
-
-
-def _changed(*trees: ast.AST) -> set[str]:
-    """Returns what statements assign to or change in place."""
-    changed = []
-    for node in chain.from_iterable(map(ast.walk, trees)):
-        is_stored = isinstance(getattr(node, "ctx", None), ast.Store)
-        if is_stored or isinstance(node, ast.arg | ast.ExceptHandler):
-            changed.append(node)
-        elif isinstance(node, ast.Call):
-            changed += _mutated(node)
-    return _roots(*changed)
+def _arguments(function: ast.FunctionDef | ast.Lambda) -> list[str]:
+    """Returns the names of a function's parameters."""
+    names = [parameter.arg for parameter in nodes(function.args, ast.arg)]
+    return [name for name in names if name != "self"]
 
 
 def _is_in_place(call: ast.Call) -> bool:
@@ -136,9 +130,10 @@ def _mutated(call: ast.Call) -> list[ast.AST]:
     """Returns expressions whose values a call changes."""
     if _is_in_place(call):
         return [*call.args]
-    if called(call) in MUTATORS:
-        return [*_children(call.func, "value"), *call.args[:1]]
-    return []
+    if called(call) not in MUTATORS:
+        return []
+    is_function = len(call.args) > 1
+    return [*_children(call.func, "value"), *call.args[:is_function]]
 
 
 def _reach(names: set[str], flows: Sequence[Flow]) -> set[str]:
@@ -157,76 +152,90 @@ class Influence:
 
     def __init__(self, module: ast.Module, names: set[str]) -> None:
         self.names = names
-        self.functions: dict[str, ast.FunctionDef | ast.Lambda] = {}
-        unsafe = set(EVALUATING)
-        for node in ast.walk(module):
-            match node:
-                case ast.FunctionDef(name=name):
-                    self.functions[name] = node
-                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Lambda() as function):
-                    self.functions[name] = function
-                case ast.ClassDef(name=name):
-                    unsafe |= {name}
-                case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
-                    for alias in aliases:
-                        source = getattr(node, "module", None) or alias.name
-                        if source.partition(".")[0] not in SAFE_MODULES:
-                            unsafe |= {(alias.asname or alias.name).partition(".")[0]}
+        self.functions: dict[str, list[ast.FunctionDef | ast.Lambda]] = defaultdict(list)
+        # names with a value that nothing changes
+        self.fixed = {alias.asname or alias.name for alias in nodes(module, ast.alias)}
+        self.fixed |= {"self", *dir(builtins)}
+        for function in nodes(module, ast.FunctionDef):
+            self.functions[function.name].append(function)
+        assignments = nodes(module, ast.Assign)
+        for node in assignments:
+            if isinstance(node.value, ast.Lambda):
+                self.functions[_key(node.targets[0])].append(node.value)
+        self.caught = {handler.name or "" for handler in nodes(module, ast.ExceptHandler)}
+        if expects_error(module):
+            self.caught |= {"value", "exception"}
+        self.influenced = {*names, *self.caught, "candidate"}
         flows = [*chain.from_iterable(map(self._flows, ast.walk(module)))]
-        self.influenced = _reach(names, flows)
-        self.unsafe = _reach(unsafe, flows)
+        classes = [node.name for node in nodes(module, ast.ClassDef)]
+        self.foreign = _reach(FOREIGN.union(classes), flows)
+        self.influenced = _reach(self.influenced, flows)
         self.capitalized = {name for name in names if name[0].isupper()}
         # classes are told from functions by attributes of what they return
         self.classes = set()
         if any(self.of(attribute.value) for attribute in nodes(module, ast.Attribute)):
             self.classes = self.capitalized
         self.instances: set[str] = set()
-        made = [node.targets for node in nodes(module, ast.Assign) if self.is_object(node.value)]
-        self.instances = _roots(*chain.from_iterable(made))
-        self.caught = {handler.name for handler in nodes(module, ast.ExceptHandler)}
-        calls = [call for call in nodes(module, ast.Call) if self.of(call.func)]
-        given = [call.args for call in calls if not _is_in_place(call)]
-        self.given = _roots(*chain.from_iterable(given))  # arguments of the solution
+        self.several: set[str] = set()
+        made = [node.targets for node in assignments if self.is_object(node.value)]
+        self.instances = self._roots(*chain.from_iterable(made))
+        calls = nodes(module, ast.Call)
+        given = [call.args for call in calls if self.of(call.func) and not _is_in_place(call)]
+        # arguments of the solution
+        self.given = self._roots(*chain.from_iterable(given)) - self.influenced
+        # names with independent results
+        collected = [_mutated(call) for call in calls if self.of(*call.args)]
+        collected += [node.targets for node in assignments if self.is_several(node.value)]
+        self.several = _reach(self._roots(*chain.from_iterable(collected)), flows)
+
+    def _roots(self, *trees: ast.AST) -> set[str]:
+        """Returns the names and attributes whose values change with those of expressions."""
+        roots = set()
+        todo = [*trees]
+        for node in todo:
+            match node:
+                case ast.Call(func=function) if not self.of(function):
+                    todo += [*_children(function, "value"), *node.args, *node.keywords]
+                    for helper in self.functions.get(called(node), ()):
+                        returned = nodes(helper, RETURNING) or [helper]
+                        roots |= _mentioned(*returned).difference(_arguments(helper))
+                case ast.Subscript(value=value):
+                    todo.append(value)
+                case _ if _key(node):
+                    roots.add(_key(node))
+                case _ if isinstance(node, COMPREHENSIONS):
+                    todo += _children(node, "elt key value")
+                case _ if not isinstance(node, (*FRESH, ast.Call)):
+                    todo += ast.iter_child_nodes(node)
+        return roots - self.fixed
 
     def _flows(self, node: ast.AST) -> Iterator[Flow]:
         """Yields what a node passes on."""
-        yield _mentioned(*_children(node, SOURCES)), _changed(*_children(node, SINKS))
         match node:
-            case ast.Assign(targets=targets, value=ast.Name() | ast.Subscript() | ast.Attribute()):
-                yield _roots(*targets), _roots(node.value)
-            case ast.Try(body=body):
-                yield _mentioned(*body), _changed(node)
             case ast.FunctionDef(name=name) if nodes(node, RETURNING):
-                yield _mentioned(node).difference(self._parameters(node) or ()), {name}
+                yield _mentioned(node).difference(_arguments(node)), {name}
             case ast.Call(args=arguments, keywords=keywords):
                 sources = [*arguments, *keywords]
                 if _is_in_place(node):
                     sources.append(node.func)
-                yield _mentioned(*sources), _roots(*_mutated(node))
-                yield from self._passed(node)
+                yield _mentioned(*sources), self._roots(*_mutated(node))
+                for function in chain.from_iterable(map(self._functions, sources)):
+                    yield _mentioned(node), {*_arguments(function)}
+                for function in self._functions(node.func):
+                    for parameter, argument in zip(_arguments(function), arguments, strict=False):
+                        yield _mentioned(argument), {parameter}
+                        yield {parameter}, self._roots(argument)  # it may be changed in place
+            case _:
+                sources = _children(node, SOURCES)
+                targets = self._roots(*_children(node, TARGETS))
+                yield _mentioned(*sources), targets
+                yield targets, self._roots(*sources)  # what is changed by another name
 
-    def _passed(self, call: ast.Call) -> Iterator[Flow]:
-        """Yields what a call passes to parameters of the tests' functions."""
-        everything = _mentioned(call)
-        for argument in [*call.args, *call.keywords]:
-            yield everything, set(self._parameters(argument) or ())
-        parameters = self._parameters(call.func) or []
-        is_plain = len(call.args) <= len(parameters) and ast.Starred not in map(type, call.args)
-        if call.keywords or not is_plain:
-            yield everything, set(parameters)
-        for parameter, argument in zip(parameters, call.args, strict=False):
-            yield _mentioned(argument), {parameter}
-            yield {parameter}, _roots(argument)  # it may be changed in place
-
-    def _parameters(self, function: ast.AST) -> list[str] | None:
-        """Returns the parameters of a function of the tests."""
-        if isinstance(function, ast.keyword):
-            function = function.value
-        function = self.functions.get(_key(function), function)
-        if not isinstance(function, ast.FunctionDef | ast.Lambda):
-            return None
-        names = [parameter.arg for parameter in nodes(function.args, ast.arg)]
-        return [name for name in names if name != "self"]
+    def _functions(self, node: ast.AST) -> list[ast.FunctionDef | ast.Lambda]:
+        """Returns the functions of the tests that an expression may be."""
+        if isinstance(node, ast.keyword):
+            node = node.value
+        return [node] if isinstance(node, ast.Lambda) else self.functions.get(_key(node), [])
 
     def of(self, *trees: ast.AST) -> bool:
         """Returns whether expressions can have values of the solution."""
@@ -238,42 +247,49 @@ class Influence:
             return ast.unparse(node.func) in self.classes
         return _key(node) in self.instances
 
+    def is_several(self, tree: ast.AST) -> bool:
+        """Returns whether an expression has results of the solution that could agree."""
+        for node in ast.walk(tree):
+            is_list = len([*filter(self.of, _children(node, "elts keys values"))]) > 1
+            is_computed = isinstance(node, COMPREHENSIONS) and self.of(node)
+            if is_list or is_computed or _key(node) in self.several:
+                return True
+        return False
+
     def refusal(self, node: ast.AST) -> str:
         """Returns why a node makes the tests unjudgeable, empty if it does not."""
+        name = _key(node) or getattr(node, "name", "") or type(node).__name__
+        if name in UNSUPPORTED or re.fullmatch("__(?!init__|import__|name__).*", name):
+            return f"{name} is not supported in tests"
         match node:
-            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.FunctionDef(name=name) if (
-                name in UNSUPPORTED
-            ):
-                return f"{name} is not supported in tests"
-            case ast.AsyncFunctionDef() | ast.Await() | ast.TryStar():
-                return f"{type(node).__name__} is not supported in tests"
+            case ast.FunctionDef(decorator_list=decorators) if self.of(*decorators):
+                return PASSES
+            case ast.Assert():
+                return STALE if self._is_stale(node) else ""
             case ast.Compare():
                 return self._refused_comparison(node)
             case ast.Set() | ast.Dict():
                 return self._refused_operands(_children(node, "elts keys"))
+            case ast.SetComp(elt=key) | ast.DictComp(key=key):
+                return BOTH if self.of(key) else ""
+            case ast.Subscript(value=value, slice=key, ctx=context) if self.of(key):
+                is_changed = isinstance(context, ast.Store | ast.Del)
+                return BOTH if is_changed or self._is_stale(value) else ""
             case ast.BinOp() | ast.AugAssign():
                 operands = _children(node, "left target right value")
-                is_number = isinstance(operands[1], ast.Constant)
-                if isinstance(node.op, ast.Mod) and self.of(operands[0]) and not is_number:
+                if isinstance(node.op, ast.Mod) and self.of(operands[0]):
                     return FORMATS
-                if any(map(self.is_object, operands)):
-                    return ONLY
-                if isinstance(node.op, CANCELLING):
-                    return self._refused_operands(operands)
+                return self._refused_operands(operands)
             case ast.Call():
                 return self._refused_call(node)
-            case ast.Attribute(value=value, attr=name) if self.of(value):
-                if name.startswith("__") or name in ("format", "format_map"):
-                    return EVALUATES
-                if _key(value) in self.caught and not hasattr(Exception, name):
-                    return "attributes of exceptions are not sent"
+            case ast.Attribute(value=value) if self.of(value):
+                return self._refused_attribute(value, name)
             case ast.FormattedValue(format_spec=ast.AST() as format_spec):
                 return FORMATS if self.of(format_spec) else ""
-            case ast.withitem(context_expr=context):
-                return ONLY if self.of(context) and not expects_error(context) else ""
-            case ast.stmt():
-                return SKIPS if self._skips(node) else ""
-        return ""
+        return SKIPS if self._skips(node) else ""
+
+    def _is_stale(self, tree: ast.AST) -> bool:
+        return bool(_mentioned(tree) & self.given) and not self.of(tree)
 
     def _refused_operands(self, operands: Sequence[ast.AST]) -> str:
         if len([*filter(self.of, operands)]) > 1:
@@ -282,72 +298,82 @@ class Influence:
 
     def _refused_comparison(self, node: ast.Compare) -> str:
         sides = [node.left, *node.comparators]
-        results = [side for side in sides if self.of(side) and not _roots(side) & self.given]
-        if not results and _roots(*sides) & self.given:
-            return "the solution may have changed its argument, which is not sent back"
+        results = [*filter(self.of, sides)]
+        if results and _mentioned(node) & self.foreign - {"Counter"}:
+            return FOREIGNER
+        if any(isinstance(side, ast.Name) and side.id in self.names for side in sides):
+            return "variables of the solution are not sent"
         if results == sides[-1:] and isinstance(node.ops[-1], ast.In | ast.NotIn):
             return ""  # a container of the solution
         return self._refused_operands(sides)
 
+    def _refused_attribute(self, value: ast.AST, name: str) -> str:
+        if name in ("__name__", "format", "format_map"):
+            return EVALUATES
+        if name in LOST and not self.capitalized:
+            return f"{name} of plain data"
+        if _key(value) in self.caught and not hasattr(Exception, name):
+            return "attributes of exceptions are not sent"
+        return ""
+
     def _refused_call(self, call: ast.Call) -> str:
         name = called(call)
         arguments = [*call.args, *call.keywords]
-        if name.startswith("assert"):
-            arguments = arguments[:2]  # without the message
+        is_assertion = name.startswith("assert")
+        if is_assertion and self._is_stale(call):
+            return STALE
+        if is_assertion and ast.JoinedStr in map(type, call.args[2:]):
+            del arguments[2:3]  # the message
         is_solution = self.of(call.func)
         if not is_solution and not self.of(*arguments):
             return ""
-        if _mentioned(call.func, *arguments) & self.unsafe:
-            return EVALUATES
-        text = ast.unparse(call)
-        is_quantified = text.startswith(("all(", "any(")) and any(map(self._counts, call.args))
-        if is_quantified or name == "zip":
+        is_generated = {*COMPREHENSIONS}.intersection(map(type, call.args))
+        if name in PAIRING or (name in ("all", "any") and not is_generated):
             return SKIPS
-        if name in COLLECTING or name in self.functions:
+        if name in self.functions:
+            is_plain = not call.keywords and ast.Starred not in map(type, call.args)
+            return "" if is_plain else f"{name} gets arguments by name"
+        receivers = _children(call.func, "value")
+        is_known = bool(receivers) or name in {"_call_test", *self.fixed}
+        if name in MUTATORS and is_known:
             return ""
+        if is_solution or name == "isinstance":
+            if _mentioned(*arguments) & self.foreign:
+                return FOREIGNER
         if is_solution:
-            if any(self._parameters(argument) is not None for argument in arguments):
-                return "passes a function to the solution"
+            if any(map(self._is_function, arguments)):
+                return PASSES
             given = (_mentioned(*arguments) & self.influenced) - self.capitalized - self.instances
             is_changed_again = _is_in_place(call) and len(self.names) == 1
             return "gives the solution what it returned" if given and not is_changed_again else ""
-        if text.startswith(("len(set(", "len(Counter(", "format(")):
-            return "the solution could know the result"
-        if name in FORWARDING and len([*filter(self.of, arguments)]) == 1:
-            return ""
-        return self._refused_operands(arguments)
+        if not is_assertion:
+            if name not in PURE or not is_known:
+                return f"{name} may change its arguments, or evaluate them"
+            if name == "format" and not isinstance(receivers[0], ast.Constant):
+                return FORMATS
+            if name not in KEEPING and any(map(self.is_several, arguments)):
+                return BOTH
+        results = [*filter(self.of, arguments)]
+        return BOTH if len(results) > 1 or ast.Starred in map(type, results) else ""
 
-    def _counts(self, iterable: ast.AST) -> bool:
-        """Returns whether the solution decides how many items there are."""
-        deciding = []
-        for part in getattr(iterable, "generators", []):
-            deciding += _children(part, "iter ifs")
-        return self.of(*(deciding or [iterable]))
+    def _is_function(self, argument: ast.AST) -> bool:
+        name = ast.unparse(argument).rpartition("=")[2]
+        return callable(getattr(builtins, name, None)) or bool(self._functions(argument))
 
-    def _asserts(self, *trees: ast.AST) -> bool:
-        """Returns whether statements assert something of the solution."""
-        for node in chain.from_iterable(map(ast.walk, trees)):
-            is_call = isinstance(node, ast.Call) and called(node).startswith("assert")
-            if (is_call or isinstance(node, ast.Assert)) and self.of(node):
-                return True
-        return False
-
-    def _skips(self, node: ast.stmt) -> bool:
-        """Returns whether the solution decides if assertions in a statement run."""
+    def _skips(self, node: ast.AST) -> bool:
+        """Returns whether the solution decides what runs."""
         match node:
             case ast.If(test=test, body=body, orelse=other) if self.of(test):
-                leaving = chain.from_iterable(nodes(item, LEAVING) for item in [*body, *other])
-                return any(leaving) or self._asserts(*body) != self._asserts(*other)
-            case ast.Match(subject=subject):
-                return self.of(subject)
-            case ast.Try(body=body, orelse=other, handlers=handlers):
-                is_caught = not all(nodes(handler, FAILING) for handler in handlers)
-                return is_caught and self._asserts(*body, *other)
-            case ast.With(items=items, body=body) if self._asserts(*body):
-                contexts = [getattr(item.context_expr, "func", item) for item in items]
-                names = {ast.unparse(context).rpartition(".")[2] for context in contexts}
-                return not names <= CONTEXTS
-            case ast.For(iter=control, body=body) | ast.While(test=control, body=body):
-                deciding = chain.from_iterable(nodes(item, DECIDING) for item in body)
-                return self._counts(control) and (any(deciding) or self._asserts(*body))
-        return False
+                is_failing = all(isinstance(item, FAILING) for item in [*body, *other])
+                return not is_failing or not (other or isinstance(body[0], ast.Raise))
+            case ast.BoolOp(values=[_, *later]) if self.of(node):
+                return bool(_mentioned(*later) & {*MUTATORS, *self.functions})
+            case ast.Try(body=body, orelse=other, handlers=handlers) if self.of(*body):
+                if all(isinstance(handler.body[-1], ast.Raise) for handler in handlers):
+                    return bool(node.finalbody)
+                text = ast.unparse(ast.Module([*body[1:], *other], []))
+                return not text.startswith(("assert False", "raise ", "self.fail("))
+            case ast.With(items=items, body=body) if self.of(*body):
+                contexts = [ast.unparse(getattr(item.context_expr, "func", item)) for item in items]
+                return not CONTEXTS.issuperset(text.rpartition(".")[2] for text in contexts)
+        return self.of(*_children(node, "iter ifs test subject"))

@@ -76,6 +76,7 @@ def _flatten(body: Sequence[ast.stmt], entry: str | None) -> Iterator[ast.stmt]:
         if isinstance(item, ast.FunctionDef)
         and (item.name == "check" or item.name.startswith("test_"))
     }
+    cases = {"TestCase"}
     for item in body:
         if isinstance(item, ast.ImportFrom) and item.module == "solution":
             for alias in item.names:
@@ -98,7 +99,10 @@ def _flatten(body: Sequence[ast.stmt], entry: str | None) -> Iterator[ast.stmt]:
                 yield from _parse(f"{caller}({argument})")
         elif isinstance(item, ast.ClassDef):
             yield item
-            is_case = any("TestCase" in ast.unparse(base) for base in item.bases)
+            bases = {ast.unparse(base).rpartition(".")[2] for base in item.bases}
+            is_case = bool(bases & cases)
+            if is_case:
+                cases.add(item.name)
             for method in item.body:
                 if not isinstance(method, ast.FunctionDef) or not method.name.startswith("test"):
                     continue
@@ -166,13 +170,13 @@ def _solution_names(module: ast.Module, entry: str | None) -> tuple[set[str], se
     imports = [f"import {name}" for name in free & modules]
     imports += [IMPORTS[name] for name in free & importable]
     names = free - modules - importable - (set(dir(builtins)) - entries)
-    errors = set()
-    for handler in nodes(module, ast.ExceptHandler):
-        if handler.type:
-            errors |= _names(handler.type) & names
-    for call in nodes(module, ast.Call):
-        if call.args and called(call) in RAISES:
-            errors |= _names(call.args[0]) & names
+    classes = [handler.type for handler in nodes(module, ast.ExceptHandler) if handler.type]
+    calls = [call for call in nodes(module, ast.Call) if call.args and called(call) in RAISES]
+    classes += [call.args[0] for call in calls]
+    expected = set().union(*map(_names, classes))
+    if unknown := expected - names - set(dir(builtins)):
+        raise UnreadableTests(f"{', '.join(sorted(unknown))}: exceptions of modules are not sent")
+    errors = expected & names
     return (names - errors) or _shadowed(module, free), errors, imports
 
 

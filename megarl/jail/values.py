@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any
 
 MAX_DEPTH = 100  # of nested containers
-MAX_ITEMS = 10_000  # of an iterator, which may be endless
+MAX_ITEMS = 100_000  # of an iterator, which may be endless
 LISTED = (
     deque,
     type({}.keys()),

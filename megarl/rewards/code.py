@@ -12,6 +12,7 @@ its fault drop the sample: `sandbox`, `bad_tests`, `unjudgeable` (it would decid
 """
 
 import logging
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -41,6 +42,14 @@ from megarl.rewards.interface import (
 from megarl.rewards.thoughts import after_thoughts
 
 log = logging.getLogger(__name__)
+# as in CommonMark; a fence that is never closed counts
+FENCED = re.compile(
+    r"^(?P<indent>[ \t]*)(?P<fence>(?P<mark>[`~])(?P=mark){2,})[ \t]*(?P<info>[^`\n]*)\n"
+    r"(?P<code>.*?)(?:^[ \t]*(?P=fence)(?P=mark)*[ \t]*$|\Z)",
+    re.MULTILINE | re.DOTALL,
+)
+PYTHON = re.compile(r"\{?\.?(python|py)[\d.]*\b.*", re.IGNORECASE | re.ASCII)
+NO_LANGUAGE = re.compile(r"\s*")
 NOT_ITS_FAULT = ("sandbox", "bad_tests", "unjudgeable")
 
 
@@ -93,21 +102,19 @@ def make_code(reward: Reward) -> BatchReward:
 
 
 def extract_code(response: str) -> str:
-    """Returns the last fenced block after any thoughts, or the whole text if nothing is fenced.
+    """Returns the last block fenced as Python, or without a language, after any thoughts.
 
-    Empty if there is no code, or the thoughts never end.
+    The whole text if nothing is fenced. Empty if there is no code, or the thoughts never end.
     """
     text = after_thoughts(response) or ""
-    pieces = text.split("```")
-    if len(pieces) < 2:
-        return text.strip("\n ")
-    block = pieces[-2]
-    if len(pieces) % 2 == 0:  # a fence that is never closed counts
-        block = pieces[-1]
-    language, newline, code = block.partition("\n")
-    if newline and language.strip().lower() in ("", "python", "python3", "py"):
-        return code
-    return block
+    blocks = [*FENCED.finditer(text)]
+    if not blocks:
+        return text.strip("\n `")
+    for languages in (PYTHON, NO_LANGUAGE):
+        for block in reversed(blocks):
+            if languages.fullmatch(block["info"]):
+                return re.sub(rf"^{block['indent']}", "", block["code"], flags=re.MULTILINE)
+    return ""
 
 
 TestResult = tuple[str, str]  # of a test: kind of failure, empty if it passed; detail
