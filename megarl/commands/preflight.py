@@ -25,7 +25,8 @@ from megarl.data.tokenizer import (
     load_tokenizer,
 )
 from megarl.models.hub import copied_files, is_hub_id, model_folder
-from megarl.models.weights import check_weights, has_weights
+from megarl.models.registry import check_architectures
+from megarl.models.weights import check_weights
 from megarl.platform.env import Env
 from megarl.platform.packages import require
 from megarl.rewards.catalog import check_problems, make_rewards
@@ -42,6 +43,7 @@ def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
         folder = model_folder(model.path, model.revision)
         check_model_media(folder, ignore=config.task.ignore_media)
     job = check_config(config, env, command=command)
+    notes = ()
     engine = []
     if needs_engine(config.stage, command):
         engine = ["vllm"]
@@ -51,12 +53,19 @@ def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
     if config.precision.fp8 and job.gpus:
         require("precision.fp8", "transformer_engine")
     if folder is not None:
-        if not is_hub_id(model.path or "") and has_weights(folder):  # not yet downloaded
-            check_weights(folder, job.model)
+        if engine:
+            check_architectures(folder)
+        # those of a hub id are not yet downloaded, a config.json alone is for a dry run, and
+        # Megatron's are not safetensors
+        is_local = not is_hub_id(model.path or "") and len([*folder.iterdir()]) > 1
+        if is_local and not (folder / ".metadata").is_file():
+            files = {tensor.file for tensor in check_weights(folder, job.model).values()}
+            others = sorted({*folder.glob("*.safetensors")} - files)
+            notes = tuple(f"{file} is not read: it is not the model's" for file in others)
         copied_files(folder)
     is_evaluated = command == "eval" or config.eval.every > 0
     check = ProblemCheck(config, folder, command)
-    notes = tuple(check_tasks(config.task, config.eval, held_out=is_evaluated, check=check))
+    notes += tuple(check_tasks(config.task, config.eval, held_out=is_evaluated, check=check))
     notes += tuple(check.notes)
     if engine:
         sources = check.sources[: len(config.task.mixture) or 1]  # others are evaluated on

@@ -8,7 +8,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from megarl.config.section import Config, Section, refuse
 from megarl.models.config_json import read_config
 from megarl.models.headers import read_headers
-from megarl.models.lora import CONFIG, WEIGHTS, adapter_table, targets_of
+from megarl.models.lora import CONFIG, adapter_table, targets_of
 from megarl.models.registry import megatron_table
 from megarl.models.shape import ModelShape
 from megarl.models.shards import Table, shapes_of
@@ -18,7 +18,7 @@ MAX_ENGINE_RANK = 512  # vLLM 0.32
 # PEFT's keys that are read here, or do not change what an adapter computes
 ACCEPTED = """
     r lora_alpha target_modules lora_dropout task_type auto_mapping peft_version
-    base_model_name_or_path revision inference_mode exclude_modules layers_pattern megatron_core
+    base_model_name_or_path revision inference_mode layers_pattern megatron_core
     qalora_group_size runtime_config
 """
 # key: supported values; of others, some change the base model (pissa, olora, corda, loftq)
@@ -121,20 +121,14 @@ def _check_folder(lora: Lora, folder: Path, table: Table, shape: ModelShape) -> 
             f"lora.path={folder} has no {CONFIG}; set it to the folder of a PEFT adapter"
         )
     values = read_config(file)
-    try:
-        rank = values.size("r")
-        alpha = values.number("lora_alpha")
-    except ValueError as error:
-        raise ValueError(
-            f"{file} is not the config of a LoRA adapter ({error}); set lora.path to one"
-        ) from None
+    rank = values.size("r")
+    alpha = values.number("lora_alpha")
     for key, supported in SUPPORTED.items():
         value = values.raw.get(key, supported[0])
         if value not in supported:
             raise values.error(
-                f"{key}={value} is not supported (pissa, olora, corda and loftq adapters are "
-                "relative to a base model that they have changed); supported: "
-                f"{', '.join(map(str, supported))}"
+                f"{key}={value} is not supported; supported: {', '.join(map(str, supported))}; "
+                "others add more than B A, or are relative to a base model that they have changed"
             )
     accepted = {*ACCEPTED.split(), *SUPPORTED}
     for key, value in values.raw.items():
@@ -148,5 +142,5 @@ def _check_folder(lora: Lora, folder: Path, table: Table, shape: ModelShape) -> 
                 f"lora.{key}={ours:g}, but the adapter in lora.path={folder} has {theirs:g}; set "
                 "it to that"
             )
-    if (folder / WEIGHTS).is_file():
-        check_tensors(folder, read_headers(folder), shapes_of(table, shape), None)
+    shapes = shapes_of(table, shape)
+    check_tensors(folder, read_headers(folder), shapes, None, config=f"{CONFIG} with lora.targets")

@@ -137,6 +137,13 @@ def _check_experts(config: Config, shape: ModelShape) -> None:
     chosen = shape.experts_per_token
     refuse(
         (
+            chosen > shape.experts
+            or router.groups_per_token > router.groups
+            or shape.experts % router.groups,
+            f"num_experts_per_tok={chosen}, topk_group={router.groups_per_token} and "
+            f"n_group={router.groups} do not fit {shape.experts} experts; correct config.json",
+        ),
+        (
             # each rank would add the bias to the sum
             shape.out_bias and sizes.expert_tensor > 1,
             f"parallel.expert_tensor={sizes.expert_tensor}, but the experts of {shape.family} have "

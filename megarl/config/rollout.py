@@ -80,7 +80,7 @@ def check_cpu_engine(config: Config, shape: ModelShape) -> None:
             known = ", ".join(map(str, CPU_HEAD_DIMS))
             raise ValueError(
                 f"head_dim={shape.head_dim}, but vLLM's attention on CPU supports {known}; "
-                "choose one of them for model.create.head_dim, or run on a GPU"
+                "choose a model with one of them (model.create.head_dim), or run on a GPU"
             )
     elif (latent.kv_lora_rank, latent.qk_rope_head_dim) != CPU_LATENT:
         raise ValueError(

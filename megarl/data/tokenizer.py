@@ -37,9 +37,9 @@ MAX_PROMPT_CHARACTERS = 1 << 24
 
 def check_tokenizer(folder: Path, *, trust_remote_code: bool) -> None:
     """Raises ValueError for a tokenizer that needs code of the model, or a missing package."""
+    auto_map = read_config(folder / "tokenizer_config.json").raw.get("auto_map")
     if (folder / "tokenizer.json").is_file():
         return
-    auto_map = read_config(folder / "tokenizer_config.json").raw.get("auto_map")
     # formerly a list
     code = auto_map.get("AutoTokenizer") if isinstance(auto_map, dict) else auto_map
     if code and not trust_remote_code:
@@ -71,7 +71,8 @@ def load_tokenizer(
     """
     folder = Path(path)
     check_tokenizer(folder, trust_remote_code=trust_remote_code)
-    vocab = read_config(folder / "config.json").count("vocab_size")
+    config = read_config(folder / "config.json")
+    vocab = config.count("vocab_size")
     eos = set()
     for name in ("config.json", "generation_config.json"):
         ends = read_config(folder / name).token_ids("eos_token_id")
@@ -87,6 +88,11 @@ def load_tokenizer(
     import transformers
 
     try:
+        if config.family in transformers.CONFIG_MAPPING:
+            transformers.CONFIG_MAPPING[config.family](**config.raw)
+    except Exception as error:  # noqa: BLE001 (of any kind)
+        raise config.error(f"transformers rejects it ({error}); correct it") from None
+    try:
         if files == ["tokenizer.json"]:
             inner = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / files[0]))
         else:
@@ -97,7 +103,16 @@ def load_tokenizer(
         remedy = "install what it needs, or repair its files"
         if not trust_remote_code and "trust_remote_code" in str(error):
             remedy = "set model.trust_remote_code=true"
-        raise ValueError(f"{folder}: the tokenizer cannot be loaded ({error}); {remedy}") from error
+        raise ValueError(
+            f"{folder}: the tokenizer cannot be loaded from {', '.join(files)} ({error!r}); "
+            f"{remedy}"
+        ) from error
+    templates = inner.chat_template
+    if isinstance(templates, dict) and "default" not in templates:
+        raise ValueError(
+            f"{folder}: none of the chat templates {', '.join(templates)} is the default one; "
+            "name it default"
+        )
     if inner.vocab_size > vocab > 0:
         raise ValueError(
             f"{folder}: the tokenizer has a vocabulary of {inner.vocab_size}, but config.json has "

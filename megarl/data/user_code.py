@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 
@@ -27,8 +28,11 @@ def import_function(path: str, *, setting: str) -> Callable[..., Any]:
         sys.path.insert(0, str(Path.cwd()))
     try:
         function: Any = importlib.import_module(module_name)
-    except Exception as error:  # noqa: BLE001 (user code may fail in any way)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (user code may fail in any way)
         kind = "" if isinstance(error, ModuleNotFoundError) else f"{type(error).__name__}: "
+        place = extract_tb(error.__traceback__)[-1]
+        if place.line:  # not in the import system
+            kind = f"{place.filename}, line {place.lineno}: {kind}"
         raise ValueError(
             f"{setting}={path!r} cannot be imported ({kind}{error}); run from the folder that "
             f"contains {module_name.split('.')[0]}, or install it"

@@ -34,7 +34,7 @@ SYNONYMS = """
 """
 ROPES = ("rope_scaling", "rope_parameters")
 # optional keys and their defaults
-YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0}
+YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,7 @@ class ConfigReader:
         """Returns ModelShape's `rope_theta`, `rotary_fraction` and `rope_scaling`.
 
         theta, fraction: the family's defaults; a family with `fraction` 0 rotates whole heads only
-        mscale: whether the family implements yarn's `mscale` and `mscale_all_dim`
-        kinds: the family's `rope_type`s
+        mscale, kinds: if it implements yarn's `mscale` and `mscale_all_dim`; its `rope_type`s
         """
         key = "rope_parameters" if self.raw.get("rope_parameters") else "rope_scaling"
         if all(map(self.raw.get, ROPES)):
@@ -182,9 +181,11 @@ class ConfigReader:
                 f"partial_rotary_factor={rotated} with rope_type={kind} is not supported for "
                 f"{self.family}"
             )
-        if not mscale and (values.get("mscale") or values.get("mscale_all_dim")):
+        factors = (values.get("mscale"), values.get("mscale_all_dim"))
+        if not (mscale and all(factors)) and (factors[1] or factors[0] not in (None, 1)):
             raise inner.error(
-                f"mscale and mscale_all_dim are not supported for {self.family}; remove them"
+                f"mscale and mscale_all_dim are {factors}, which transformers and vLLM read "
+                f"differently for {self.family}; set both as it was trained, or remove them"
             )
         base = inner.number("rope_theta", self.number("rope_theta", theta))
         scaling: Settings = {}
@@ -192,7 +193,7 @@ class ConfigReader:
             scaling = {"rope_type": kind} | {name: inner.number(name) for name in required}
             self.only(**{SCALED[1]: scaling[SCALED[1]]})  # transformers prefers it
         if kind == "yarn":
-            scaling |= {name: float(values.get(name) or default) for name, default in YARN.items()}
+            scaling |= {name: float(inner._get(name, default)) for name, default in YARN.items()}
             scaling["truncate"] = inner.flag("truncate", True)
         return {"rope_theta": base, "rotary_fraction": rotated, "rope_scaling": scaling}
 
@@ -200,9 +201,7 @@ class ConfigReader:
         lines = map(str.split, SYNONYMS.splitlines())
         names = next((names for names in lines if key in names), [key])
         if default is None and self.raw.keys().isdisjoint(names):
-            raise ValueError(
-                f"{self.where} has no {key!r}; choose a folder with a complete config.json"
-            )
+            raise ValueError(f"{self.where} has no {key!r}; choose a folder with a complete one")
         present = [name for name in names if self.raw.get(name) is not None]
         for name in present[1:]:
             if self.raw[name] != self.raw[present[0]]:

@@ -163,9 +163,6 @@ def megatron(shape: ModelShape) -> Settings:
             "original_max_position_embeddings": int(scaling["original_max_position_embeddings"]),
         }
         settings |= {key: scaling[key] for key in YARN}
-        # Hugging Face applies mscale 1 unless both are given
-        if not (scaling["mscale"] and scaling["mscale_all_dim"]):
-            settings |= {"mscale": 1.0, "mscale_all_dim": 0.0}
     return settings
 
 

@@ -21,6 +21,7 @@ INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+POINTER = b"version https"  # the start of one of git-lfs
 MAX_HEADER_BYTES = 100_000_000  # as in the safetensors library
 # by safetensors' names
 ITEM_BYTES = dict.fromkeys(["I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"], 1)
@@ -53,12 +54,18 @@ def read_headers(folder: Path) -> dict[str, HfTensor]:
     Raises ValueError, naming file and tensor, for a file that is missing or damaged, and where
     transformers and vLLM would read different files.
     """
+    for file in filter(Path.is_file, folder.glob("*")):
+        with file.open("rb") as stream:
+            if stream.read(len(POINTER)) == POINTER:
+                raise ValueError(f"{file} is a pointer of git-lfs; run `git lfs pull` in {folder}")
     index = folder / INDEX
     whole = folder / WHOLE
     names = {}
     if index.is_file():
         names = _read_index(index)
     files = sorted(set(names.values()) or (file.name for file in folder.glob("*.safetensors")))
+    if WHOLE in files and not names:  # transformers reads no other file
+        files = [WHOLE]
     if not files:
         raise ValueError(
             f"{folder} has no *.safetensors; choose a Hugging Face folder with weights"
@@ -89,8 +96,6 @@ def read_headers(folder: Path) -> dict[str, HfTensor]:
                 "that is not the model's"
             )
         tensors |= header
-    if WHOLE in files and not names:  # transformers reads no other file
-        tensors = {name: tensor for name, tensor in tensors.items() if tensor.file == whole}
     for name, file in names.items():
         if name not in tensors or tensors[name].file.name != file:
             raise ValueError(
@@ -123,14 +128,14 @@ def _bytes_equal(*tensors: HfTensor) -> bool:
 def _read_index(index: Path) -> dict[str, str]:
     """Returns the name of each tensor's file, which is in the index's own folder."""
     try:
-        names = read_json(index)["weight_map"]
+        names = read_json(index).get("weight_map")
+        if not names:
+            raise ValueError("it has no weight_map")
         for name, file in names.items():
             if not isinstance(file, str) or "/" in file or not file.endswith(".safetensors"):
                 raise ValueError(
                     f"{name} is in {file!r}, which is not the name of a safetensors file"
                 )
-        if not names:
-            raise ValueError("weight_map is empty")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index} is not a valid index ({error}); copy the folder again") from None
     return names

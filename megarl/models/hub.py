@@ -26,7 +26,7 @@ HUB_ID = re.compile(r"(?!.*(--|\.\.))(\w([\w.-]*\w)?/)?\w([\w.-]{0,94}\w)?(?<!\.
 
 def is_hub_id(path: str) -> bool:
     """Returns True if `path` has the form of an id, and no folder has that name."""
-    return not _expanded(path).is_dir() and HUB_ID.fullmatch(path) is not None
+    return not _expanded(path).exists() and HUB_ID.fullmatch(path) is not None
 
 
 def split_revision(path: str) -> tuple[str, str | None]:

@@ -30,7 +30,6 @@ MAX_EXPERTS = 200_000  # layers x experts: the names of their tensors fit in mem
 FAMILIES: dict[str, Family] = {}
 for _module in MODULES.split():
     FAMILIES |= import_module(f"megarl.models.{_module}").FAMILIES
-ARCHITECTURES = {family.architecture for family in FAMILIES.values()}
 
 
 def read_model(path: str | Path) -> ModelShape:
@@ -67,19 +66,19 @@ def parse_model(raw: Mapping[str, Any], where: str, folder: Path | None = None) 
             f"{shape.layers} layers, {shape.mtp_layers} of multi-token prediction, and "
             f"{shape.experts} experts in each are too many: at most {MAX_EXPERTS} are supported"
         )
-    if config.family in FAMILIES:
-        _check_architectures(config, FAMILIES[config.family].architecture)
     return shape
 
 
-def _check_architectures(config: ConfigReader, architecture: str) -> None:
-    """Raises ValueError if vLLM, which reads `architectures`, would build another family than
+def check_architectures(folder: Path) -> None:
+    """Raises ValueError if vLLM, which reads `architectures`, would build another model than
     transformers, which reads `model_type`."""
-    for name in ARCHITECTURES.intersection(map(str, config.raw.get("architectures") or ())):
-        if architecture and name != architecture:
+    config = read_config(folder / "config.json")
+    family = FAMILIES.get(config.family)
+    for name in config.raw.get("architectures") or ():
+        if family and family.architecture and name != family.architecture:
             raise config.error(
-                f"architectures has {name}, but model_type={config.family} is {architecture}; "
-                "correct one of them"
+                f"architectures has {name}, but the language model of model_type={config.family} "
+                f"is {family.architecture}; correct one of them, or choose another model"
             )
 
 

@@ -2,7 +2,6 @@
 torch."""
 
 from collections.abc import Collection, Mapping
-from itertools import chain
 from pathlib import Path
 
 from megarl.models.config_json import read_config
@@ -19,6 +18,7 @@ from megarl.models.shape import ModelShape, Shape
 from megarl.models.shards import Table, shapes_of
 
 SCORE = "score."  # of a value head or a reward model
+FLOATS = ("F64", "F32", "F16", "BF16")
 ACTIVATION_SCALES = ("input_scale", "input_global_scale")
 # computed, of the engine's activations and cache, or 0 in the formats that are supported
 NOT_WEIGHTS = (*ACTIVATION_SCALES, "rotary_emb.inv_freq", "k_scale", "v_scale", "weight_zero_point")
@@ -28,9 +28,9 @@ def check_weights(
     folder: Path,
     shape: ModelShape,
     table: Table | None = None,
-) -> None:
-    """Raises ValueError, naming file and tensor, unless the folder has the table's tensors and no
-    others, except another head and multi-token prediction.
+) -> dict[str, HfTensor]:
+    """Returns the folder's tensors. Raises ValueError, naming file and tensor, unless they are the
+    table's and no others, except another head and multi-token prediction.
 
     `table`: None: the family's.
     """
@@ -38,7 +38,7 @@ def check_weights(
     if shape.tied:
         check_tied(tensors)
     if shape.bridge is not None:
-        return
+        return tensors
     fmt = read_config(folder / "config.json").quantization()
     shapes = shapes_of(table or megatron_table(shape), shape)
     # those that the folder lacks keep their initial values
@@ -47,11 +47,7 @@ def check_weights(
     others += [f"model.layers.{shape.layers + n}." for n in range(shape.mtp_layers)]
     ignored = {name for name in tensors if name.startswith(tuple(others))}
     check_tensors(folder, tensors, shapes, fmt, ignored=ignored)
-
-
-def has_weights(folder: Path) -> bool:
-    """Returns False for a folder that has no files of weights, as one with a config.json only."""
-    return any(chain.from_iterable(map(folder.glob, (INDEX, "*.safetensors", "*.bin"))))
+    return tensors
 
 
 def check_tensors(
@@ -61,12 +57,15 @@ def check_tensors(
     fmt: BlockFormat | None,
     *,
     ignored: Collection[str] = (),
+    config: str = "config.json",
 ) -> None:
     """Raises ValueError, naming tensor and file, if tensors are missing or have another shape, or
     if there are others than these and those `ignored`."""
     expected = dict(shapes)
+    quantised = set()
     if fmt:
-        for name in fmt.tensors(tensors).intersection(shapes):
+        quantised = fmt.tensors(tensors).intersection(shapes)
+        for name in quantised:
             for suffix, (_, size) in fmt.parts(expected.pop(name)).items():
                 expected[name + suffix] = size
     for name, shape in expected.items():
@@ -76,15 +75,20 @@ def check_tensors(
             if not file.is_file():
                 file = next((other.file for other in tensors.values()), file)
             raise ValueError(
-                f"{file} has no tensor {name}, which config.json requires; copy the folder again"
+                f"{file} has no tensor {name}, which {config} requires; copy the folder again"
             )
         if tensor.shape != shape and {*tensor.shape, *shape} != {1}:
             raise ValueError(
-                f"{tensor.file}: {name} has shape {tensor.shape}, but config.json requires {shape}"
+                f"{tensor.file}: {name} has shape {tensor.shape}, but {config} requires {shape}"
+            )
+        if name in shapes and name not in quantised and tensor.dtype not in FLOATS:
+            raise ValueError(
+                f"{tensor.file}: {name} is quantised ({tensor.dtype}), but not as {config}'s "
+                "quantization_config describes; use a bf16 copy of the model"
             )
     for name, tensor in tensors.items():
         if name not in expected and name not in ignored and not name.endswith(NOT_WEIGHTS):
             raise ValueError(
-                f"{tensor.file}: {name} is not a tensor of the model that config.json describes; "
-                "correct config.json, or remove the tensor"
+                f"{tensor.file}: {name} is not a tensor of the model that {config} describes; "
+                f"correct {config}, or remove the tensor"
             )

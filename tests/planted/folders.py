@@ -23,8 +23,8 @@ FOLDERS = [
     ),
     (
         "models/headers.py",
-        "if tensor.file == whole}",
-        "if tensor.file}",
+        "        files = [WHOLE]\n",
+        "        pass\n",
         report("which_files_another_format_beside_the_model"),
     ),
     (
@@ -101,9 +101,45 @@ FOLDERS = [
     ),
     (
         "models/registry.py",
-        "if architecture and name != architecture:",
+        "and name != family.architecture:",
+        "and name in (None,):",
+        report("two_keys_architecture_of_a_classifier"),
+    ),
+    (
+        "models/headers.py",
+        "if stream.read(len(POINTER)) == POINTER:",
         "if False:",
-        report("two_keys_architectures_and_model_type"),
+        report("which_files_a_pointer_of_git_lfs"),
+    ),
+    (
+        "models/weights.py",
+        "if name in shapes and name not in quantised and tensor.dtype not in FLOATS:",
+        "if False:",
+        report("which_files_integers_that_config_json_does_not_describe"),
+    ),
+    (
+        "models/config_json.py",
+        "(factors[1] or factors[0] not in (None, 1))",
+        "factors[1]",
+        "unit/config/test_validate.py::test_yarns_factors_that_transformers_and_vllm_read_differently",
+    ),
+    (
+        "config/model.py",
+        "            chosen > shape.experts\n            or ",
+        "            ",
+        "unit/config/test_validate.py::test_more_experts_per_token_than_experts",
+    ),
+    (
+        "data/user_code.py",
+        "except (Exception, SystemExit) as error:",
+        "except Exception as error:",
+        report("reward_that_ends_the_process"),
+    ),
+    (
+        "data/tokenizer.py",
+        "        if config.family in transformers.CONFIG_MAPPING:\n",
+        "        if False:\n",
+        report("two_keys_layer_types_of_a_pruned_model"),
     ),
     (
         "models/llama.py",

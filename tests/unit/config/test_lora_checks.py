@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from megarl.config.load import parse_config
 from megarl.config.validate import check_config
@@ -114,7 +116,7 @@ def test_allowed(lora: dict[str, Any], create: dict[str, Any], sections: dict[st
         ({"use_dora": True}, "use_dora=True is not supported"),
         ({"bias": "all"}, "bias=all is not supported"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
-        ({"r": None}, "is not the config of a LoRA adapter"),
+        ({"r": None}, "adapter_config.json: r=null is invalid"),
     ],
 )
 def test_an_adapter_to_begin_with_must_fit(
@@ -122,8 +124,15 @@ def test_an_adapter_to_begin_with_must_fit(
 ) -> None:
     config = peft_config("base", Table((), (), ()), rank=4, alpha=8.0, dropout=0.0)
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    check({"rank": 4, "alpha": 8.0, "path": str(tmp_path)})
+    shapes = {"lora_A": (4, 128), "lora_B": (128, 4)}
+    tensors = {
+        f"base_model.model.model.layers.{layer}.self_attn.q_proj.{part}.weight": np.zeros(shape)
+        for layer in range(2)
+        for part, shape in shapes.items()
+    }
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    check({"rank": 4, "alpha": 8.0, "targets": ["q_proj"], "path": str(tmp_path)})
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | change))
     with pytest.raises(ValueError) as refused:
-        check({"rank": 4, "alpha": 8.0, "path": str(tmp_path)})
+        check({"rank": 4, "alpha": 8.0, "targets": ["q_proj"], "path": str(tmp_path)})
     assert part in str(refused.value)

@@ -1047,6 +1047,44 @@ def test_a_value_whose_default_differs_elsewhere_must_be_given(tmp_path: Path, k
         read_model(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("values", "is_ambiguous"),
+    [
+        ({}, False),
+        ({"mscale": 1.0}, False),
+        ({"mscale": 0.7, "mscale_all_dim": 0.7}, False),
+        ({"mscale": 0.7}, True),
+        ({"mscale": 0.0}, True),
+        ({"mscale_all_dim": 1.0}, True),
+        ({"mscale": 0.0, "mscale_all_dim": 1.0}, True),
+    ],
+)
+def test_yarns_factors_that_transformers_and_vllm_read_differently(
+    tmp_path: Path, values: dict[str, float], is_ambiguous: bool
+) -> None:
+    """transformers takes both or neither; vLLM takes each, by default 1 and 0."""
+    raw = json.loads((LARGE / "deepseek_v3" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"rope_scaling": YARN | values}))
+    if not is_ambiguous:
+        scaling = read_model(tmp_path).rope_scaling
+        assert scaling["mscale"] == values.get("mscale", 1.0)
+        return
+    with pytest.raises(ValueError, match=r"mscale and mscale_all_dim are \("):
+        read_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"num_experts_per_tok": 257}, {"topk_group": 9}, {"n_group": 7}],
+)
+def test_more_experts_per_token_than_experts(tmp_path: Path, values: dict[str, int]) -> None:
+    raw = json.loads((LARGE / "deepseek_v3" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | values))
+    config = parse_config({"model": {"path": str(tmp_path)}})
+    with pytest.raises(ValueError, match=r"do not fit 256 experts"):
+        check_config(config, ALONE)
+
+
 def test_biased_experts_are_not_split_and_sinks_are_not_spread_over_gpus() -> None:
     sections = {
         "model": {"path": str(LARGE / "gpt_oss_120b")},

@@ -113,7 +113,7 @@ def test_a_file_without_a_length(tmp_path: Path, content: bytes) -> None:
         ({"weight_map": {"w": None}}, "w is in None"),
         ({"weight_map": ["w"]}, "is not a valid index"),
         ({"weight_map": "w"}, "is not a valid index"),
-        ({}, "'weight_map'"),
+        ({}, "it has no weight_map"),
         ([{"weight_map": {}}], "is not a valid index"),
         ('{"weight_map": {', "is not a valid index"),
         ("[" * 100_000, "nested more than 100 deep"),
