@@ -17,7 +17,7 @@ from jinja2 import meta
 
 from megarl.config.schema import Task
 from megarl.data.rows import Question, messages_of
-from megarl.models.config_json import read_config
+from megarl.models.config_json import ConfigReader, read_config
 from megarl.platform.alarm import Alarm, alarm
 from megarl.platform.packages import require
 
@@ -87,11 +87,7 @@ def load_tokenizer(
         return TokenIds(tuple(sorted(eos)), vocab)
     import transformers
 
-    try:
-        if config.family in transformers.CONFIG_MAPPING:
-            transformers.CONFIG_MAPPING[config.family](**config.raw)
-    except Exception as error:  # noqa: BLE001 (of any kind)
-        raise config.error(f"transformers rejects it ({error}); correct it") from None
+    _check_class(config)
     try:
         if files == ["tokenizer.json"]:
             inner = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / files[0]))
@@ -123,6 +119,17 @@ def load_tokenizer(
     tokenizer = HfTokenizer(inner, ends, stop, vocab=vocab, is_plain=template == "plain")
     tokenizer.check(ends)
     return tokenizer
+
+
+def _check_class(config: ConfigReader) -> None:
+    """Raises ValueError if the family's class of transformers rejects the config.json."""
+    from transformers import CONFIG_MAPPING
+
+    try:
+        if config.family in CONFIG_MAPPING:
+            CONFIG_MAPPING[config.family](**config.raw)
+    except Exception as error:  # noqa: BLE001 (of any kind)
+        raise config.error(f"transformers rejects it ({error}); correct it") from None
 
 
 def prompt_encoder(tokenizer: Tokenizer, task: Task) -> Encode:

@@ -137,7 +137,7 @@ FOLDERS = [
     ),
     (
         "data/tokenizer.py",
-        "        if config.family in transformers.CONFIG_MAPPING:\n",
+        "        if config.family in CONFIG_MAPPING:\n",
         "        if False:\n",
         report("two_keys_layer_types_of_a_pruned_model"),
     ),
