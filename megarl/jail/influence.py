@@ -22,8 +22,8 @@ def _words(text: str) -> frozenset[str]:
 
 
 # make objects that become plain data on the way to the solution or from it, or cannot be sent
-FOREIGN = _words("""deque Counter OrderedDict defaultdict ChainMap Mock MagicMock AsyncMock bytearray
-memoryview np numpy datetime timedelta date Path PurePath uuid UUID""")
+FOREIGN = _words("""deque Counter OrderedDict defaultdict ChainMap Mock MagicMock AsyncMock
+bytearray memoryview np numpy datetime timedelta date Path PurePath uuid UUID""")
 # attributes of objects that come as plain data
 LOST = _words("""shape dtype ndim tolist astype sum mean max min most_common elements popleft
 appendleft extendleft rotate move_to_end default_factory _asdict _fields _replace""")
@@ -31,20 +31,23 @@ CONTROL = _words("StopIteration StopAsyncIteration GeneratorExit KeyboardInterru
 # end a test, or concern what is in the process of the solution
 UNSUPPORTED = CONTROL | _words("""exit quit _exit skip skipif skipTest skipUnless xfail suppress
 redirect_stdout redirect_stderr stdout stderr patch setup_method setup_class setup_module warns
-assertWarns param fixture expectedFailure environ putenv issubclass open
-globals locals vars exec eval setattr delattr pickle marshal StringIO BytesIO
-AsyncFunctionDef Await TryStar""")
+assertWarns param fixture parametrize expectedFailure environ putenv issubclass open
+globals locals vars exec eval setattr delattr pickle marshal StringIO BytesIO assertRegex
+assertNotRegex AsyncFunctionDef Await TryStar""")
 # change their object or first argument
 MUTATORS = _words("""append add insert extend update setdefault appendleft extendleft push put
 heappush heapify insort insort_left insort_right setitem delitem iadd copyto fill pop popleft
 popitem remove discard clear sort reverse rotate subtract shuffle place putmask""")
 # keep results apart
-KEEPING = _words("list tuple str repr print all any enumerate iter next reversed join islice")
+KEEPING = _words("list tuple str repr print all any enumerate iter reversed join")
 # change no argument, whatever it is
-PURE = KEEPING | _words("""len set sorted int float complex abs round bool sum min max isinstance
-type allclose range bytes frozenset divmod pow isclose isnan isinf isfinite fabs floor ceil sqrt gcd approx loads
-dumps literal_eval Decimal Fraction split strip startswith endswith count index find replace format
-get issubset issuperset dict chain raises subTest _call_test AssertionError Exception ValueError""")
+PURE = (
+    KEEPING
+    | _words("""len set sorted int float complex abs round bool sum min max isinstance
+type allclose range bytes frozenset divmod pow isclose isnan isinf isfinite fabs floor ceil sqrt gcd
+approx loads dumps literal_eval Decimal Fraction split strip startswith endswith count index find replace
+format get issubset issuperset dict chain raises subTest _call_test AssertionError Exception ValueError""")
+)
 PAIRING = _words("zip map filter")
 RAISES = ("raises", "assertRaises", "assertRaisesRegex")
 # catch no exception but one that a test expects
@@ -337,9 +340,8 @@ class Influence:
         is_known = bool(receivers) or name in {"_call_test", *self.fixed}
         if name in MUTATORS and is_known:
             return ""
-        if is_solution or name == "isinstance":
-            if _mentioned(*arguments) & self.foreign:
-                return FOREIGNER
+        if (is_solution or name == "isinstance") and _mentioned(*arguments) & self.foreign:
+            return FOREIGNER
         if is_solution:
             if any(map(self._is_function, arguments)):
                 return PASSES

@@ -119,10 +119,8 @@ def _flatten(body: Sequence[ast.stmt], entry: str | None) -> Iterator[ast.stmt]:
 
 def _check_fixtures(function: ast.FunctionDef) -> None:
     """Raises ValueError if a test has a parameter that pytest would get from a fixture."""
-    marks = " ".join(map(ast.unparse, function.decorator_list))
-    for parameter in function.args.args:
-        if parameter.arg != "self" and parameter.arg not in marks:
-            raise ValueError(f"{function.name} needs {parameter.arg}; fixtures are not supported")
+    if function.args.args[1:] or (function.args.args and function.args.args[0].arg != "self"):
+        raise ValueError(f"{function.name} has parameters; fixtures are not supported")
 
 
 def _can_be_inlined(function: ast.FunctionDef) -> bool:
@@ -177,7 +175,9 @@ def _solution_names(module: ast.Module, entry: str | None) -> tuple[set[str], se
     if unknown := expected - names - set(dir(builtins)):
         raise UnreadableTests(f"{', '.join(sorted(unknown))}: exceptions of modules are not sent")
     errors = expected & names
-    return (names - errors) or _shadowed(module, free), errors, imports
+    if names == errors:
+        raise ValueError("which function do they test? set fn_name")
+    return names - errors, errors, imports
 
 
 def _free_names(module: ast.Module) -> set[str]:
@@ -195,19 +195,6 @@ def _free_names(module: ast.Module) -> set[str]:
             if symbol.is_referenced() and (scope is table or symbol.is_global()):
                 used.add(symbol.get_name())
     return used - defined
-
-
-def _shadowed(module: ast.Module, free: set[str]) -> set[str]:
-    """Returns a function under test with the name of a builtin one, which all assertions call."""
-    assertions = [item for item in module.body if isinstance(item, ast.Assert)]
-    if not assertions:
-        return set()
-    names = free
-    for assertion in assertions:
-        names = names & {ast.unparse(call.func) for call in nodes(assertion, ast.Call)}
-    if len(names) > 1:
-        raise ValueError(f"is {' or '.join(sorted(names))} the function under test? set fn_name")
-    return names
 
 
 def _names(tree: ast.AST) -> set[str]:
