@@ -110,11 +110,8 @@ class Link:
         """Returns the solution's exception, as the nearest class that the tests know."""
         if "Exception" not in reply["raised"] or CONTROL.intersection(reply["raised"]):
             self.refuse(reply["kind"], reply["text"])
-        classes: list[type[Exception]] = []
-        for name in reply["raised"]:
-            known = self.errors.get(name) or getattr(builtins, name, None)
-            if isinstance(known, type) and issubclass(known, Exception):
-                classes.append(known)
+        known = vars(builtins) | self.errors
+        classes = [known[name] for name in reply["raised"] if name in known]
         kind = classes[0]
         error = kind.__new__(kind, reply["text"])
         # KeyError quotes its text, and a class of the solution may have a base that tests name
@@ -186,8 +183,6 @@ def _verdict(error: BaseException, link: Link) -> str:
     # after a reply, it may be the solution's choice
     if isinstance(error, Unjudgeable) and not link.num_replies:
         return "unjudgeable"
-    if isinstance(error, SystemExit) and not error.code:
-        return ""
     if isinstance(error, ModuleNotFoundError) and not link.num_replies:
         return "bad_tests"
     return "wrong_answer"

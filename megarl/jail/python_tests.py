@@ -100,13 +100,12 @@ def _flatten(body: Sequence[ast.stmt], entry: str | None) -> Iterator[ast.stmt]:
         elif isinstance(item, ast.ClassDef):
             yield item
             bases = {ast.unparse(base).rpartition(".")[2] for base in item.bases}
-            is_case = bool(bases & cases)
-            if is_case:
+            if bases & cases:
                 cases.add(item.name)
             for method in item.body:
                 if not isinstance(method, ast.FunctionDef) or not method.name.startswith("test"):
                     continue
-                if is_case:
+                if item.name in cases:
                     yield from _parse(
                         f"__import__('unittest').TestSuite([{item.name}({method.name!r})]).debug()"
                     )
@@ -119,7 +118,7 @@ def _flatten(body: Sequence[ast.stmt], entry: str | None) -> Iterator[ast.stmt]:
 
 def _check_fixtures(function: ast.FunctionDef) -> None:
     """Raises ValueError if a test has a parameter that pytest would get from a fixture."""
-    if function.args.args[1:] or (function.args.args and function.args.args[0].arg != "self"):
+    if ast.unparse(function.args) not in ("", "self"):
         raise ValueError(f"{function.name} has parameters; fixtures are not supported")
 
 
@@ -169,8 +168,9 @@ def _solution_names(module: ast.Module, entry: str | None) -> tuple[set[str], se
     imports += [IMPORTS[name] for name in free & importable]
     names = free - modules - importable - (set(dir(builtins)) - entries)
     classes = [handler.type for handler in nodes(module, ast.ExceptHandler) if handler.type]
-    calls = [call for call in nodes(module, ast.Call) if call.args and called(call) in RAISES]
-    classes += [call.args[0] for call in calls]
+    for call in nodes(module, ast.Call):
+        if called(call) in RAISES:
+            classes += call.args[:1]
     expected = set().union(*map(_names, classes))
     if unknown := expected - names - set(dir(builtins)):
         raise UnreadableTests(f"{', '.join(sorted(unknown))}: exceptions of modules are not sent")
