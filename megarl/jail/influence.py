@@ -10,7 +10,6 @@ Where that is too strict, a problem is left out that could be judged.
 
 import ast
 import builtins
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -22,8 +21,8 @@ def _words(text: str) -> frozenset[str]:
 
 
 # make objects that become plain data on the way to the solution or from it, or cannot be sent
-FOREIGN = _words("""deque Counter OrderedDict defaultdict ChainMap Mock MagicMock AsyncMock bytearray
-memoryview np numpy datetime timedelta date Path PurePath uuid UUID""")
+FOREIGN = _words("""deque Counter OrderedDict defaultdict ChainMap Mock MagicMock AsyncMock
+bytearray memoryview np numpy datetime timedelta date Path PurePath uuid UUID""")
 # attributes of objects that come as plain data
 LOST = _words("""shape dtype ndim tolist astype sum mean max min most_common elements popleft
 appendleft extendleft rotate move_to_end default_factory _asdict _fields _replace""")
@@ -31,21 +30,23 @@ CONTROL = _words("StopIteration StopAsyncIteration GeneratorExit KeyboardInterru
 # end a test, or concern what is in the process of the solution
 UNSUPPORTED = CONTROL | _words("""exit quit _exit skip skipif skipTest skipUnless xfail suppress
 redirect_stdout redirect_stderr stdout stderr patch setup_method setup_class setup_module warns
-assertWarns param fixture expectedFailure environ putenv issubclass open
-globals locals vars exec eval setattr delattr pickle marshal StringIO BytesIO
-AsyncFunctionDef Await TryStar""")
+assertWarns param fixture parametrize expectedFailure environ putenv issubclass open
+globals locals vars exec eval setattr delattr pickle marshal StringIO BytesIO assertRegex
+assertNotRegex AsyncFunctionDef Await TryStar""")
 # change their object or first argument
 MUTATORS = _words("""append add insert extend update setdefault appendleft extendleft push put
 heappush heapify insort insort_left insort_right setitem delitem iadd copyto fill pop popleft
 popitem remove discard clear sort reverse rotate subtract shuffle place putmask""")
 # keep results apart
-KEEPING = _words("list tuple str repr print all any enumerate iter next reversed join islice")
+KEEPING = _words("list tuple str repr print all any enumerate iter reversed join")
 # change no argument, whatever it is
 PURE = KEEPING | _words("""len set sorted int float complex abs round bool sum min max isinstance
-type allclose range bytes frozenset divmod pow isclose isnan isinf isfinite fabs floor ceil sqrt gcd approx loads
-dumps literal_eval Decimal Fraction split strip startswith endswith count index find replace format
-get issubset issuperset dict chain raises subTest _call_test AssertionError Exception ValueError""")
-PAIRING = _words("zip map filter")
+type allclose range bytes frozenset divmod pow isclose isnan isinf isfinite fabs floor ceil sqrt gcd
+approx loads dumps literal_eval Decimal Fraction split strip startswith endswith count index find
+replace format get issubset issuperset dict chain raises subTest _call_test AssertionError Exception
+ValueError""")
+ITERATING = _words("all any zip map filter")
+SPECIAL = ("__init__", "__import__", "__name__")
 RAISES = ("raises", "assertRaises", "assertRaisesRegex")
 # catch no exception but one that a test expects
 CONTEXTS = _words("subTest catch_warnings errstate") | {*RAISES}
@@ -132,8 +133,7 @@ def _mutated(call: ast.Call) -> list[ast.AST]:
         return [*call.args]
     if called(call) not in MUTATORS:
         return []
-    is_function = len(call.args) > 1
-    return [*_children(call.func, "value"), *call.args[:is_function]]
+    return [*_children(call.func, "value"), *call.args[:-1]]
 
 
 def _reach(names: set[str], flows: Sequence[Flow]) -> set[str]:
@@ -155,7 +155,7 @@ class Influence:
         self.functions: dict[str, list[ast.FunctionDef | ast.Lambda]] = defaultdict(list)
         # names with a value that nothing changes
         self.fixed = {alias.asname or alias.name for alias in nodes(module, ast.alias)}
-        self.fixed |= {"self", *dir(builtins)}
+        self.fixed |= {"self", "_call_test", *dir(builtins)}
         for function in nodes(module, ast.FunctionDef):
             self.functions[function.name].append(function)
         assignments = nodes(module, ast.Assign)
@@ -172,9 +172,8 @@ class Influence:
         self.influenced = _reach(self.influenced, flows)
         self.capitalized = {name for name in names if name[0].isupper()}
         # classes are told from functions by attributes of what they return
-        self.classes = set()
-        if any(self.of(attribute.value) for attribute in nodes(module, ast.Attribute)):
-            self.classes = self.capitalized
+        attributes = [node.value for node in nodes(module, ast.Attribute)]
+        self.classes = self.capitalized if self.of(*attributes) else set()
         self.instances: set[str] = set()
         self.several: set[str] = set()
         made = [node.targets for node in assignments if self.is_object(node.value)]
@@ -259,7 +258,7 @@ class Influence:
     def refusal(self, node: ast.AST) -> str:
         """Returns why a node makes the tests unjudgeable, empty if it does not."""
         name = _key(node) or getattr(node, "name", "") or type(node).__name__
-        if name in UNSUPPORTED or re.fullmatch("__(?!init__|import__|name__).*", name):
+        if name in UNSUPPORTED or (name.startswith("__") and name not in SPECIAL):
             return f"{name} is not supported in tests"
         match node:
             case ast.FunctionDef(decorator_list=decorators) if self.of(*decorators):
@@ -270,11 +269,11 @@ class Influence:
                 return self._refused_comparison(node)
             case ast.Set() | ast.Dict():
                 return self._refused_operands(_children(node, "elts keys"))
-            case ast.SetComp(elt=key) | ast.DictComp(key=key):
-                return BOTH if self.of(key) else ""
+            case ast.SetComp(elt=key) | ast.DictComp(key=key) if self.of(key):
+                return BOTH
             case ast.Subscript(value=value, slice=key, ctx=context) if self.of(key):
-                is_changed = isinstance(context, ast.Store | ast.Del)
-                return BOTH if is_changed or self._is_stale(value) else ""
+                is_read = isinstance(context, ast.Load)
+                return "" if is_read and not self._is_stale(value) else BOTH
             case ast.BinOp() | ast.AugAssign():
                 operands = _children(node, "left target right value")
                 if isinstance(node.op, ast.Mod) and self.of(operands[0]):
@@ -283,9 +282,14 @@ class Influence:
             case ast.Call():
                 return self._refused_call(node)
             case ast.Attribute(value=value) if self.of(value):
-                return self._refused_attribute(value, name)
-            case ast.FormattedValue(format_spec=ast.AST() as format_spec):
-                return FORMATS if self.of(format_spec) else ""
+                if name in ("__name__", "format", "format_map"):
+                    return EVALUATES
+                if name in LOST and not self.capitalized:
+                    return f"{name} of plain data"
+                if _key(value) in self.caught and not hasattr(Exception, name):
+                    return "attributes of exceptions are not sent"
+            case ast.FormattedValue() if self.of(*_children(node, "format_spec")):
+                return FORMATS
         return SKIPS if self._skips(node) else ""
 
     def _is_stale(self, tree: ast.AST) -> bool:
@@ -307,15 +311,6 @@ class Influence:
             return ""  # a container of the solution
         return self._refused_operands(sides)
 
-    def _refused_attribute(self, value: ast.AST, name: str) -> str:
-        if name in ("__name__", "format", "format_map"):
-            return EVALUATES
-        if name in LOST and not self.capitalized:
-            return f"{name} of plain data"
-        if _key(value) in self.caught and not hasattr(Exception, name):
-            return "attributes of exceptions are not sent"
-        return ""
-
     def _refused_call(self, call: ast.Call) -> str:
         name = called(call)
         arguments = [*call.args, *call.keywords]
@@ -327,19 +322,17 @@ class Influence:
         is_solution = self.of(call.func)
         if not is_solution and not self.of(*arguments):
             return ""
-        is_generated = {*COMPREHENSIONS}.intersection(map(type, call.args))
-        if name in PAIRING or (name in ("all", "any") and not is_generated):
+        if name in ITERATING and not {*COMPREHENSIONS}.issuperset(map(type, call.args)):
             return SKIPS
         if name in self.functions:
-            is_plain = not call.keywords and ast.Starred not in map(type, call.args)
+            is_plain = {ast.keyword, ast.Starred}.isdisjoint(map(type, arguments))
             return "" if is_plain else f"{name} gets arguments by name"
         receivers = _children(call.func, "value")
-        is_known = bool(receivers) or name in {"_call_test", *self.fixed}
+        is_known = receivers or name in self.fixed
         if name in MUTATORS and is_known:
             return ""
-        if is_solution or name == "isinstance":
-            if _mentioned(*arguments) & self.foreign:
-                return FOREIGNER
+        if (is_solution or name == "isinstance") and _mentioned(*arguments) & self.foreign:
+            return FOREIGNER
         if is_solution:
             if any(map(self._is_function, arguments)):
                 return PASSES
@@ -370,7 +363,7 @@ class Influence:
                 return bool(_mentioned(*later) & {*MUTATORS, *self.functions})
             case ast.Try(body=body, orelse=other, handlers=handlers) if self.of(*body):
                 if all(isinstance(handler.body[-1], ast.Raise) for handler in handlers):
-                    return bool(node.finalbody)
+                    return False
                 text = ast.unparse(ast.Module([*body[1:], *other], []))
                 return not text.startswith(("assert False", "raise ", "self.fail("))
             case ast.With(items=items, body=body) if self.of(*body):

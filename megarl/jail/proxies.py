@@ -16,9 +16,8 @@ from __future__ import annotations
 import builtins
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partialmethod
-from itertools import product
 from typing import Any, BinaryIO, NoReturn
 
 from megarl.jail.influence import CONTROL
@@ -27,7 +26,7 @@ from megarl.jail.values import JailMessage, decode, encode, failure
 # attributes of plain data, which a function was to return
 PLAIN = {name for kind in (str, int, float, list, dict, set, bytes) for name in dir(kind)}
 # an object gives its data without knowing what the tests expect
-GIVING = """len str repr format int float complex round next bool getitem setitem
+GIVING = """len str repr format int float complex round iter reversed next bool getitem setitem
 delitem setattr delattr index neg pos abs invert"""
 REFUSED = "lt le gt ge hash reduce_ex instancecheck subclasscheck enter exit dir"
 
@@ -111,11 +110,8 @@ class Link:
         """Returns the solution's exception, as the nearest class that the tests know."""
         if "Exception" not in reply["raised"] or CONTROL.intersection(reply["raised"]):
             self.refuse(reply["kind"], reply["text"])
-        classes: list[type[Exception]] = []
-        for name in reply["raised"]:
-            known = self.errors.get(name) or getattr(builtins, name, None)
-            if isinstance(known, type) and issubclass(known, Exception):
-                classes.append(known)
+        known = vars(builtins) | self.errors
+        classes = [known[name] for name in reply["raised"] if name in known]
         kind = classes[0]
         error = kind.__new__(kind, reply["text"])
         # KeyError quotes its text, and a class of the solution may have a base that tests name
@@ -162,18 +158,12 @@ def _refuse(remote: Remote, operation: str, *_: Any) -> NoReturn:
     remote._link.refuse("wrong_answer", f"{operation} of an object that the solution returned")
 
 
-def _iterator(remote: Remote, operation: str) -> Iterator[Any]:
-    return iter(remote._link.ask(remote, operation, ()))
-
-
 def _give(operation: str) -> Callable[..., Any]:
     return lambda self, *arguments: self._link.ask(self, operation, arguments)
 
 
 for _name in GIVING.split():
     setattr(Remote, f"__{_name}__", _give(_name))
-for _name in ("iter", "reversed"):
-    setattr(Remote, f"__{_name}__", partialmethod(_iterator, _name))
 for _name in REFUSED.split():
     setattr(Remote, f"__{_name}__", partialmethod(_refuse, _name))
 
@@ -186,23 +176,6 @@ def _number(value: Any) -> int:
     )
 
 
-def _call_test(function: Callable[..., Any]) -> None:
-    """Calls a test function as pytest does, once per row of its parameters."""
-    rows = [{}]
-    for mark in getattr(function, "pytestmark", ()):
-        if mark.name != "parametrize":
-            continue
-        names, values = mark.args[:2]
-        if isinstance(names, str):
-            names = [name.strip() for name in names.split(",")]
-        if len(names) < 2:
-            values = [[value] for value in values]
-        parameters = [dict(zip(names, cells, strict=True)) for cells in values]
-        rows = [row | parameter for row, parameter in product(rows, parameters)]
-    for row in rows:
-        function(**row)
-
-
 def _verdict(error: BaseException, link: Link) -> str:
     kind = getattr(error, "kind_of_solution", "")
     if kind:
@@ -210,8 +183,6 @@ def _verdict(error: BaseException, link: Link) -> str:
     # after a reply, it may be the solution's choice
     if isinstance(error, Unjudgeable) and not link.num_replies:
         return "unjudgeable"
-    if isinstance(error, SystemExit) and not error.code:
-        return ""
     if isinstance(error, ModuleNotFoundError) and not link.num_replies:
         return "bad_tests"
     return "wrong_answer"
@@ -220,7 +191,7 @@ def _verdict(error: BaseException, link: Link) -> str:
 def run_tests(requests: BinaryIO, report: int) -> None:
     """Executes requests: {"names", "errors"} of the solution first, then {"run": text} each."""
     link = Link(requests, report, json.loads(requests.readline()))
-    namespace = {"__name__": "tests", "_call_test": _call_test, **link.errors}
+    namespace = {"__name__": "tests", "_call_test": lambda test: test(), **link.errors}
     namespace |= {name: Remote(link, name) for name in link.names}
     link.send({"ready": True})
     for line in requests:

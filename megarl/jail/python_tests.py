@@ -100,13 +100,12 @@ def _flatten(body: Sequence[ast.stmt], entry: str | None) -> Iterator[ast.stmt]:
         elif isinstance(item, ast.ClassDef):
             yield item
             bases = {ast.unparse(base).rpartition(".")[2] for base in item.bases}
-            is_case = bool(bases & cases)
-            if is_case:
+            if bases & cases:
                 cases.add(item.name)
             for method in item.body:
                 if not isinstance(method, ast.FunctionDef) or not method.name.startswith("test"):
                     continue
-                if is_case:
+                if item.name in cases:
                     yield from _parse(
                         f"__import__('unittest').TestSuite([{item.name}({method.name!r})]).debug()"
                     )
@@ -119,10 +118,8 @@ def _flatten(body: Sequence[ast.stmt], entry: str | None) -> Iterator[ast.stmt]:
 
 def _check_fixtures(function: ast.FunctionDef) -> None:
     """Raises ValueError if a test has a parameter that pytest would get from a fixture."""
-    marks = " ".join(map(ast.unparse, function.decorator_list))
-    for parameter in function.args.args:
-        if parameter.arg != "self" and parameter.arg not in marks:
-            raise ValueError(f"{function.name} needs {parameter.arg}; fixtures are not supported")
+    if ast.unparse(function.args) not in ("", "self"):
+        raise ValueError(f"{function.name} has parameters; fixtures are not supported")
 
 
 def _can_be_inlined(function: ast.FunctionDef) -> bool:
@@ -171,13 +168,16 @@ def _solution_names(module: ast.Module, entry: str | None) -> tuple[set[str], se
     imports += [IMPORTS[name] for name in free & importable]
     names = free - modules - importable - (set(dir(builtins)) - entries)
     classes = [handler.type for handler in nodes(module, ast.ExceptHandler) if handler.type]
-    calls = [call for call in nodes(module, ast.Call) if call.args and called(call) in RAISES]
-    classes += [call.args[0] for call in calls]
+    for call in nodes(module, ast.Call):
+        if called(call) in RAISES:
+            classes += call.args[:1]
     expected = set().union(*map(_names, classes))
     if unknown := expected - names - set(dir(builtins)):
         raise UnreadableTests(f"{', '.join(sorted(unknown))}: exceptions of modules are not sent")
     errors = expected & names
-    return (names - errors) or _shadowed(module, free), errors, imports
+    if names == errors:
+        raise ValueError("which function do they test? set fn_name")
+    return names - errors, errors, imports
 
 
 def _free_names(module: ast.Module) -> set[str]:
@@ -195,19 +195,6 @@ def _free_names(module: ast.Module) -> set[str]:
             if symbol.is_referenced() and (scope is table or symbol.is_global()):
                 used.add(symbol.get_name())
     return used - defined
-
-
-def _shadowed(module: ast.Module, free: set[str]) -> set[str]:
-    """Returns a function under test with the name of a builtin one, which all assertions call."""
-    assertions = [item for item in module.body if isinstance(item, ast.Assert)]
-    if not assertions:
-        return set()
-    names = free
-    for assertion in assertions:
-        names = names & {ast.unparse(call.func) for call in nodes(assertion, ast.Call)}
-    if len(names) > 1:
-        raise ValueError(f"is {' or '.join(sorted(names))} the function under test? set fn_name")
-    return names
 
 
 def _names(tree: ast.AST) -> set[str]:

@@ -70,8 +70,8 @@ def load(source: str, name: str) -> tuple[dict[str, Any], str]:
 OPERATIONS: dict[str, Callable[..., Any]] = {
     **vars(builtins),
     **vars(operator),
-    "iter": lambda value: [*islice(value, MAX_ITEMS)],
-    "reversed": lambda value: [*islice(reversed(value), MAX_ITEMS)],
+    "iter": lambda value: islice(value, MAX_ITEMS),
+    "reversed": lambda value: islice(reversed(value), MAX_ITEMS),
 }
 
 
@@ -99,10 +99,7 @@ def execute(request: JailMessage, namespace: dict[str, Any], objects: list[Any])
         }
         target = lookup(request["target"], namespace, objects)
         value = OPERATIONS[request["do"]](target, *arguments, **keywords)
-        if hasattr(value, "__next__"):  # maybe endless
-            reply = {"value": {"object": [refer(value), type(value).__name__]}}
-        else:
-            reply = {"value": encode(value, refer)}
+        reply = {"value": encode(value, refer)}
         if request.get("in_place"):
             reply["arguments"] = [encode(argument, refer) for argument in arguments]
         return reply
