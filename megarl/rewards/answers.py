@@ -10,8 +10,10 @@ from megarl.rewards.thoughts import after_thoughts
 
 BOXED = "\\boxed"
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # \{ and \} are text
-# what may stand around a whole answer
-MARKS = (("$$", "$$"), ("$", "$"), (r"\[", r"\]"), (r"\(", r"\)"), ("**", "**"), ("`", "`"))
+# $, **, `, \( \) or \[ \] around a whole answer
+MARKS = re.compile(
+    r"\A(?:(\$\$?|\*\*|`)((?:(?!\1).)*)\1|\\[(\[]((?:(?!\\[()\[\]]).)*)\\[)\]])\Z", re.DOTALL
+)
 MAX_MARKS = 4
 # A number with all that is written onto it: 3/7, 2^10, 2.5e3, 12:30, 2024-01-05, \frac{3}{7}, x_5,
 # 7 million. What is beside a number belongs to it only if it is one of the signs and words below.
@@ -30,12 +32,11 @@ NUMBER = re.compile(
       | (?<=[0-9A-Za-z\u221a]) [ ] (?=\\over|\\pi|\\choose|\\sqrt)
       | (?<=\u221a) [ ]
       | (?<=[0-9]) [ ] (?=(?:hundred|thousand|[mbtr]+illion|percent|dozen|lakh|crore|k|[mb]n|pi
-        |choose|squared|cubed|factorial|over|half|halves|thirds?|quarters?|fifths?|\w+th|\w+ths|times)\b)
+        |choose|squared|cubed|factorial|over|half|halves|thirds?|quarters?|\w+ths?|times)\b)
     )++
     """,
     re.VERBOSE,
 )
-PLAIN = re.compile(r"[-+\u2212]?[0-9,]*\.?[0-9]+")
 WRAPPER = re.compile(r"\\(?:boxed|fbox|text[a-z]*|math[a-z]+)(?=\{)")
 
 
@@ -56,7 +57,7 @@ def extract_answer(response: str, place: AnswerPlace) -> str | None:
     text = after_thoughts(response)
     if text is None:
         return None
-    text = re.sub(r"\\boxed\s+([\w.+-]+)", r"\\boxed{\1}", text).strip()
+    text = text.strip()
     if place == "whole":
         return text
     if place == "last_number":
@@ -84,6 +85,7 @@ def extract_answer(response: str, place: AnswerPlace) -> str | None:
 
 def _boxed(text: str) -> str | None:
     # in a single pass, since a text may be all braces
+    text = re.sub(r"\\boxed +([\w.+-]+)", r"\\boxed{\1}", text)
     opened = []
     start = -1
     end = -1
@@ -102,26 +104,18 @@ def _boxed(text: str) -> str | None:
 
 def without_marks(text: str) -> str:
     """Returns an answer without the marks of mathematics and emphasis around all of it."""
-    text = text.strip()
     for _ in range(MAX_MARKS):
-        for left, right in MARKS:
-            inner = text[len(left) : -len(right)]
-            if text == left + inner + right and left not in inner and right not in inner:
-                text = inner.strip()
-                break
-    return text
+        text = MARKS.sub(r"\2\3", text.strip())
+    return text.strip()
 
 
 def _last_number(text: str) -> str | None:
     last = None
     for match in NUMBER.finditer(text):
         # a digit after letters is part of a name
-        if re.search("[0-9]", match[0]) and not re.match("[A-Za-z_]", match[0]):
-            last = match[0]
+        if re.search("[0-9]", match[0]) and not re.match(r"[A-Za-z]+_?\{?[0-9]", match[0]):
+            last = WRAPPER.sub("", match[0]).rstrip(".\\")
     if last is None:
         return None
-    last = WRAPPER.sub("", last).rstrip(".\\")
-    while last.startswith("{") and last.endswith("}"):
-        last = last[1:-1]
-    last = last.strip("{}") if PLAIN.fullmatch(last.strip("{}")) else last
+    last = re.sub(r"\A\{*([-+]?[0-9,.]+)\}*\Z", r"\1", last)
     return re.sub(r"\\?,", "", last)

@@ -21,11 +21,10 @@ from typing import Any
 from megarl.rewards.interface import ScoreError
 from megarl.rewards.reading import (
     BALANCED,
+    CHOICE,
     OTHER_CHOICE,
     UPRIGHT,
-    Quantity,
     plain_latex,
-    read_choice,
     read_number,
     read_quantity,
     tokens_of,
@@ -43,21 +42,20 @@ alpha beta gamma delta epsilon varepsilon zeta eta theta iota kappa lambda mu nu
 phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega
 """
 LETTER = (
-    rf"(?:[A-Za-z]|\\(?:{'|'.join(GREEK.split())})(?![A-Za-z])|\\(?:bar|vec|hat|overline)\s?\{{\w+\}})"
+    rf"(?:[A-Za-z]|\\(?:{'|'.join(GREEK.split())})(?![A-Za-z])"
+    r"|\\(?:bar|vec|hat|overline)\s?\{\w+\})"
     r"'?(?:\s?_\s?(?:\w|\{[\w+-]*\}))?"
 )
 LETTERS = rf"\s*{LETTER}(?:\s*[,+]\s*{LETTER})*\s*"
 # the name of a value: x_1, f(x), m+n, (x,y), \angle ABC, Total cost
 NAME = re.compile(
-    rf"{LETTERS}|\s*(?:{LETTER})?\({LETTERS}\)\s*|\s*m?\s*\\angle\s*\w+\s*|\s*[^\W\d_]{{2}}(?:[^\W\d]|[\s'])*"
+    r"(?!.*\b(?:not|or|and|but|no|non|never|wrong|except|than|isn|anything)\b)\s*"
+    rf"(?:{LETTERS}|(?:{LETTER})?\({LETTERS}\)|m?\s*\\angle\s*\w+"
+    r"|[^\W\d_]{2}(?:[^\W\d]|[\s'])*)\s*"
 )
-RELATION = re.compile(r"[<>]|\\(?:le|ge|ne|approx|in|to|equiv|sim)(?![A-Za-z])")
-NO_NAME = re.compile(r"\b(?:not|or|and|but|no|non|never|wrong|except|than|isn|anything)\b")
-EQUALS = re.compile(r"=|\\in(?=\s*[\[({\\])")
+EQUALS = r"=|\\in(?=\s*[\[({\\])"
 AND = re.compile(r"(?:,\s*|(?<![A-Za-z\\]))and(?![A-Za-z])")
-COMMA = re.compile(
-    r",\s*(?:and|or)\b|,(?![0-9]{3}(?![0-9]))|;|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])"
-)
+COMMA = r",\s*(?:and|or)\b|,(?![0-9]{3}(?![0-9]))|;|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])"
 HALF_LINE = re.compile(r"\s*[A-Za-z]\s*(<|>|\\le|\\ge)(?![A-Za-z])([^<>=]*)")
 INTERVALS = {
     "<": "(-\\infty,{})",
@@ -65,7 +63,7 @@ INTERVALS = {
     "\\le": "(-\\infty,{}]",
     "\\ge": "[{},\\infty)",
 }
-BINARY = r"[*/^_=]|\\(?:times|cdot|div)(?![A-Za-z])|" + RELATION.pattern
+BINARY = r"[*/^_=<>]|\\(?:times|cdot|div|le|ge|ne|approx|in|to|equiv|sim)(?![A-Za-z])"
 INCOMPLETE = re.compile(rf"\s*(?:{BINARY}).*|.*(?:{BINARY}|[-+\\]|\\pm)\s*\Z", re.DOTALL)
 # math-verify reads these as they are meant; any other token must be in the reference as well
 KNOWN = r"""
@@ -126,22 +124,21 @@ def texts_of(answer: object) -> list[str]:
 def _compare_texts(candidate: str, answer: str) -> list[Equality]:
     same = [((answer,), answer)]
     if max(len(candidate), len(answer)) > MAX_CHARS:
-        return same if candidate.strip() and candidate.split() == answer.split() else []
+        return same if candidate.split() == answer.split() else []
     candidate = plain_latex(candidate)
     answer = plain_latex(answer)
-    words = tokens_of(candidate)
-    if not words or words == ["nan"]:
+    if candidate.lower() in ("", "nan"):
         return []
-    if words == tokens_of(answer):
+    if tokens_of(candidate) == tokens_of(answer):
         return same
-    letter, text = read_choice(candidate)
-    right_letter, right_text = read_choice(answer)
-    if letter and right_letter and not (text and right_text):
-        is_other = letter != right_letter or OTHER_CHOICE.search(text)
+    letter, text = CHOICE.findall(candidate)[0]
+    right_letter, right_text = CHOICE.findall(answer)[0]
+    if letter and right_letter:
         is_name = re.match(r"[A-J]\.\s*[^\W\d_]", answer)  # E. coli
-        return [] if is_other or (right_text and is_name) else same
-    if letter and right_letter and letter != right_letter:
-        return []
+        if letter != right_letter or OTHER_CHOICE.search(text) or (is_name and not text):
+            return []
+        if not (text and right_text):
+            return same
     return _compare_named(text or candidate, right_text or answer)
 
 
@@ -168,11 +165,11 @@ def _split_name(text: str) -> tuple[str, str]:
     named = []
     for part in _split(text, COMMA):
         sides = _split(part, EQUALS)
-        if _is_name(sides[-1]) and not _is_name(sides[0]):  # 5 = x
+        if NAME.fullmatch(sides[-1]) and not NAME.fullmatch(sides[0]):  # 5 = x
             sides.reverse()
-        if len(sides) > 1:
-            name = _is_name(sides[0]) and "".join(tokens_of(sides.pop(0)))
-        if not name:
+        if len(sides) > 1 and NAME.fullmatch(sides[0]):
+            name = "".join(tokens_of(sides.pop(0)))
+        elif len(sides) > 1 or not name:
             return "", text
         named.append((name, "=".join(sides)))
     if len(dict(named)) > 1:
@@ -184,31 +181,30 @@ def _split_name(text: str) -> tuple[str, str]:
 def _compare_sides(text: str, answer: str) -> list[Equality]:
     """Compares the last side, and all others as well: 10 + 7 = 17, but not 18 = 17."""
     *others, last = _split(text, EQUALS)
-    others = [side for side in others if not _is_name(side)]
+    others = [side for side in others if not NAME.fullmatch(side)]
     if not all(_is_comparable(side, answer) for side in others):
         return []
-    equalities = _compare_quantities(read_quantity(last), read_quantity(answer))
+    equalities = _compare_quantities(last, answer)
     return [((*others, *texts), reference) for texts, reference in equalities]
 
 
-def _is_name(text: str) -> bool:
-    return NAME.fullmatch(text) is not None and not NO_NAME.search(text)
-
-
-def _compare_quantities(ours: Quantity, theirs: Quantity) -> list[Equality]:
+def _compare_quantities(candidate: str, answer: str) -> list[Equality]:
+    our_value, our_unit, our_scale = read_quantity(candidate)
+    value, unit, scale = read_quantity(answer)
     # a unit may be left out, and a number may be of anything
-    if theirs.unit not in ("", ours.unit) and (ours.unit or "#" in theirs.unit):
+    if unit not in ("", our_unit) and (our_unit or "#" in unit):
         return []
-    if ours.scale == theirs.scale:
-        return _compare_values(ours.value, theirs.value)
-    if ours.unit or {ours.scale, theirs.scale} != {"", PERCENT}:
+    values = [value]
+    if scale == PERCENT and not (our_scale or our_unit):
+        values.append(_percent(value))  # 50% is 0.5, and 50 where a percentage was asked for
+    elif our_scale == PERCENT and not (scale or _is_whole(value)):
+        our_value = _percent(our_value)  # but 500% is not 5
+    elif our_scale != scale:
         return []
-    if theirs.scale:  # 50% is 0.5, and 50 where a percentage was asked for
-        values = [theirs.value, _percent(theirs.value)]
-        return [one for value in values for one in _compare_values(ours.value, value)]
-    if _is_whole(theirs.value):  # 500% is not 5
-        return []
-    return _compare_values(_percent(ours.value), theirs.value)
+    equalities = []
+    for one in values:
+        equalities += _compare_values(our_value, one)
+    return equalities
 
 
 def _percent(value: str) -> str:
@@ -228,18 +224,17 @@ def _compare_values(candidate: str, answer: str) -> list[Equality]:
     same = [((answer,), answer)]
     ours = read_number(candidate)
     theirs = read_number(answer)
-    if tokens_of(candidate) == tokens_of(answer):
-        return same
-    if ours and theirs and Decimal(ours) == Decimal(theirs):
+    is_same = tokens_of(candidate) == tokens_of(answer)
+    if is_same or (ours and theirs and Decimal(ours) == Decimal(theirs)):
         return same
     if _is_whole(candidate) and _is_whole(answer):  # a fraction may have been rounded
         return []
     if theirs and re.search("[A-Za-z]", COMMAND.sub("", candidate)):  # x/x is not 1
         return []
-    number = re.sub(r"[\s{}]", "", answer)
-    if re.fullmatch(r"\w+_[0-9]+", number) and number[0].isdigit():  # in another base
+    number, _, base = re.sub(r"[\s{}]", "", answer).partition("_")
+    if base.isdigit() and number[:1].isdigit():
         bare = re.sub(r"[\s{}]", "", candidate)
-        return same if bare in (number, number.partition("_")[0]) else []
+        return same if bare in (number, f"{number}_{base}") else []
     if is_mathematics(answer) and _is_comparable(candidate, answer):
         return [((candidate,), answer)]
     return []
@@ -299,14 +294,17 @@ def _opening(text: str) -> str:
     return "".join(re.findall(r"\A\\?[({\[](?!.*\\cup)", text))
 
 
-def _split(text: str, separator: re.Pattern[str]) -> list[str]:
+def _split(text: str, separator: str) -> list[str]:
     """Splits a text at separators outside all brackets."""
     pieces = []
     start = 0
     depth = 0
-    for match in re.finditer(rf"\\?[({{\[]|\\?[)}}\]]|(?P<cut>{separator.pattern})", text):
-        if match["cut"] is None:
-            depth += 1 if match[0][-1] in "({[" else -1
+    for match in re.finditer(rf"\\?[()\[\]{{}}]|{separator}", text):
+        end = match[0][-1]
+        if end in "([{":
+            depth += 1
+        elif end in ")]}":
+            depth -= 1
         elif depth <= 0:
             pieces.append(text[start : match.start()])
             start = match.end()

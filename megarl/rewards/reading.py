@@ -1,16 +1,14 @@
 # ruff: noqa: RUF001 (the signs are meant)
 r"""Reads what math-verify does not know: fonts, signs, choices, units and thousands.
 
-    \textbf{(B)}\ 12~\text{km} --plain_latex--> (B) 12 km --read_choice--> B, 12 km
-                                                12 km --read_quantity--> Quantity("12", "km^1")
+    \textbf{(B)}\ 12~\text{km} --plain_latex--> (B) 12 km --CHOICE-->      B, 12 km
+                                                12 km --read_quantity--> 12, km^1
 
 Only short texts are read (MAX_CHARS in maths.py), which maths.py compares.
 """
 
 import re
 import unicodedata
-from collections import Counter
-from dataclasses import dataclass
 
 from megarl.rewards.answers import MAX_MARKS, without_marks
 
@@ -33,8 +31,8 @@ RENAMED = r"""
 SYNONYMS = dict.fromkeys(IGNORED.split(), "") | dict.fromkeys([*SPACES.split(), "\\ ", "\\\n"], " ")
 SYNONYMS |= {name: f"{command} " for name, command in re.findall(r"(\S+)\s+(\S+)", RENAMED)}
 SCRIPTS = {
-    "^": re.compile("[\u00b2\u00b3\u00b9\u2070\u2071\u2074-\u207f]+"),
-    "_": re.compile("[\u2080-\u208e\u2090-\u209c]+"),
+    "^": "[\u00b2\u00b3\u00b9\u2070\u2071\u2074-\u207f]+",
+    "_": "[\u2080-\u208e\u2090-\u209c]+",
 }
 BALANCED = "[^{}]*+"
 for _ in range(12):
@@ -141,7 +139,7 @@ UNITS = {
     for name in line.split()
     for end in ("", "s", "es")
 }
-POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
+POWERS = dict(re.findall(r"(\w+) (\d)", "square 2 sq 2 cubic 3 cu 3"))
 NAMES = "|".join(map(re.escape, sorted(UNITS, key=len, reverse=True)))
 BETWEEN = r"(?:[\s.*]|\\cdot)*"
 UNIT = re.compile(
@@ -158,8 +156,9 @@ QUANTITY = re.compile(
     re.DOTALL,
 )
 CURRENCY = r"\\\$|\\pounds|[$€£¥₹₽₩]|USD|EUR|GBP|Rs\.?(?= ?[0-9])"
+# the B and the 12 of (B) 12; without a letter, all is text
 CHOICE = re.compile(
-    r"(?:option\s|choice\s)?\s*(?:\(\s?([A-J])\s?\)|([A-J])(?=\s?[.:)]|\Z))[\s.:)]*(.*)", re.DOTALL
+    r"\A(?:(?:option\s|choice\s)?\s*\(?\s?([A-J])\s?(?:[.:)]|\Z)[\s.:)]*)?(.*?)\s*\Z", re.DOTALL
 )
 OTHER_CHOICE = re.compile(
     r"\(\s?[A-J]\s?\)|(?<![A-Za-z])[A-J][.:)]|\A[A-J]\Z|\b(?:or|and|not)\s\(?[A-J](?![A-Za-z])"
@@ -172,24 +171,22 @@ def plain_latex(text: str) -> str:
     text = unicodedata.normalize("NFC", without_marks(text.strip().rstrip(".\u3002")))
     text = re.sub(r"\\!\s*", "", text)
     text = re.sub(r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}", text)
-    for script, run in SCRIPTS.items():
-        text = run.sub(lambda match, mark=script: f"{mark}{{{_compatible(match[0])}}}", text)
+    for mark, script in SCRIPTS.items():
+        text = re.sub(
+            script,
+            lambda run, mark=mark: f"{mark}{{{unicodedata.normalize('NFKC', run[0])}}}",
+            text,
+        )
     for _ in range(MAX_MARKS):
         text = FONT.sub(rf"{UPRIGHT}\1{UPRIGHT}", text)
-    if text.count("$") % 2:  # of dollars
-        text = re.sub(r"(?<!\\)\$(?=\s?[-+]?[0-9.])", r"\\$", text, count=1)
+    # a single one is a dollar
+    text = re.sub(r"\A([^$]*)(?<!\\)\$(\s?[-+]?[0-9.][^$]*)\Z", r"\1\\$\2", text)
     text = WORD.sub(lambda match: SYNONYMS.get(match[0], match[0]), text)
     text = re.sub(r"\\sqrt\s*([0-9.]+|[A-Za-z]|\([^()]*\))", r"\\sqrt{\1}", text)
     text = re.sub(r"\{([,:])\}", r"\1", re.sub(r"[^\S\f]+", " ", text))
     text = text.strip().rstrip(".\u3002").rstrip()
-    inner = re.fullmatch(rf"\{{({BALANCED})\}}", text)
-    if inner is None:
-        return text
-    return f"\\{{{inner[1]}\\}}" if "," in inner[1] else inner[1].strip()
-
-
-def _compatible(text: str) -> str:
-    return unicodedata.normalize("NFKC", text).replace("\u2212", "-")
+    text = re.sub(rf"\A\{{(?=.*,)({BALANCED})\}}\Z", r"\\{\1\\}", text)
+    return re.sub(rf"\A\{{\s*({BALANCED})\}}\Z", r"\1", text)
 
 
 def tokens_of(text: str) -> list[str]:
@@ -203,14 +200,6 @@ def tokens_of(text: str) -> list[str]:
     ]
 
 
-def read_choice(text: str) -> tuple[str, str]:
-    """Returns the letter of a choice, as the B of (B) 12, and its text; both may be empty."""
-    match = CHOICE.fullmatch(text)
-    if match is None:
-        return "", ""
-    return match[1] or match[2], match[3].strip()
-
-
 def read_number(text: str) -> str | None:
     """Returns a plain number without separators of thousands, None for any other text."""
     if re.fullmatch(NUMBER, text) is None:
@@ -218,24 +207,21 @@ def read_number(text: str) -> str | None:
     return re.sub("[, ]", "", text)
 
 
-@dataclass(frozen=True)
-class Quantity:
-    value: str  # plain LaTeX
-    unit: str = ""  # in base units, as h^-1 km^1, or what is counted, as #cat^1
-    scale: str = ""  # what multiplies the value, as *%^1
+def read_quantity(text: str) -> tuple[str, str, str]:
+    """Returns a value, its unit and what multiplies it: 5, km^1 h^-1, *million^1.
 
-
-def read_quantity(text: str) -> Quantity:
-    """Returns a value and its unit, or the text as a value if it ends in no unit."""
+    The unit begins with # if it is counted. A text that ends in no unit is all value.
+    """
     degrees = re.sub(r"\^\{?\s?\\circ\s?\}?\s*", r"\\circ", text)
     degrees = re.sub(rf"\A([-+]?)\s?({CURRENCY})\s?({NUMBER})", r"\1\3\2", degrees)
     match = QUANTITY.fullmatch(degrees) or QUANTITY.fullmatch(degrees.lower())
     if match is None:
-        return Quantity(text)
-    powers = Counter()
+        return text, "", ""
+    names = []
     for unit in UNIT.finditer(match[2]):
-        power = int(unit["power"] or POWERS.get(unit["kind"], 1))
-        powers[UNITS[unit["name"]]] += -power if unit["per"] else power
-    names = [f"{name}^{power}" for name, power in sorted(powers.items())]
-    scale = " ".join(name for name in names if name[0] == "*")
-    return Quantity(match[1].strip(), " ".join(name for name in names if name[0] != "*"), scale)
+        sign = "-" * bool(unit["per"])
+        power = unit["power"] or POWERS.get(unit["kind"], 1)
+        names.append(f"{UNITS[unit['name']]}^{sign}{power}")
+    scale = [name for name in names if name[0] == "*"]
+    unit = sorted({*names} - {*scale})
+    return match[1].strip(), " ".join(unit), " ".join(scale)

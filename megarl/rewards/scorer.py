@@ -111,6 +111,11 @@ class Scoring:
         self._scorer = scorer
         self._prompts = {prompt.prompt_id: prompt for prompt in prompts}
         self._openings = {}  # by prompt id
+        for prompt in prompts:
+            end = prompt.text
+            if scorer.decode is not None:
+                end = scorer.decode(prompt.tokens[-PROMPT_TOKENS:])
+            self._openings[prompt.prompt_id] = opened_tag(end)
         # {id(sample): (row, sample)}; no other sample gets the id of one that is kept
         self._rows = {}
         self._decoded = []
@@ -126,7 +131,7 @@ class Scoring:
             if self._scorer.decode is not None:
                 text = self._scorer.decode(tokens)
             prompt = self._prompts[sample.prompt_id]
-            opening = self._opening(prompt)
+            opening = self._openings[sample.prompt_id]
             request = ScoreRequest(
                 id=f"{sample.prompt_id}/{sample.index}",
                 prompt=prompt.text,
@@ -146,14 +151,6 @@ class Scoring:
         if new:
             for worker in self._workers.values():
                 worker.inbox.put([request for _, request in new])
-
-    def _opening(self, prompt: Prompt) -> str:
-        if prompt.prompt_id not in self._openings:
-            end = prompt.text
-            if self._scorer.decode is not None:
-                end = self._scorer.decode(prompt.tokens[-PROMPT_TOKENS:])
-            self._openings[prompt.prompt_id] = opened_tag(end)
-        return self._openings[prompt.prompt_id]
 
     def results(self, samples: Sequence[Sample]) -> list[Sample]:
         self.add([sample for sample in samples if id(sample) not in self._rows])

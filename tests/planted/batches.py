@@ -249,7 +249,13 @@ BATCHES = [
         "rewards/reading.py",
         'text.strip().rstrip(".\\u3002").rstrip()',
         "text.strip()",
-        f"{MATHS}::test_forms_of_an_answer",
+        "unit/rewards/test_answer_pairs.py::test_pairs[answers_blind.yaml-2500]",
+    ),
+    (
+        "rewards/reading.py",
+        'without_marks(text.strip().rstrip(".\\u3002"))',
+        "without_marks(text)",
+        "unit/rewards/test_answer_pairs.py::test_pairs[answers.yaml-1000]",
     ),
     (
         "rewards/answers.py",

@@ -132,8 +132,8 @@ DOORS = [
     ),
     (
         "rewards/rules.py",
-        '        if callable(extra.get("score")):\n            return\n',
-        "",
+        'if not callable(extra.get("score")):',
+        "if True:",
         f"{CATALOG}::test_accuracy_needs_an_answer_or_a_judge",
     ),
     (

@@ -79,7 +79,7 @@ PLACES: tuple[AnswerPlace, ...] = get_args(AnswerPlace)
         ("last_number", "7\u00b2", "7\u00b2"),
         ("last_number", "7\u03c0", "7\u03c0"),
         ("last_number", r"7 \pi", r"7 \pi"),
-        ("last_number", r"{3 \over 7}", r"3 \over 7"),
+        ("last_number", r"{3 \over 7}", r"{3 \over 7}"),
         ("last_number", "7 halves", "7 halves"),
         ("last_number", "7 bn", "7 bn"),
         ("last_number", "7 eggs", "7"),
