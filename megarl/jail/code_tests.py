@@ -216,8 +216,6 @@ def _same_word(actual: str, expected: str) -> bool:
 
 
 def _close(actual: float, expected: float) -> bool:
-    if math.isnan(expected):
-        return math.isnan(actual)
     with suppress(OverflowError):  # an integer too large for a float
         return math.isclose(actual, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
     return False

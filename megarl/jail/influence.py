@@ -32,7 +32,7 @@ UNSUPPORTED = CONTROL | _words("""exit quit _exit skip skipif skipTest skipUnles
 redirect_stdout redirect_stderr stdout stderr patch setup_method setup_class setup_module warns
 assertWarns param fixture parametrize expectedFailure environ putenv issubclass open
 globals locals vars exec eval setattr delattr pickle marshal StringIO BytesIO assertRegex
-assertNotRegex AsyncFunctionDef Await TryStar""")
+assertNotRegex AsyncFunctionDef Await TryStar Match""")
 # change their object or first argument
 MUTATORS = _words("""append add insert extend update setdefault appendleft extendleft push put
 heappush heapify insort insort_left insort_right setitem delitem iadd copyto fill pop popleft
@@ -43,8 +43,8 @@ KEEPING = _words("list tuple str repr print all any enumerate iter reversed join
 PURE = KEEPING | _words("""len set sorted int float complex abs round bool sum min max isinstance
 type allclose range bytes frozenset divmod pow isclose isnan isinf isfinite fabs floor ceil sqrt gcd
 approx loads dumps literal_eval Decimal Fraction split strip startswith endswith count index find
-replace format get issubset issuperset dict chain raises subTest _call_test AssertionError Exception
-ValueError""")
+replace format get issubset issuperset dict chain raises subTest reshape _call_test AssertionError
+Exception ValueError""")
 ITERATING = _words("all any zip map filter")
 SPECIAL = ("__init__", "__import__", "__name__")
 RAISES = ("raises", "assertRaises", "assertRaisesRegex")
@@ -92,8 +92,7 @@ def check(module: ast.Module, names: set[str]) -> None:
     """Raises UnreadableTests if the solution, with these `names`, would decide a verdict."""
     influence = Influence(module, names)
     for node in ast.walk(module):
-        reason = influence.refusal(node)
-        if reason:
+        if reason := influence.refusal(node):
             raise UnreadableTests(f"{ast.unparse(node)[:80]}: {reason}")
 
 
@@ -156,6 +155,9 @@ class Influence:
         # names with a value that nothing changes
         self.fixed = {alias.asname or alias.name for alias in nodes(module, ast.alias)}
         self.fixed |= {"self", "_call_test", *dir(builtins)}
+        self.fixed -= {
+            _key(node) for node in nodes(module, ast.Name) if isinstance(node.ctx, ast.Store)
+        }
         for function in nodes(module, ast.FunctionDef):
             self.functions[function.name].append(function)
         assignments = nodes(module, ast.Assign)
@@ -168,14 +170,13 @@ class Influence:
         self.influenced = {*names, *self.caught, "candidate"}
         flows = [*chain.from_iterable(map(self._flows, ast.walk(module)))]
         classes = [node.name for node in nodes(module, ast.ClassDef)]
-        self.foreign = _reach(FOREIGN.union(classes), flows)
+        self.foreign = _reach({*FOREIGN, *classes}, flows)
         self.influenced = _reach(self.influenced, flows)
         self.capitalized = {name for name in names if name[0].isupper()}
         # classes are told from functions by attributes of what they return
         attributes = [node.value for node in nodes(module, ast.Attribute)]
         self.classes = self.capitalized if self.of(*attributes) else set()
-        self.instances: set[str] = set()
-        self.several: set[str] = set()
+        self.instances = self.several = set[str]()
         made = [node.targets for node in assignments if self.is_object(node.value)]
         self.instances = self._roots(*chain.from_iterable(made))
         calls = nodes(module, ast.Call)
@@ -261,8 +262,11 @@ class Influence:
         if name in UNSUPPORTED or (name.startswith("__") and name not in SPECIAL):
             return f"{name} is not supported in tests"
         match node:
-            case ast.FunctionDef(decorator_list=decorators) if self.of(*decorators):
-                return PASSES
+            case ast.FunctionDef(args=parameters, decorator_list=decorators):
+                if self.of(*decorators):
+                    return PASSES
+                if name.startswith("test_") and ast.unparse(parameters) not in ("", "self"):
+                    return "fixtures are not supported"
             case ast.Assert():
                 return STALE if self._is_stale(node) else ""
             case ast.Compare():
@@ -346,7 +350,7 @@ class Influence:
                 return FORMATS
             if name not in KEEPING and any(map(self.is_several, arguments)):
                 return BOTH
-        results = [*filter(self.of, arguments)]
+        results = [item for item in arguments if self.of(item) or _mentioned(item) & MUTATORS]
         return BOTH if len(results) > 1 or ast.Starred in map(type, results) else ""
 
     def _is_function(self, argument: ast.AST) -> bool:
@@ -363,7 +367,7 @@ class Influence:
                 return bool(_mentioned(*later) & {*MUTATORS, *self.functions})
             case ast.Try(body=body, orelse=other, handlers=handlers) if self.of(*body):
                 if all(isinstance(handler.body[-1], ast.Raise) for handler in handlers):
-                    return False
+                    return bool(node.finalbody)
                 text = ast.unparse(ast.Module([*body[1:], *other], []))
                 return not text.startswith(("assert False", "raise ", "self.fail("))
             case ast.With(items=items, body=body) if self.of(*body):

@@ -15,7 +15,7 @@ import symtable
 import sys
 import threading
 import typing
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -29,6 +29,7 @@ IMPORTS = {
 }
 IMPORTS |= {name: f"from typing import {name}" for name in typing.__all__ if name[0].isupper()}
 IMPORTS |= {name: f"from collections import {name}" for name in collections.__all__}
+RESHAPED = "__import__('numpy').reshape({0}, __import__('numpy').shape({1}))"
 DEFINITIONS = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 # ast.parse in two threads at once raises SystemError (CPython issue 106905)
 ONE_PARSER = threading.Lock()
@@ -77,6 +78,8 @@ def _flatten(body: Sequence[ast.stmt], entry: str | None) -> Iterator[ast.stmt]:
         and (item.name == "check" or item.name.startswith("test_"))
     }
     cases = {"TestCase"}
+    calls = [f"{name}(" for name in functions]
+    runners = ("if __name__ ==", "unittest.main(", "pytest.main(", *calls)
     for item in body:
         if isinstance(item, ast.ImportFrom) and item.module == "solution":
             for alias in item.names:
@@ -93,8 +96,6 @@ def _flatten(body: Sequence[ast.stmt], entry: str | None) -> Iterator[ast.stmt]:
                     yield from _parse(f"{parameter.arg} = {argument}")
                 yield from item.body
             else:
-                if caller != "check":
-                    _check_fixtures(item)
                 yield item
                 yield from _parse(f"{caller}({argument})")
         elif isinstance(item, ast.ClassDef):
@@ -110,39 +111,21 @@ def _flatten(body: Sequence[ast.stmt], entry: str | None) -> Iterator[ast.stmt]:
                         f"__import__('unittest').TestSuite([{item.name}({method.name!r})]).debug()"
                     )
                 elif item.name.startswith("Test"):
-                    _check_fixtures(method)
                     yield from _parse(f"_call_test({item.name}().{method.name})")
-        elif not _runs_tests(item, functions):
+        elif not ast.unparse(item).startswith(runners):
             yield item
-
-
-def _check_fixtures(function: ast.FunctionDef) -> None:
-    """Raises ValueError if a test has a parameter that pytest would get from a fixture."""
-    if ast.unparse(function.args) not in ("", "self"):
-        raise ValueError(f"{function.name} has parameters; fixtures are not supported")
 
 
 def _can_be_inlined(function: ast.FunctionDef) -> bool:
     if function.decorator_list or len(function.args.args) != int(function.name == "check"):
         return False
     kinds = (ast.Return, ast.Global, ast.Nonlocal, ast.Yield)
-    return not any(isinstance(node, kinds) for node in ast.walk(function))
-
-
-def _runs_tests(item: ast.stmt, functions: Container[str]) -> bool:
-    """Returns whether a statement only runs the tests."""
-    if isinstance(item, ast.Expr) and isinstance(item.value, ast.Call):
-        name = ast.unparse(item.value.func)
-        return name in ("unittest.main", "pytest.main") or name in functions
-    return ast.unparse(item).startswith("if __name__ ==")
+    return not nodes(function, kinds)
 
 
 def _function(body: Sequence[ast.stmt], check: ast.FunctionDef, entry: str | None) -> str:
     """Returns the function under test: `entry`, or the argument of a call to `check`."""
-    for item in body:
-        if not isinstance(item, ast.Expr) or not isinstance(item.value, ast.Call):
-            continue
-        call = item.value
+    for call in nodes(ast.Module([*body], []), ast.Call):
         if call.args and ast.unparse(call.func) == check.name:
             return ast.unparse(call.args[0])
     if entry is None:
@@ -209,7 +192,14 @@ def _check_entry(names: set[str], entry: str | None) -> None:
 
 
 def _mark_in_place(module: ast.Module, names: set[str]) -> None:
-    """Marks calls whose result is not used, such as that of a function that sorts its argument."""
+    """Marks calls whose result is not used, such as that of a function that sorts its argument.
+
+    And makes numpy.allclose compare no empty result with what is expected.
+    """
+    for call in nodes(module, ast.Call):
+        if called(call).endswith("allclose"):
+            sides = map(ast.unparse, call.args[:2])
+            call.args[:1] = [ast.parse(RESHAPED.format(*sides), mode="eval").body]
     for expression in nodes(module, ast.Expr):
         call = expression.value
         if not isinstance(call, ast.Call):
