@@ -141,7 +141,7 @@ UNITS = {
 }
 POWERS = dict(re.findall(r"(\w+) (\d)", "square 2 sq 2 cubic 3 cu 3"))
 NAMES = "|".join(map(re.escape, sorted(UNITS, key=len, reverse=True)))
-BETWEEN = r"(?:[\s.*]|\\cdot)*"
+BETWEEN = r"(?:[\s.*]|\\cdot)*+"
 UNIT = re.compile(
     rf"(?P<per>/|per\b(?! cent))?{BETWEEN}(?P<kind>square|sq|cubic|cu)?{BETWEEN}(?<![^\W\d_])"
     rf"(?P<name>{NAMES})(?![^\W\d_]){BETWEEN}(?:\^\s?\{{?(?P<power>-?[0-9])\}}?)?{BETWEEN}"
@@ -151,8 +151,8 @@ NUMBER = (
 )
 # behind what is no number, a single letter is a factor, except in an upright font
 QUANTITY = re.compile(
-    rf"({NUMBER}|.+?(?=[\f%]|\\(?:%|circ)|(?<=[0-9}})\s])(?![A-Za-z](?![A-Za-z]))))"
-    rf"\s*((?:{UNIT.pattern})+)",
+    rf"({NUMBER}|.{{1,200}}?(?=[\f%]|\\(?:%|circ)|(?<=[0-9}})\s])(?![A-Za-z](?![A-Za-z]))))"
+    rf"\s*+((?:{UNIT.pattern})++)",
     re.DOTALL,
 )
 CURRENCY = r"\\\$|\\pounds|[$€£¥₹₽₩]|USD|EUR|GBP|Rs\.?(?= ?[0-9])"

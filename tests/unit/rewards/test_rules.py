@@ -159,6 +159,9 @@ def test_even_fraction():
         "0" * 100_000 + "x",
         "1." + "0" * 100_000 + "x",
         "1" + ",000" * 30_000 + "x",
+        "5 " + "m . * " * 320 + "x",
+        "\\text{m}" * 240 + "!",
+        "5 " + "m  " * 600 + "?",
     ],
 )
 def test_hostile_texts_are_judged_at_once(response):

@@ -170,7 +170,7 @@ def test_maths_that_would_take_for_ever_is_worth_0():
     start = time.monotonic()
     done = (
         make_scorer([Reward(name="accuracy")], timeout_s=1.0)
-        .start([PROMPT])
+        .start([replace(PROMPT, answer="6!")])
         .results([sample(text="$99999999!$")])[0]
     )
     assert time.monotonic() - start < 60
