@@ -106,8 +106,7 @@ def load_tokenizer(
     templates = inner.chat_template
     if isinstance(templates, dict) and "default" not in templates:
         raise ValueError(
-            f"{folder}: none of the chat templates {', '.join(templates)} is the default one; "
-            "name it default"
+            f"{folder}: name one of its chat templates default: {', '.join(templates)}"
         )
     if inner.vocab_size > vocab > 0:
         raise ValueError(
