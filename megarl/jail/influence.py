@@ -46,15 +46,15 @@ approx loads dumps literal_eval Decimal Fraction split strip startswith endswith
 replace format get issubset issuperset dict chain raises subTest reshape _call_test AssertionError
 Exception ValueError""")
 ITERATING = _words("all any zip map filter")
-SPECIAL = ("__init__", "__import__", "__name__")
-RAISES = ("raises", "assertRaises", "assertRaisesRegex")
+SPECIAL = _words("__init__ __import__ __name__")
+RAISES = _words("raises assertRaises assertRaisesRegex")
 # catch no exception but one that a test expects
-CONTEXTS = _words("subTest catch_warnings errstate") | {*RAISES}
+CONTEXTS = _words("subTest catch_warnings errstate") | RAISES
 RETURNING = (ast.Return, ast.Yield, ast.YieldFrom)
 FAILING = (ast.Assert, ast.Raise)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 # share nothing with their operands
-FRESH = (ast.Compare, ast.JoinedStr, ast.Lambda)
+FRESH = (ast.Compare, ast.JoinedStr, ast.Lambda, ast.Call)
 # the fields of a node that others get the values of
 SOURCES = "value iter context_expr defaults kw_defaults"
 TARGETS = "targets target optional_vars args posonlyargs kwonlyargs"
@@ -205,7 +205,7 @@ class Influence:
                     roots.add(_key(node))
                 case _ if isinstance(node, COMPREHENSIONS):
                     todo += _children(node, "elt key value")
-                case _ if not isinstance(node, (*FRESH, ast.Call)):
+                case _ if not isinstance(node, FRESH):
                     todo += ast.iter_child_nodes(node)
         return roots - self.fixed
 
@@ -280,7 +280,8 @@ class Influence:
                 return "" if is_read and not self._is_stale(value) else BOTH
             case ast.BinOp() | ast.AugAssign():
                 operands = _children(node, "left target right value")
-                if isinstance(node.op, ast.Mod) and self.of(operands[0]):
+                is_format = isinstance(node.op, ast.Mod) and ast.Constant not in map(type, operands)
+                if is_format and self.of(operands[0]):
                     return FORMATS
                 return self._refused_operands(operands)
             case ast.Call():
@@ -346,7 +347,7 @@ class Influence:
         if not is_assertion:
             if name not in PURE or not is_known:
                 return f"{name} may change its arguments, or evaluate them"
-            if name == "format" and not isinstance(receivers[0], ast.Constant):
+            if name == "format" and ast.unparse(call)[0] != "'":
                 return FORMATS
             if name not in KEEPING and any(map(self.is_several, arguments)):
                 return BOTH
@@ -364,7 +365,7 @@ class Influence:
                 is_failing = all(isinstance(item, FAILING) for item in [*body, *other])
                 return not is_failing or not (other or isinstance(body[0], ast.Raise))
             case ast.BoolOp(values=[_, *later]) if self.of(node):
-                return bool(_mentioned(*later) & {*MUTATORS, *self.functions})
+                return bool(_mentioned(*later) & {*MUTATORS, *self.functions} - self.names)
             case ast.Try(body=body, orelse=other, handlers=handlers) if self.of(*body):
                 if all(isinstance(handler.body[-1], ast.Raise) for handler in handlers):
                     return bool(node.finalbody)

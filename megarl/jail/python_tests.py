@@ -78,8 +78,7 @@ def _flatten(body: Sequence[ast.stmt], entry: str | None) -> Iterator[ast.stmt]:
         and (item.name == "check" or item.name.startswith("test_"))
     }
     cases = {"TestCase"}
-    calls = [f"{name}(" for name in functions]
-    runners = ("if __name__ ==", "unittest.main(", "pytest.main(", *calls)
+    runners = ("if __name__ ==", "unittest.main(", "pytest.main(", *map("{}(".format, functions))
     for item in body:
         if isinstance(item, ast.ImportFrom) and item.module == "solution":
             for alias in item.names:
@@ -220,11 +219,7 @@ def _asserts(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.With) and expects_error(statement)
 
 
-def _split(
-    body: Sequence[ast.stmt],
-    names: set[str],
-    errors: set[str],
-) -> Script:
+def _split(body: Sequence[ast.stmt], names: set[str], errors: set[str]) -> Script:
     """Cuts the statements into tests, which each end with an assertion or a call of a test.
 
     The statements that are left are the last test.

@@ -45,7 +45,6 @@ def test_right_answers_in_every_format():
         (PROGRAM, [{"input": "1 2", "output": "3", "testtype": "stdin"}, {"input": "3 4", "output": "7"}]),
         ("import sys\nprint(*sys.stdin)\nsys.exit(0)", {"inputs": [["a", "b"]], "outputs": [["a", " b"]]}),
         ("import threading\nthreading.Thread(target=lambda: print(input())).start()", [{"input": "a", "output": "a"}]),
-        ("def sum(x):\n    return 7", ["assert sum([1, 2]) == 7", "assert {3: sum([1])} == dict([(3, 7)])"]),
         ("print(7)\nexit()\nprint(8)", {"inputs": [""], "outputs": ["7"]}),
         ("print(0.1 + 0.2, 'x  ')\n\nprint()", {"inputs": [""], "outputs": ["0.3 x"]}),
         (ADD, CALLS),
@@ -75,10 +74,10 @@ def test_wrong_answers_and_partial_credit():
         ("def add(a):\n    return 3", ["assert add(1, 2) == 3", "assert True"]),
         (
             "def add(a, b):\n    return 3",
-            ["try:\n    add(1, 1)\nexcept ValueError:\n    pass\nassert add(0, 0) == 0"],
+            ["try:\n    add(1, 1)\nexcept ValueError:\n    raise\nassert add(0, 0) == 0"],
         ),
         ("x = (", STDIO),
-        ("x = (", ["assert True"]),
+        ("x = (", ["assert f(1)"]),
         ("1 / 0", STDIO),
         ("(" * 10_000, CALLS),
         ("print(3)\n1 / 0", STDIO),
@@ -186,7 +185,7 @@ def test_code_that_cheats_gets_nothing(tests):
 
 @pytest.mark.parametrize(
     "tests",
-    [None, "", "[]", [], {}, 7, {"inputs": ["1"], "outputs": []}, {"inputs": "1", "outputs": "1"}, ["assert ("], [3],
+    [None, "", "[]", [], {}, 7, {"inputs": ["1"], "outputs": []}, {"inputs": "1", "outputs": "1"}, ["assert ("], [3], ["assert True"], ["assert sum([1]) == 7"],
      "def check(candidate):\n    assert candidate(1) == 1", [{"input": "1", "output": "1", "testtype": "functional"}]],
 )  # fmt: skip
 def test_tests_that_are_none_leave_the_sample_out(tests):
@@ -197,8 +196,15 @@ def test_tests_that_are_none_leave_the_sample_out(tests):
     ("response", "code"),
     [
         ("```python\nx\n```", "x\n"),
-        ("a ```\ny\n``` b ```py\nz\n``` c", "z\n"),
-        ("```python\nx\n``` and ```python\ncut", "cut"),
+        ("a\n```\ny\n```\nb\n```py\nz\n```\nc", "z\n"),
+        ("```python\nx\n```\nand\n```python\ncut", "cut"),
+        ("```python\nx = '```'\n```\nprints\n```\n2\n```", "x = '```'\n"),
+        ("````python\nx\n```\ny\n````", "x\n```\ny\n"),
+        ("1. so:\n   ```python\n   if x:\n       y\n   ```", "if x:\n    y\n"),
+        ("```python3.12\nx\n```", "x\n"),
+        ("```python title=\"a.py\"\nx\n```", "x\n"),
+        ("~~~python\nx\n~~~", "x\n"),
+        ("```cpp\nx\n```", ""),
         ("<think>```python\nx\n```</think> print(1)", "print(1)"),
         ("```x = 1```", "x = 1"),
         ("", ""),
