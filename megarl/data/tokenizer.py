@@ -105,9 +105,7 @@ def load_tokenizer(
         ) from error
     templates = inner.chat_template
     if isinstance(templates, dict) and "default" not in templates:
-        raise ValueError(
-            f"{folder}: name one of its chat templates default: {', '.join(templates)}"
-        )
+        raise ValueError(f"{folder}: name a chat template default, of {', '.join(templates)}")
     if inner.vocab_size > vocab > 0:
         raise ValueError(
             f"{folder}: the tokenizer has a vocabulary of {inner.vocab_size}, but config.json has "
