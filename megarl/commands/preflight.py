@@ -18,12 +18,7 @@ from megarl.data.feedback import check_feedback
 from megarl.data.media import check_model_media
 from megarl.data.rows import Problem, Source, errors_of
 from megarl.data.tasks import check_tasks
-from megarl.data.tokenizer import (
-    Example,
-    Tokenizer,
-    end_warnings,
-    load_tokenizer,
-)
+from megarl.data.tokenizer import Example, Tokenizer, end_warnings, load_tokenizer
 from megarl.models.hub import copied_files, is_hub_id, model_folder
 from megarl.models.weights import check_weights, has_weights
 from megarl.platform.env import Env
