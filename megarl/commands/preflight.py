@@ -1,7 +1,7 @@
 """All checks of a config before any process starts, and the summary that --dry-run prints.
 
 `megarl.config.validate` checks numbers; this module checks tokenizer, tasks, rewards and trackers.
-Neither imports torch, except for the tokenizer of a folder, or if a setting needs it.
+Neither imports torch, except for the model's tokenizer, which is loaded if something needs it.
 """
 
 from collections.abc import Callable
@@ -18,12 +18,7 @@ from megarl.data.feedback import check_feedback
 from megarl.data.media import check_model_media
 from megarl.data.rows import Problem, Source, errors_of
 from megarl.data.tasks import check_tasks
-from megarl.data.tokenizer import (
-    Example,
-    Tokenizer,
-    end_warnings,
-    load_tokenizer,
-)
+from megarl.data.tokenizer import Example, Tokenizer, end_warnings, load_tokenizer, may_not_fit
 from megarl.models.hub import copied_files, is_hub_id, model_folder
 from megarl.models.registry import check_architectures
 from megarl.models.weights import check_weights
@@ -81,7 +76,7 @@ class ProblemCheck:
     each shape (roles of the messages, and types of what is learned); or of all, if the tokenizer
     has tokens that the model does not have.
 
-    `notes` are warnings. The tokenizer of a model that is made is loaded only if needed.
+    `notes` are warnings. The tokenizer is loaded only if something needs it.
     """
 
     def __init__(self, config: Config, folder: Path | None, command: str) -> None:
@@ -94,7 +89,10 @@ class ProblemCheck:
         task = config.task
         settings = (task.system_prompt, task.template_args, config.rollout.stop)
         self.is_encoded = bool(
-            folder or self.learns == "answers" or task.template == "chat" or any(settings)
+            (folder and may_not_fit(folder))
+            or self.learns == "answers"
+            or task.template == "chat"
+            or any(settings)
         )
         if self.is_encoded:
             self.notes += end_warnings(self._tokenizer, config.rollout.stop)
@@ -116,6 +114,8 @@ class ProblemCheck:
         if self.is_encoded and self._tokenizer.exceeds_model:
             every = 1
         shapes = set()
+        limit = config.rollout.max_prompt_tokens
+        is_long = True
         for number, problem in enumerate(source.problems()):
             roles = ()
             if not isinstance(problem.question, str):
@@ -123,13 +123,13 @@ class ProblemCheck:
             shape = (roles, type(problem.answer), type(problem.extra.get("completion")))
             is_chosen = number % every == 0 or shape not in shapes
             shapes.add(shape)
+            is_long = is_long and len(problem.text) > limit
             if is_chosen and (self.is_encoded or roles):
                 with errors_of(problem.where):
                     self._encode(problem)
-        if self.is_encoded:
+        if self.is_encoded or is_long:
             from megarl.data.prompts import PromptStream  # imports torch
 
-            limit = config.rollout.max_prompt_tokens
             PromptStream([source], self._encode, limit).take(1)  # raises if all are too long
 
     @cached_property

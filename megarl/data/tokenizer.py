@@ -57,6 +57,46 @@ def check_tokenizer(folder: Path, *, trust_remote_code: bool) -> None:
         require(str(file), *packages)
 
 
+def _files(folder: Path) -> list[str]:
+    return [name for name in FILES if (folder / name).is_file()]
+
+
+def _vocabulary(folder: Path) -> tuple[int, set[int]]:
+    """Returns the size of the model's vocabulary, 0 if unknown, and the end tokens of the folder.
+
+    Raises ValueError for an end token that the model does not have.
+    """
+    vocab = read_config(folder / "config.json").count("vocab_size")
+    eos = set()
+    for name in ("config.json", "generation_config.json"):
+        ends = read_config(folder / name).token_ids("eos_token_id")
+        if max(ends, default=0) >= vocab > 0:
+            raise ValueError(
+                f"{folder / name}: eos_token_id has {max(ends)}, but config.json has "
+                f"vocab_size={vocab}; correct one of them"
+            )
+        eos |= {*ends}
+    return vocab, eos
+
+
+def may_not_fit(folder: Path) -> bool:
+    """Returns False if tokenizer.json has only ids of the model, and the chat template writes an
+    end token, or if there is no tokenizer. Imports nothing heavy.
+    """
+    vocab, eos = _vocabulary(folder)
+    settings = read_config(folder / "tokenizer_config.json").raw
+    template = str(settings.get("chat_template"))
+    if (folder / "chat_template.jinja").is_file():
+        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    tokenizer = read_config(folder / "tokenizer.json").raw
+    added = {token["id"]: token["content"] for token in tokenizer.get("added_tokens") or ()}
+    pieces = (tokenizer.get("model") or {}).get("vocab") or ()
+    ends = ["eos_token", settings.get("eos_token"), *map(added.get, eos)]
+    has_end = any(str(end) in template for end in ends if end)
+    fits = added and has_end and not max(len(pieces) - 1, *added) >= vocab > 0
+    return not fits and bool(_files(folder))
+
+
 def load_tokenizer(
     path: str | Path,
     *,
@@ -71,23 +111,13 @@ def load_tokenizer(
     """
     folder = Path(path)
     check_tokenizer(folder, trust_remote_code=trust_remote_code)
-    config = read_config(folder / "config.json")
-    vocab = config.count("vocab_size")
-    eos = set()
-    for name in ("config.json", "generation_config.json"):
-        ends = read_config(folder / name).token_ids("eos_token_id")
-        if max(ends, default=0) >= vocab > 0:
-            raise ValueError(
-                f"{folder / name}: eos_token_id has {max(ends)}, but config.json has "
-                f"vocab_size={vocab}; correct one of them"
-            )
-        eos |= {*ends}
-    files = [name for name in FILES if (folder / name).is_file()]
+    vocab, eos = _vocabulary(folder)
+    files = _files(folder)
     if not files:
         return TokenIds(tuple(sorted(eos)), vocab)
     import transformers
 
-    _check_class(config)
+    _check_class(read_config(folder / "config.json"))
     try:
         if files == ["tokenizer.json"]:
             inner = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / files[0]))

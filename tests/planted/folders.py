@@ -181,7 +181,7 @@ FOLDERS = [
         "commands/preflight.py",
         "self.is_encoded and self._tokenizer.exceeds_model",
         "False",
-        report("tokenizer_larger_than_the_model_and_a_prompt_needs_it"),
+        report("tokenizer_larger_than_the_model_and_one_of_many_needs_it"),
     ),
     (
         "config/lora.py",

@@ -293,13 +293,13 @@ def test_a_mistake_is_one_line_with_the_remedy(
 
 
 def test_rows_of_an_evaluation_set_are_checked_too(tmp_path: Path) -> None:
-    (tmp_path / "null.jsonl").write_bytes(BAD["null.jsonl"])
-    sets = [{"name": "bad", "task": f"hf:{tmp_path}/null.jsonl"}]
+    name = write(tmp_path / "null.parquet", [*sums(7), {"question": None, "answer": "1"}])
+    sets = [{"name": "bad", "task": name}]
     listed = {"name": "megarl.data.tasks:random_tokens", "options": {"vocab": 67}}
     config = parse_config(
         {"model": {"create": {}}, "task": listed, "eval": {"every": 1, "size": 0, "sets": sets}}
     )
-    with pytest.raises(ValueError, match="line 8: the prompt must be text"):
+    with pytest.raises(ValueError, match="row 7: the prompt must be text"):
         preflight(config, Env())
 
 
