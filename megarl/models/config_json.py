@@ -25,6 +25,7 @@ UNUSUAL = """
     per_layer_config dual_chunk_attention_config index_topk llama_4_scaling transformers_weights
     text_config vision_config audio_config
 """
+DTYPES = "float32 bfloat16 float16 float64"  # as torch names them
 # names of one setting in a line
 SYNONYMS = """
     n_routed_experts num_experts num_local_experts moe_num_experts
@@ -263,6 +264,10 @@ def read_decoder(
     config.only(hidden_act="silu", mlp_bias=False, is_causal=True)
     config.only_neutral()
     config.quantization()
+    for key in ("dtype", "torch_dtype"):
+        dtype = config.raw.get(key)
+        if dtype is not None and dtype not in DTYPES.split():
+            raise config.unsupported(key, dtype, DTYPES)
     for layer, kind in enumerate(config.raw.get("layer_types") or []):
         supported = layer_types[layer % len(layer_types)]
         if kind != supported:
