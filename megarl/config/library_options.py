@@ -16,58 +16,80 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megarl.config.section import did_you_mean
 
 # key: package, files that define its dataclasses, what these are; patterns of fields that change
 # speed or memory only; patterns of fields and what they may break, of which the first that matches
 # counts
-LIBRARIES = yaml.safe_load("""
-rollout.engine_options:
-  - vllm
-  - engine/arg_utils.py
-  - vLLM's EngineArgs
-  - max_num_* block_size enable_prefix_caching prefix_caching_hash_algo
-    enable_chunked_prefill kernel_config long_prefill_token_threshold* async_scheduling
-    scheduling_policy compilation_config *cudagraph_capture_size* optimization_level
-    performance_mode disable_cascade_attn disable_custom_all_reduce kv_cache_memory_bytes
-    num_gpu_blocks_override enable_flashinfer_autotune attention_* disable_log_stats numa_bind*
-    watermark
-  - "*parallel* data_* *nnodes node_rank master_* *expert* *eplb* worker_* distrib*":
-      the plan of the sync
-    max_model_len gpu_memory_utilization enforce_eager trust_remote_code *sleep*:
-      the config's own key
-    "*dtype* quantization* hf_* model_impl *tokenizer*":
-      that the engine computes the trainer's log-probs
-    load_format *model* *offload* *revision *lora* weight_* moe_* linear_*:
-      that every sync is verified
-    "*logprobs* logits_processors":
-      that log-probs are those of the distribution that was sampled
-    # seed, speculative_config, generation_config ...
-    "*": that every layout samples the same tokens
-trainer.megatron_options:
-  - megatron
-  - core/model_parallel_config.py core/transformer/transformer_config.py
-    core/distributed/distributed_data_parallel_config.py
-  - Megatron-Core's TransformerConfig or DistributedDataParallelConfig
-  - apply_rope_fusion moe_permute_fusion moe_router_fusion moe_shared_expert_overlap bias_*_fusion
-    deallocate_pipeline_outputs batch_p2p_sync overlap_grad_reduce bucket_size num_buckets
-    cpu_offloading* pad_buckets_for_high_nccl_busbw fine_grained_activation_offloading
-    offload_modules min_offloaded_tensor_size deterministic_mode distribute_saved_activations
-    memory_efficient_layer_norm high_priority_a2a_comm_stream
-  - "*_parallel_size *parallel_layout sequence_parallel recompute_* *dispatcher_type":
-      the config's own key
-    "*dtype bf16 fp16 fp8* fp4* *in_fp32":
-      the precision, train.dtype, which the parity gate assumes
-    "*dropout *jitter* moe_token_drop* *capacity* *force_load*":
-      that a forward pass repeats
-    overlap_param_* align_param_* *fsdp* *distributed_*:
-      that a sync reads whole weights
-    variable_seq_lengths *p2p_comm* tp_comm_*:
-      that packed micro-batches differ in length
-    "*": that the model is that of config.json, and its gradient the same however tokens are divided
-""")
+LIBRARIES = {
+    "rollout.engine_options": (
+        "vllm",
+        "engine/arg_utils.py",
+        "vLLM's EngineArgs",
+        "max_num_* block_size enable_prefix_caching prefix_caching_hash_algo "
+        "enable_chunked_prefill kernel_config "
+        "long_prefill_token_threshold* async_scheduling scheduling_policy compilation_config "
+        "*cudagraph_capture_size* "
+        "optimization_level performance_mode disable_cascade_attn disable_custom_all_reduce "
+        "kv_cache_memory_bytes "
+        "num_gpu_blocks_override enable_flashinfer_autotune attention_* disable_log_stats "
+        "numa_bind* watermark",
+        {
+            "*parallel* data_* *nnodes node_rank master_* *expert* *eplb* worker_* distrib*": (
+                "the plan of the sync"
+            ),
+            "max_model_len gpu_memory_utilization enforce_eager trust_remote_code *sleep*": (
+                "the config's own key"
+            ),
+            "*dtype* quantization* hf_* model_impl *tokenizer*": (
+                "that the engine computes the trainer's log-probs"
+            ),
+            "load_format *model* *offload* *revision *lora* weight_* moe_* linear_*": (
+                "that every sync is verified"
+            ),
+            "*logprobs* logits_processors": (
+                "that log-probs are those of the distribution that was sampled"
+            ),
+            # seed, speculative_config, generation_config ...
+            "*": "that every layout samples the same tokens",
+        },
+    ),
+    "trainer.megatron_options": (
+        "megatron",
+        "core/model_parallel_config.py core/transformer/transformer_config.py "
+        "core/distributed/distributed_data_parallel_config.py",
+        "Megatron-Core's TransformerConfig or DistributedDataParallelConfig",
+        "apply_rope_fusion moe_permute_fusion moe_router_fusion moe_shared_expert_overlap "
+        "bias_*_fusion "
+        "deallocate_pipeline_outputs batch_p2p_sync overlap_grad_reduce bucket_size num_buckets "
+        "cpu_offloading* "
+        "pad_buckets_for_high_nccl_busbw fine_grained_activation_offloading offload_modules "
+        "min_offloaded_tensor_size "
+        "deterministic_mode distribute_saved_activations memory_efficient_layer_norm "
+        "high_priority_a2a_comm_stream",
+        {
+            "*_parallel_size *parallel_layout sequence_parallel recompute_* *dispatcher_type": (
+                "the config's own key"
+            ),
+            "*dtype bf16 fp16 fp8* fp4* *in_fp32": (
+                "the precision, train.dtype, which the parity gate assumes"
+            ),
+            "*dropout *jitter* moe_token_drop* *capacity* *force_load*": (
+                "that a forward pass repeats"
+            ),
+            "overlap_param_* align_param_* *fsdp* *distributed_*": (
+                "that a sync reads whole weights"
+            ),
+            "variable_seq_lengths *p2p_comm* tp_comm_*": (
+                "that packed micro-batches differ in length"
+            ),
+            "*": (
+                "that the model is that of config.json, and its gradient the same "
+                "however tokens are divided"
+            ),
+        },
+    ),
+}
 
 
 def check_library_options(config: Any) -> Iterator[str]:

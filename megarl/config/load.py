@@ -23,16 +23,15 @@ from megarl.config.presets import PRESETS
 from megarl.config.schema import Config, Task
 from megarl.config.section import did_you_mean
 
-# key of an earlier version: its current name
-RENAMED = yaml.safe_load("""
-    algorithm.bypass: algorithm.use_rollout_logprobs
-    algorithm.kl.is_ratio: algorithm.kl.importance_weighted
-    algorithm.select_options: algorithm.token_selection_options
-    checkpoint.hf: checkpoint.export_hf
-    rollout.sleep: rollout.sleep_level
-    sync.staged: sync.atomic
-    train.optimizer_on_host: train.optimizer_cpu_offload
-""")
+RENAMED = {  # key of an earlier version -> its current name
+    "algorithm.bypass": "algorithm.use_rollout_logprobs",
+    "algorithm.kl.is_ratio": "algorithm.kl.importance_weighted",
+    "algorithm.select_options": "algorithm.token_selection_options",
+    "checkpoint.hf": "checkpoint.export_hf",
+    "rollout.sleep": "rollout.sleep_level",
+    "sync.staged": "sync.atomic",
+    "train.optimizer_on_host": "train.optimizer_cpu_offload",
+}
 
 # of a YAML text, counting what its aliases stand for
 MAX_NODES = 100_000
