@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
+
 from megarl.processes.children import Children, descendants
 
 CHILD = """
@@ -21,6 +23,13 @@ grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60
 print(segment.name, grandchild.pid, flush=True)
 time.sleep(60)
 """
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_a_lost_child_is_noticed_and_its_family_ended() -> None:
@@ -48,11 +57,8 @@ def test_a_lost_child_is_noticed_and_its_family_ended() -> None:
     mine.end()
     child.wait()
     deadline = time.monotonic() + 5
-    while (stat := Path(f"/proc/{grandchild}/stat")).exists() and time.monotonic() < deadline:
-        if stat.read_text().rpartition(")")[2].split()[0] == "Z":
-            break
+    while is_alive(int(grandchild)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    else:
-        assert not stat.exists()
+    assert not is_alive(int(grandchild))
     assert not Path(f"/dev/shm/{segment}").exists()
     assert child.pid not in descendants(os.getpid())

@@ -137,10 +137,9 @@ STEPS = (
 KILLED = """
 trackers = Trackers(made(FOLDER, wandb="p"), start=5)
 trackers.log(5, {"loss": 1.0})
-for entry in Path("/proc").iterdir():
-    if entry.name.isdigit() and int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == os.getpid():
-        if "wandb-core" in (entry / "cmdline").read_text():
-            os.kill(int(entry.name), 9)
+import psutil
+(core,) = (child for child in psutil.Process().children() if "wandb-core" in " ".join(child.cmdline()))
+core.kill()
 print("killed")
 for step in range(6, 60):
     trackers.log(step, {"loss": 1.0})
