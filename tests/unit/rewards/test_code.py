@@ -202,7 +202,7 @@ def test_tests_that_are_none_leave_the_sample_out(tests):
         ("````python\nx\n```\ny\n````", "x\n```\ny\n"),
         ("1. so:\n   ```python\n   if x:\n       y\n   ```", "if x:\n    y\n"),
         ("```python3.12\nx\n```", "x\n"),
-        ("```python title=\"a.py\"\nx\n```", "x\n"),
+        ('```python title="a.py"\nx\n```', "x\n"),
         ("~~~python\nx\n~~~", "x\n"),
         ("```cpp\nx\n```", ""),
         ("<think>```python\nx\n```</think> print(1)", "print(1)"),
