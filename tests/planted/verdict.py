@@ -7,6 +7,7 @@ REFUSED = f"{VERDICT}::test_tests_that_the_solution_would_decide_are_refused_by_
 ATTACKS = f"{VERDICT}::test_no_attack_passes_tests_of_any_shape"
 TABLE = "unit/jail/test_verdict.py"
 HELD = f"{TABLE}::test_no_attack_decides_a_verdict"
+CREDIT = "unit/rewards/test_code.py::test_wrong_answers_and_partial_credit"
 RIGHT = f"{TABLE}::test_right_code_is_accepted_or_its_tests_refused_by_name"
 
 VERDICTS = [
@@ -65,7 +66,24 @@ VERDICTS = [
     ("jail/influence.py", "return not text.startswith((", "return False and ((", HELD),
     ("jail/influence.py", "return not CONTEXTS.issuperset(", "return False and (", HELD),
     ("jail/influence.py", "any(map(self.is_several, arguments))", "False", HELD),
-    ("jail/python_tests.py", "RESHAPED.format(", '"{0}".format(', HELD),
+    ("jail/python_tests.py", 'f"_sized({sides})"', 'f"[{sides}][0]"', HELD),
+    ("jail/python_tests.py", "_check_assertions(module)", "pass", HELD),
+    (
+        "jail/python_tests.py",
+        "_asserts(statement) and influence.of(statement)",
+        "_asserts(statement)",
+        CREDIT,
+    ),
+    (
+        "jail/influence.py",
+        "_bind(function, arguments)",
+        "zip(_arguments(function), arguments)",
+        HELD,
+    ),
+    ("jail/influence.py", "isinstance(operator, ORDERS)", "False", HELD),
+    ("jail/proxies.py", "found = deepcopy(found)", "pass", HELD),
+    ("jail/proxies.py", 'if kind == "Solution" and remote._target != kind:', "if False:", HELD),
+    ("jail/values.py", "if name in PLAIN and callable(value):", "if False:", HELD),
     (
         "jail/influence.py",
         "_mentioned(node).difference(_arguments(node))",

@@ -71,7 +71,7 @@ def test_wrong_answers_and_partial_credit():
         ("def add(a, b):\n    return 3", CALLS),
         ("def add(a, b):\n    return 3", CHECK + "check(add)"),
         ("def sub(a, b):\n    return 3", CALLS),
-        ("def add(a):\n    return 3", ["assert add(1, 2) == 3", "assert True"]),
+        ("def add(a):\n    return 3", ["assert add(1, 2) == 3", "assert add(1) == 3"]),
         (
             "def add(a, b):\n    return 3",
             ["try:\n    add(1, 1)\nexcept ValueError:\n    raise\nassert add(0, 0) == 0"],
@@ -83,6 +83,7 @@ def test_wrong_answers_and_partial_credit():
         ("print(3)\n1 / 0", STDIO),
         ("def f():\n    return 1.0000001", {"inputs": [[]], "outputs": [1], "fn_name": "f"}),
         ("print(1000001)", {"inputs": [""], "outputs": ["1000000"]}),
+        ("def add(a, b):\n    return 4", ["assert add(1, 2) == 3", "assert True", "print('ok')"]),
     ]
     wrong, failed, syntax = "wrong_answer", "exception", "syntax"
     causes = [
@@ -100,8 +101,9 @@ def test_wrong_answers_and_partial_credit():
         failed,
         wrong,
         wrong,
+        wrong,
     ]
-    values = [0.5, 0.0, 0.5, 0.5, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    values = [0.5, 0.0, 0.5, 0.5, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     assert score_all(pairs, credit="fraction") == list(zip(values, causes, strict=True))
     assert score_all(pairs[:4]) == [(0.0, wrong)] * 4
 
@@ -202,7 +204,7 @@ def test_tests_that_are_none_leave_the_sample_out(tests):
         ("````python\nx\n```\ny\n````", "x\n```\ny\n"),
         ("1. so:\n   ```python\n   if x:\n       y\n   ```", "if x:\n    y\n"),
         ("```python3.12\nx\n```", "x\n"),
-        ("```python title=\"a.py\"\nx\n```", "x\n"),
+        ('```python title="a.py"\nx\n```', "x\n"),
         ("~~~python\nx\n~~~", "x\n"),
         ("```cpp\nx\n```", ""),
         ("<think>```python\nx\n```</think> print(1)", "print(1)"),
