@@ -36,7 +36,9 @@ UNSUPPORTED = CONTROL | _words("""exit quit _exit skip skipif skipTest skipUnles
 redirect_stdout redirect_stderr stdout stderr patch setup_method setup_class setup_module warns
 assertWarns param fixture parametrize expectedFailure environ putenv issubclass open
 globals locals vars exec eval setattr delattr pickle marshal StringIO BytesIO assertRegex
-assertNotRegex AsyncFunctionDef Await TryStar Match exc_info format_exc doctest""")
+assertNotRegex AsyncFunctionDef Await TryStar Match exc_info format_exc doctest
+builtins ContextVar Thread ThreadPoolExecutor setUpModule tearDownModule skipIf isfile isdir mkdtemp
+mkstemp NamedTemporaryFile TemporaryDirectory write_text read_text""")
 # change their object or first argument
 MUTATORS = _words("""append add insert extend update setdefault appendleft extendleft push put
 heappush heapify insort insort_left insort_right setitem delitem iadd copyto fill pop popleft
@@ -55,6 +57,7 @@ RAISES = _words("raises assertRaises assertRaisesRegex")
 EQUAL = ("Equal", "_series_equal", "_frame_equal")
 # catch no exception but one that a test expects
 CONTEXTS = _words("subTest catch_warnings errstate") | RAISES
+FAILURES = _words("AssertionError Exception BaseException")
 RETURNING = (ast.Return, ast.Yield, ast.YieldFrom)
 ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 FAILING = (ast.Assert, ast.Raise)
@@ -93,6 +96,20 @@ def called(call: ast.Call) -> str:
 
 def expects_error(tree: ast.AST) -> bool:
     return any(called(call) in RAISES for call in nodes(tree, ast.Call))
+
+
+def is_asserting(tree: ast.AST) -> bool:
+    names = map(called, nodes(tree, ast.Call))
+    has_assert = bool(nodes(tree, ast.Assert))
+    return has_assert or any(name.startswith(("assert", "fail", "raises")) for name in names)
+
+
+def _ends_failure(handlers: Sequence[ast.ExceptHandler]) -> bool:
+    """Returns whether a failed assertion is caught, and not raised again."""
+    for handler in handlers:
+        if not handler.type or _mentioned(handler.type) & FAILURES:
+            return not isinstance(handler.body[-1], ast.Raise)
+    return False
 
 
 def check(module: ast.Module, names: set[str]) -> Influence:
@@ -192,6 +209,8 @@ class Influence:
         classes = [node.name for node in nodes(module, ast.ClassDef)]
         self.foreign = _reach({*FOREIGN, *classes}, flows)
         self.influenced = _reach(self.influenced, flows)
+        functions = nodes(module, ast.FunctionDef)
+        self.asserting = _reach({item.name for item in functions if is_asserting(item)}, flows)
         self.capitalized = {name for name in names if name[0].isupper()}
         # classes are told from functions by attributes of what they return
         attributes = [node.value for node in nodes(module, ast.Attribute)]
@@ -234,8 +253,11 @@ class Influence:
     def _flows(self, node: ast.AST) -> Iterator[Flow]:
         """Yields what a node passes on."""
         match node:
-            case ast.FunctionDef(name=name) if nodes(node, RETURNING):
-                yield _mentioned(node).difference(_arguments(node)), {name}
+            case ast.FunctionDef(name=name):
+                for wrapper in chain.from_iterable(map(self._functions, node.decorator_list)):
+                    yield {name}, {*_arguments(wrapper)}
+                if nodes(node, RETURNING):
+                    yield _mentioned(node).difference(_arguments(node)), {name}
             case ast.Call(args=arguments, keywords=keywords):
                 sources = [*arguments, *keywords]
                 if _is_in_place(node):
@@ -300,6 +322,8 @@ class Influence:
                 for group in filter(self.of, nodes(node, (ast.BoolOp, ast.Tuple))):
                     parts += _children(group, "values elts")
                 return STALE if any(map(self._is_stale, parts)) else ""
+            case ast.keyword(arg="record"):
+                return "warnings of the solution are not sent"
             case ast.ClassDef(bases=bases) if self.of(*bases):
                 return "a class of the solution cannot be a base"
             case ast.Compare():
@@ -415,12 +439,18 @@ class Influence:
                 return not is_failing or not (other or isinstance(body[0], ast.Raise))
             case ast.BoolOp(values=[_, *later]) if self.of(node):
                 return bool(_mentioned(*later) & {*MUTATORS, *self.functions} - self.names)
-            case ast.Try(body=body, orelse=other, handlers=handlers) if self.of(*body):
+            case ast.Try(body=body, orelse=other, handlers=handlers):
+                is_ended = _ends_failure(handlers)
+                if not self.of(*body):
+                    return is_ended and not self.asserting.isdisjoint(_mentioned(*body))
                 if all(isinstance(handler.body[-1], ast.Raise) for handler in handlers):
                     return bool(node.finalbody)
-                text = ast.unparse(ast.Module([*body[1:], *other], []))
+                last = other if is_ended else [*body[1:], *other]
+                text = ast.unparse(ast.Module(last, []))
                 return not text.startswith(("assert False", "raise ", "self.fail("))
             case ast.With(items=items, body=body) if self.of(*body):
                 contexts = [ast.unparse(getattr(item.context_expr, "func", item)) for item in items]
-                return not CONTEXTS.issuperset(text.rpartition(".")[2] for text in contexts)
+                names = {text.rpartition(".")[2] for text in contexts}
+                is_hidden = names & RAISES and nodes(node, ast.Assert)
+                return bool(is_hidden) or not CONTEXTS.issuperset(names)
         return self.of(*_children(node, "iter ifs test subject"))

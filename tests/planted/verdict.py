@@ -81,6 +81,12 @@ VERDICTS = [
         HELD,
     ),
     ("jail/influence.py", "isinstance(operator, ORDERS)", "False", HELD),
+    (
+        "jail/influence.py",
+        "return not isinstance(handler.body[-1], ast.Raise)",
+        "return False",
+        HELD,
+    ),
     ("jail/proxies.py", "found = deepcopy(found)", "pass", HELD),
     ("jail/proxies.py", 'if kind == "Solution" and remote._target != kind:', "if False:", HELD),
     ("jail/values.py", "if name in PLAIN and callable(value):", "if False:", HELD),

@@ -501,6 +501,21 @@ ATTACKS = {
     },
     "pandas": ("import pandas as pd\nassert f(1).equals(pd.Series([1]))",
                "class A:\n    def equals(self, o): return True\ndef f(x): return A()"),
+    **{
+        f"caught, {test}": (test, SAME)
+        for test in (
+            "def h():\n    assert f(1) == 2\ndef run(t):\n    try:\n        t()\n    except AssertionError:\n        print('FAIL')\nrun(h)",
+            "def h():\n    assert f(1) == 2\nfor t in [h]:\n    try:\n        t()\n    except Exception as e:\n        print(e)",
+            "def h():\n    assert f(1) == 2\ntry:\n    h()\nexcept:\n    pass",
+            "try:\n    f(-1)\n    assert False\nexcept Exception:\n    pass",
+            CASE.format("try:\n            f(-1)\n            self.fail('x')\n        except Exception:\n            pass"),
+            "import pytest\nwith pytest.raises(AssertionError):\n    assert f(1) == 2",
+            "import threading\ndef h():\n    assert f(1) == 2\nt = threading.Thread(target=h)\nt.start()\nt.join()",
+            "def quiet(t):\n    def inner():\n        try:\n            t()\n        except AssertionError:\n            pass\n"
+            "    return inner\n@quiet\ndef h():\n    assert f(1) == 2\nh()",
+        )
+    },
+    "a context variable": ("import contextvars\nv = contextvars.ContextVar('v')\nv.set(g(5))\nassert f(5) == v.get()", FIVE),
     # to be left out, not 0
     "an unhashable result": ("assert {f(5)} == {3}", "def f(x): return [3]"),
     "an object for a key": ("d = {3: 1}\nassert d[f(5)] == 1", EQUAL),
@@ -806,6 +821,19 @@ RIGHT = {
     "a guard with unittest": (CASE.format("self.assertEqual(f(1), 2)") + "if __name__ == '__main__':\n    unittest.main()", INCREMENT),
     "a difference, negated": ("if abs(f(1) - 2) > 1e-6:\n    raise AssertionError", INCREMENT),
     "an order, twice negated": ("if not 1 < f(1) < 3:\n    raise AssertionError", INCREMENT),
+    "except AssertionError: raise": (
+        "try:\n    f(-1)\n    assert False\nexcept AssertionError:\n    raise\nexcept Exception:\n    pass", "def f(x): raise ValueError"),
+    "a reference that fails": (
+        "def ref(x):\n    if x < 0:\n        raise ValueError\n    return x + 1\ntry:\n    e = ref(1)\nexcept Exception:\n    e = None\n"
+        "assert f(1) == e", INCREMENT),
+    "warnings that are recorded": (
+        "import warnings\nwith warnings.catch_warnings(record=True) as w:\n    f(1)\nassert len(w) == 1", "import warnings\ndef f(x): warnings.warn('x')"),
+    "input, patched": ("import builtins\nbuiltins.input = lambda: '5'\nassert f() == 5", "def f(): return int(input())"),
+    "a file for the tests": ("import os\nsave('a.txt')\nassert os.path.isfile('a.txt')", "def save(p): open(p, 'w').write('x')"),
+    "threads": (
+        "import threading\nc = Tally()\ndef work():\n    for _ in range(20):\n        c.add()\n"
+        "ts = [threading.Thread(target=work) for _ in range(4)]\nfor t in ts:\n    t.start()\nfor t in ts:\n    t.join()\nassert c.n == 80",
+        "class Tally:\n    def __init__(s): s.n = 0\n    def add(s): s.n += 1"),
 }  # fmt: skip
 
 
@@ -837,7 +865,9 @@ REFUSED = set(
     filter(f, xs)|import solution|bytearray in place|
     in place by keyword|in place, used at once|in place, a tuple|in place, copied later|GeneratorType|
     assertIsInstance Counter|assertEqual date|array .T|pandas argument|a class derived by the tests|
-    a difference, negated""".replace("\n    ", "").split("|")
+    a difference, negated|warnings that are recorded|input, patched|a file for the tests|threads""".replace(
+        "\n    ", ""
+    ).split("|")
 )
 
 
