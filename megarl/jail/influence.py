@@ -346,8 +346,8 @@ class Influence:
             case ast.Attribute(value=value) if self.of(value):
                 if name in ("__name__", "format", "format_map"):
                     return EVALUATES
-                is_numpy = ast.unparse(value).startswith("np.")
-                if name in LOST and not (self.capitalized or is_numpy):
+                is_kept = self.capitalized or ast.unparse(value).startswith("np.")
+                if name in LOST and not is_kept:
                     return f"{name} of plain data"
                 if _key(value) in self.caught and not hasattr(Exception, name):
                     return "attributes of exceptions are not sent"
@@ -356,12 +356,9 @@ class Influence:
         return SKIPS if self._skips(node) else ""
 
     def _is_ordering(self, tree: ast.AST) -> bool:
-        """Returns whether an expression, to be false, compares what the solution returned."""
-        is_negated = isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.Not)
-        orders = [node for node in nodes(tree, ast.Compare) if self.of(node)]
-        return not is_negated and any(
-            isinstance(operator, ORDERS) for node in orders for operator in node.ops
-        )
+        """Returns whether an expression has an order of the solution's values, and is no `not`."""
+        is_negated = isinstance(tree, ast.UnaryOp)
+        return not is_negated and self.of(tree) and bool(nodes(tree, ORDERS))
 
     def _is_stale(self, tree: ast.AST) -> bool:
         return bool(_mentioned(tree) & self.given) and not self.of(tree)

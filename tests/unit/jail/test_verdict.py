@@ -463,10 +463,10 @@ ATTACKS = {
     },
     "an object that reshapes itself": (
         "import numpy as np\nassert np.allclose(f(5), 6)", "class A:\n    def reshape(self, *a): return []\ndef f(x): return A()"),
-    "an object that changes its length": (
+    "an object that changes its items": (
         "import numpy as np\nassert np.allclose(f(5), 6)",
-        "class A:\n    n = 0\n    def __len__(self):\n        A.n += 1\n        return A.n % 2\n"
-        "    def __getitem__(self, k): return 1\ndef f(x): return [A()]"),
+        "class A:\n    n = 0\n    def __len__(self): return 1\n    def __getitem__(self, k): return 1\n"
+        "    def __iter__(self):\n        A.n += 1\n        return iter([1] * (A.n < 2))\ndef f(x): return [A()]"),
     "a method that another class calls": (
         "class H:\n    @classmethod\n    def same(cls, a, b):\n        assert a == b\nH.same(f(5), g(5))", FIVE),
     "a method by its class": (
