@@ -10,7 +10,9 @@ from megarl.rewards.interface import ScoreRequest
 FIVE = "def f(*a): return 5\ndef g(*a): return 5\n"
 CASE = "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        {}\n"
 SAME = "def f(*a, **k): return 77\ndef g(*a, **k): return 77\n"
-EMPTY = "def f(*a): return []\ndef g(*a): return []\n"
+EMPTY = (
+    "def f(*a): return []\ndef g(*a): return []\nclass Solution:\n    def f(self, *a): return []\n"
+)
 EQUAL = (
     "class E:\n    def __eq__(self, o): return True\n    __ne__ = lambda s, o: False\n    __hash__ = lambda s: 1\n"
     "    __lt__ = __le__ = __gt__ = __ge__ = __contains__ = __eq__\n    __sub__ = __rsub__ = lambda s, o: 0\n"
@@ -456,7 +458,8 @@ ATTACKS = {
         for test in (
             "np.testing.assert_array_equal(f(5), 6)", "np.testing.assert_almost_equal(f(5), 6.5)",
             "np.testing.assert_equal(f(5), np.array(6))", "np.testing.assert_array_less(f(5), 6)",
-            "assert np.isclose(f(5), 6).all()", "from numpy.testing import assert_array_equal as e\ne(f(5), 6)",
+            "assert np.isclose(f(5), 6).all()", "import numpy\nassert numpy.isclose(f(5), 6).all()",
+            "from numpy import isclose\nassert isclose(Solution().f(5), 6).all()", "from numpy.testing import assert_array_equal as e\ne(f(5), 6)",
             "from numpy.testing import assert_array_equal\nassert_array_equal(f(5), 6)",
             "np.testing.assert_allclose(actual=f(5), desired=6)", "assert np.allclose(*(f(5), 6))",
         )
