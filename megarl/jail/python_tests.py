@@ -38,7 +38,7 @@ IMPORTS = {
 }
 IMPORTS |= {name: f"from typing import {name}" for name in typing.__all__ if name[0].isupper()}
 IMPORTS |= {name: f"from collections import {name}" for name in collections.__all__}
-# compare no items with any number of them
+# beginnings of names; these functions broadcast no items to any shape
 NUMPY_ASSERTIONS = ("assert_a", "assert_equal")
 HOOKS = ("setUp", "tearDown", "__")
 DEFINITIONS = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
