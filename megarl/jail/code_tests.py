@@ -163,7 +163,7 @@ def same(actual: Any, expected: Any) -> bool:
         ((kind, content),) = actual.items()
         if kind == "dict":
             return isinstance(expected, dict) and _same_items(content, expected)
-        if kind not in ("tuple", "named", "int"):
+        if kind not in ("tuple", "named", "int", "keys"):
             return False
         actual = content
         if kind == "named":

@@ -8,6 +8,8 @@ A name is the solution's if anything that a variable or an attribute of that nam
 Where that is too strict, a problem is left out that could be judged.
 """
 
+from __future__ import annotations
+
 import ast
 import builtins
 from collections import defaultdict
@@ -22,17 +24,21 @@ def _words(text: str) -> frozenset[str]:
 
 # make objects that become plain data on the way to the solution or from it, or cannot be sent
 FOREIGN = _words("""deque Counter OrderedDict defaultdict ChainMap Mock MagicMock AsyncMock
-bytearray memoryview np numpy datetime timedelta date Path PurePath uuid UUID""")
+bytearray memoryview np numpy datetime timedelta date Path PurePath uuid UUID pd pandas torch
+GeneratorType Generator""")
 # attributes of objects that come as plain data
 LOST = _words("""shape dtype ndim tolist astype sum mean max min most_common elements popleft
-appendleft extendleft rotate move_to_end default_factory _asdict _fields _replace""")
+appendleft extendleft rotate move_to_end default_factory _asdict _fields _replace T all any flatten
+ravel dot item equals iloc loc columns to_dict""")
 CONTROL = _words("StopIteration StopAsyncIteration GeneratorExit KeyboardInterrupt SystemExit")
 # end a test, or concern what is in the process of the solution
 UNSUPPORTED = CONTROL | _words("""exit quit _exit skip skipif skipTest skipUnless xfail suppress
 redirect_stdout redirect_stderr stdout stderr patch setup_method setup_class setup_module warns
 assertWarns param fixture parametrize expectedFailure environ putenv issubclass open
 globals locals vars exec eval setattr delattr pickle marshal StringIO BytesIO assertRegex
-assertNotRegex AsyncFunctionDef Await TryStar Match""")
+assertNotRegex AsyncFunctionDef Await TryStar Match exc_info format_exc doctest
+builtins ContextVar Thread ThreadPoolExecutor setUpModule tearDownModule skipIf isfile isdir mkdtemp
+mkstemp NamedTemporaryFile TemporaryDirectory write_text read_text""")
 # change their object or first argument
 MUTATORS = _words("""append add insert extend update setdefault appendleft extendleft push put
 heappush heapify insort insort_left insort_right setitem delitem iadd copyto fill pop popleft
@@ -43,14 +49,17 @@ KEEPING = _words("list tuple str repr print all any enumerate iter reversed join
 PURE = KEEPING | _words("""len set sorted int float complex abs round bool sum min max isinstance
 type allclose range bytes frozenset divmod pow isclose isnan isinf isfinite fabs floor ceil sqrt gcd
 approx loads dumps literal_eval Decimal Fraction split strip startswith endswith count index find
-replace format get issubset issuperset dict chain raises subTest reshape _call_test AssertionError
-Exception ValueError""")
+replace format get issubset issuperset dict chain raises subTest reshape _call_test _sized
+AssertionError Exception ValueError""")
 ITERATING = _words("all any zip map filter")
 SPECIAL = _words("__init__ __import__ __name__")
 RAISES = _words("raises assertRaises assertRaisesRegex")
+EQUAL = ("Equal", "_series_equal", "_frame_equal")
 # catch no exception but one that a test expects
 CONTEXTS = _words("subTest catch_warnings errstate") | RAISES
+FAILURES = _words("AssertionError Exception BaseException")
 RETURNING = (ast.Return, ast.Yield, ast.YieldFrom)
+ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 FAILING = (ast.Assert, ast.Raise)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 # share nothing with their operands
@@ -63,6 +72,7 @@ FOREIGNER = "its class becomes another on the way to the solution or back"
 ONLY = "only the solution could answer for its object"
 EVALUATES = "it evaluates what the solution returned, or cannot be sent to it"
 FORMATS = "the solution would choose the format"
+NAN = "true of NaN; compare the other way round"
 SKIPS = "the solution would decide which assertions run"
 STALE = "the solution may have changed its argument, which is not sent back"
 PASSES = "passes a function to the solution"
@@ -88,12 +98,27 @@ def expects_error(tree: ast.AST) -> bool:
     return any(called(call) in RAISES for call in nodes(tree, ast.Call))
 
 
-def check(module: ast.Module, names: set[str]) -> None:
+def is_asserting(tree: ast.AST) -> bool:
+    names = map(called, nodes(tree, ast.Call))
+    has_assert = bool(nodes(tree, ast.Assert))
+    return has_assert or any(name.startswith(("assert", "fail", "raises")) for name in names)
+
+
+def _ends_failure(handlers: Sequence[ast.ExceptHandler]) -> bool:
+    """Returns whether a failed assertion is caught, and not raised again."""
+    for handler in handlers:
+        if not handler.type or _mentioned(handler.type) & FAILURES:
+            return not isinstance(handler.body[-1], ast.Raise)
+    return False
+
+
+def check(module: ast.Module, names: set[str]) -> Influence:
     """Raises UnreadableTests if the solution, with these `names`, would decide a verdict."""
     influence = Influence(module, names)
     for node in ast.walk(module):
         if reason := influence.refusal(node):
             raise UnreadableTests(f"{ast.unparse(node)[:80]}: {reason}")
+    return influence
 
 
 def _children(node: ast.AST, fields: str) -> list[ast.AST]:
@@ -119,7 +144,19 @@ def _mentioned(*trees: ast.AST) -> set[str]:
 def _arguments(function: ast.FunctionDef | ast.Lambda) -> list[str]:
     """Returns the names of a function's parameters."""
     names = [parameter.arg for parameter in nodes(function.args, ast.arg)]
-    return [name for name in names if name != "self"]
+    return [name for name in names if name not in ("self", "cls")]
+
+
+def _bind(
+    function: ast.FunctionDef | ast.Lambda, arguments: Sequence[ast.AST]
+) -> Iterator[tuple[str, ast.AST]]:
+    """Yields the parameters that get positional arguments, and these."""
+    names = _arguments(function)
+    rest = function.args.vararg
+    if rest:
+        names[names.index(rest.arg) :] = [rest.arg] * len(arguments)
+    num_extra = len(arguments) - len(names)  # `self` of a method that is called by its class
+    yield from zip(names, arguments[max(num_extra, 0) :], strict=False)
 
 
 def _is_in_place(call: ast.Call) -> bool:
@@ -154,7 +191,7 @@ class Influence:
         self.functions: dict[str, list[ast.FunctionDef | ast.Lambda]] = defaultdict(list)
         # names with a value that nothing changes
         self.fixed = {alias.asname or alias.name for alias in nodes(module, ast.alias)}
-        self.fixed |= {"self", "_call_test", *dir(builtins)}
+        self.fixed |= {"self", "_call_test", "_sized", *dir(builtins)}
         self.fixed -= {
             _key(node) for node in nodes(module, ast.Name) if isinstance(node.ctx, ast.Store)
         }
@@ -172,6 +209,8 @@ class Influence:
         classes = [node.name for node in nodes(module, ast.ClassDef)]
         self.foreign = _reach({*FOREIGN, *classes}, flows)
         self.influenced = _reach(self.influenced, flows)
+        functions = nodes(module, ast.FunctionDef)
+        self.asserting = _reach({item.name for item in functions if is_asserting(item)}, flows)
         self.capitalized = {name for name in names if name[0].isupper()}
         # classes are told from functions by attributes of what they return
         attributes = [node.value for node in nodes(module, ast.Attribute)]
@@ -180,9 +219,11 @@ class Influence:
         made = [node.targets for node in assignments if self.is_object(node.value)]
         self.instances = self._roots(*chain.from_iterable(made))
         calls = nodes(module, ast.Call)
-        given = [call.args for call in calls if self.of(call.func) and not _is_in_place(call)]
+        asked = [call for call in calls if self.of(call.func)]
+        given = [call.args for call in asked if not _is_in_place(call)]
+        given += [call.keywords for call in asked]
         # arguments of the solution
-        self.given = self._roots(*chain.from_iterable(given)) - self.influenced
+        self.given = _reach(self._roots(*chain.from_iterable(given)), flows) - self.influenced
         # names with independent results
         collected = [_mutated(call) for call in calls if self.of(*call.args)]
         collected += [node.targets for node in assignments if self.is_several(node.value)]
@@ -212,8 +253,11 @@ class Influence:
     def _flows(self, node: ast.AST) -> Iterator[Flow]:
         """Yields what a node passes on."""
         match node:
-            case ast.FunctionDef(name=name) if nodes(node, RETURNING):
-                yield _mentioned(node).difference(_arguments(node)), {name}
+            case ast.FunctionDef(name=name):
+                for wrapper in chain.from_iterable(map(self._functions, node.decorator_list)):
+                    yield {name}, {*_arguments(wrapper)}
+                if nodes(node, RETURNING):
+                    yield _mentioned(node).difference(_arguments(node)), {name}
             case ast.Call(args=arguments, keywords=keywords):
                 sources = [*arguments, *keywords]
                 if _is_in_place(node):
@@ -222,7 +266,7 @@ class Influence:
                 for function in chain.from_iterable(map(self._functions, sources)):
                     yield _mentioned(node), {*_arguments(function)}
                 for function in self._functions(node.func):
-                    for parameter, argument in zip(_arguments(function), arguments, strict=False):
+                    for parameter, argument in _bind(function, arguments):
                         yield _mentioned(argument), {parameter}
                         yield {parameter}, self._roots(argument)  # it may be changed in place
             case _:
@@ -267,12 +311,25 @@ class Influence:
                     return PASSES
                 if name.startswith("test_") and ast.unparse(parameters) not in ("", "self"):
                     return "fixtures are not supported"
+            case ast.Expr(value=ast.Compare()) | ast.Assert(test=ast.Tuple()):
+                return "it asserts nothing"
+            case ast.If(test=test, body=[ast.Raise(), *_]) if self._is_ordering(test):
+                return NAN
             case ast.Assert():
-                return STALE if self._is_stale(node) else ""
+                if any(self._is_ordering(item.operand) for item in nodes(node, ast.UnaryOp)):
+                    return NAN
+                parts = [node]
+                for group in filter(self.of, nodes(node, (ast.BoolOp, ast.Tuple))):
+                    parts += _children(group, "values elts")
+                return STALE if any(map(self._is_stale, parts)) else ""
+            case ast.keyword(arg="record"):
+                return "warnings of the solution are not sent"
+            case ast.ClassDef(bases=bases) if self.of(*bases):
+                return "a class of the solution cannot be a base"
             case ast.Compare():
                 return self._refused_comparison(node)
-            case ast.Set() | ast.Dict():
-                return self._refused_operands(_children(node, "elts keys"))
+            case ast.Set() | ast.Dict() | ast.Slice():
+                return self._refused_operands(_children(node, "elts keys lower upper step"))
             case ast.SetComp(elt=key) | ast.DictComp(key=key) if self.of(key):
                 return BOTH
             case ast.Subscript(value=value, slice=key, ctx=context) if self.of(key):
@@ -289,13 +346,19 @@ class Influence:
             case ast.Attribute(value=value) if self.of(value):
                 if name in ("__name__", "format", "format_map"):
                     return EVALUATES
-                if name in LOST and not self.capitalized:
+                is_kept = self.capitalized or ast.unparse(value).startswith("np.")
+                if name in LOST and not is_kept:
                     return f"{name} of plain data"
                 if _key(value) in self.caught and not hasattr(Exception, name):
                     return "attributes of exceptions are not sent"
             case ast.FormattedValue() if self.of(*_children(node, "format_spec")):
                 return FORMATS
         return SKIPS if self._skips(node) else ""
+
+    def _is_ordering(self, tree: ast.AST) -> bool:
+        """Returns whether an expression has an order of the solution's values, and is no `not`."""
+        is_negated = isinstance(tree, ast.UnaryOp)
+        return not is_negated and self.of(tree) and bool(nodes(tree, ORDERS))
 
     def _is_stale(self, tree: ast.AST) -> bool:
         return bool(_mentioned(tree) & self.given) and not self.of(tree)
@@ -322,6 +385,8 @@ class Influence:
         is_assertion = name.startswith("assert")
         if is_assertion and self._is_stale(call):
             return STALE
+        if name == "assertFalse" and self._is_ordering(call):
+            return NAN
         if is_assertion and ast.JoinedStr in map(type, call.args[2:]):
             del arguments[2:3]  # the message
         is_solution = self.of(call.func)
@@ -333,10 +398,15 @@ class Influence:
             is_plain = {ast.keyword, ast.Starred}.isdisjoint(map(type, arguments))
             return "" if is_plain else f"{name} gets arguments by name"
         receivers = _children(call.func, "value")
+        foreign = set[str]()
         is_known = receivers or name in self.fixed
         if name in MUTATORS and is_known:
             return ""
-        if (is_solution or name == "isinstance") and _mentioned(*arguments) & self.foreign:
+        if name.endswith(EQUAL) and "Almost" not in name:
+            foreign = self.foreign - {"Counter"}
+        elif is_solution or name in ("isinstance", "assertIsInstance"):
+            foreign = self.foreign
+        if foreign & _mentioned(*arguments):
             return FOREIGNER
         if is_solution:
             if any(map(self._is_function, arguments)):
@@ -366,12 +436,18 @@ class Influence:
                 return not is_failing or not (other or isinstance(body[0], ast.Raise))
             case ast.BoolOp(values=[_, *later]) if self.of(node):
                 return bool(_mentioned(*later) & {*MUTATORS, *self.functions} - self.names)
-            case ast.Try(body=body, orelse=other, handlers=handlers) if self.of(*body):
+            case ast.Try(body=body, orelse=other, handlers=handlers):
+                is_ended = _ends_failure(handlers)
+                if not self.of(*body):
+                    return is_ended and not self.asserting.isdisjoint(_mentioned(*body))
                 if all(isinstance(handler.body[-1], ast.Raise) for handler in handlers):
                     return bool(node.finalbody)
-                text = ast.unparse(ast.Module([*body[1:], *other], []))
+                last = other if is_ended else [*body[1:], *other]
+                text = ast.unparse(ast.Module(last, []))
                 return not text.startswith(("assert False", "raise ", "self.fail("))
             case ast.With(items=items, body=body) if self.of(*body):
                 contexts = [ast.unparse(getattr(item.context_expr, "func", item)) for item in items]
-                return not CONTEXTS.issuperset(text.rpartition(".")[2] for text in contexts)
+                names = {text.rpartition(".")[2] for text in contexts}
+                is_hidden = names & RAISES and nodes(node, ast.Assert)
+                return bool(is_hidden) or not CONTEXTS.issuperset(names)
         return self.of(*_children(node, "iter ifs test subject"))

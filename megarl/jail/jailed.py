@@ -109,6 +109,9 @@ def run(spec: JailMessage, stdin: int, stdout: int, report: int) -> None:
     """Runs a jailed process from its start to its end, as a job of the fork server."""
     os.dup2(stdin, 0)
     os.dup2(stdout, 1)
+    # the server's was /dev/null, which unlike a pipe has positions
+    sys.stdout = os.fdopen(1, "w", errors="surrogateescape", closefd=False)
+    sys.__stdout__ = sys.stdout
     os.closerange(3, report)
     os.closerange(report + 1, 64)
     os.environ.update(HOME=spec["folder"], TMPDIR=spec["folder"])  # to what little the server has

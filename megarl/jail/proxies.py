@@ -17,14 +17,13 @@ import builtins
 import json
 import os
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partialmethod
 from typing import Any, BinaryIO, NoReturn
 
 from megarl.jail.influence import CONTROL
-from megarl.jail.values import JailMessage, decode, encode, failure
+from megarl.jail.values import PLAIN, JailMessage, decode, encode, failure
 
-# attributes of plain data, which a function was to return
-PLAIN = {name for kind in (str, int, float, list, dict, set, bytes) for name in dir(kind)}
 # an object gives its data without knowing what the tests expect
 GIVING = """len str repr format int float complex round iter reversed next bool getitem setitem
 delitem setattr delattr index neg pos abs invert"""
@@ -91,6 +90,8 @@ class Link:
 
         def resolve(number: int, kind: str) -> Remote:
             is_instance = kind in self.names and kind[0].isupper()
+            if kind == "Solution" and remote._target != kind:  # was to return plain data
+                return Remote(self, number, False)
             return self.objects.setdefault(number, Remote(self, number, is_instance))
 
         try:
@@ -180,7 +181,7 @@ def _verdict(error: BaseException, link: Link) -> str:
     kind = getattr(error, "kind_of_solution", "")
     if kind:
         return kind
-    # after a reply, it may be the solution's choice
+    # after a reply in this test, it may be the solution's choice
     if isinstance(error, Unjudgeable) and not link.num_replies:
         return "unjudgeable"
     if isinstance(error, ModuleNotFoundError) and not link.num_replies:
@@ -188,16 +189,28 @@ def _verdict(error: BaseException, link: Link) -> str:
     return "wrong_answer"
 
 
+def _sized(found: Any, expected: Any) -> Any:
+    """Returns `found`, plain data that NumPy is to compare; it broadcasts nothing to any shape."""
+    import numpy as np
+
+    found = deepcopy(found)  # refuses objects, which may answer otherwise later
+    if np.array(found, object).size < np.array(expected, object).size:
+        raise AssertionError("fewer items than expected")
+    return found
+
+
 def run_tests(requests: BinaryIO, report: int) -> None:
     """Executes requests: {"names", "errors"} of the solution first, then {"run": text} each."""
     link = Link(requests, report, json.loads(requests.readline()))
-    namespace = {"__name__": "tests", "_call_test": lambda test: test(), **link.errors}
+    namespace = {"__name__": "tests", "_call_test": lambda test: test(), "_sized": _sized}
+    namespace |= link.errors
     namespace |= {name: Remote(link, name) for name in link.names}
     link.send({"ready": True})
     for line in requests:
         verdict = ""
         why = ""
         link.refusal = ""
+        link.num_replies = 0
         try:
             text = json.loads(line)["run"]
             exec(compile(text, "tests.py", "exec", annotations.compiler_flag), namespace)

@@ -19,7 +19,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megarl.jail.influence import RAISES, UnreadableTests, called, check, expects_error, nodes
+from megarl.jail.influence import (
+    RAISES,
+    Influence,
+    UnreadableTests,
+    called,
+    check,
+    expects_error,
+    is_asserting,
+    nodes,
+)
 
 # names that tests use without an import
 IMPORTS = {
@@ -29,7 +38,9 @@ IMPORTS = {
 }
 IMPORTS |= {name: f"from typing import {name}" for name in typing.__all__ if name[0].isupper()}
 IMPORTS |= {name: f"from collections import {name}" for name in collections.__all__}
-RESHAPED = "__import__('numpy').reshape({0}, __import__('numpy').shape({1}))"
+# beginnings of names; these functions broadcast no items to any shape
+NUMPY_ASSERTIONS = ("assert_a", "assert_equal")
+HOOKS = ("setUp", "tearDown", "__")
 DEFINITIONS = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 # ast.parse in two threads at once raises SystemError (CPython issue 106905)
 ONE_PARSER = threading.Lock()
@@ -58,9 +69,10 @@ def read_script(texts: tuple[str, ...], entry: str | None = None) -> Script:
             _check_entry(names, entry)
             _mark_in_place(module, names)
             module.body[:0] = _parse("\n".join(imports))
-            check(module, names)
+            influence = check(module, names)
+            _check_assertions(module)
             ast.fix_missing_locations(module)
-            return _split(module.body, names, errors)
+            return _split(module.body, influence, errors)
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"{type(error).__name__}: {error}, in {texts[0][:60]!r}") from None
 
@@ -78,8 +90,14 @@ def _flatten(body: Sequence[ast.stmt], entry: str | None) -> Iterator[ast.stmt]:
         and (item.name == "check" or item.name.startswith("test_"))
     }
     cases = {"TestCase"}
-    runners = ("if __name__ ==", "unittest.main(", "pytest.main(", *map("{}(".format, functions))
+    runners = ("unittest.main(", "pytest.main(", *map("{}(".format, functions))
+    runners += ("sys.exit(unittest.", "sys.exit(pytest.")
+    statements = []
     for item in body:
+        is_guard = ast.unparse(item).startswith("if __name__ ==")
+        statements += getattr(item, "body", []) if is_guard else [item]
+    statements = [item for item in statements if not ast.unparse(item).startswith(runners)]
+    for item in statements:
         if isinstance(item, ast.ImportFrom) and item.module == "solution":
             for alias in item.names:
                 if alias.asname:
@@ -90,7 +108,9 @@ def _flatten(body: Sequence[ast.stmt], entry: str | None) -> Iterator[ast.stmt]:
             if item.name == "check":
                 caller = "check"
                 argument = _function(body, item, entry)
-            if _can_be_inlined(functions[item.name]):
+            others = [other for other in statements if other is not item]
+            is_called = item.name in _names(ast.Module(others, []))
+            if not is_called and _can_be_inlined(functions[item.name]):
                 for parameter in item.args.args:
                     yield from _parse(f"{parameter.arg} = {argument}")
                 yield from item.body
@@ -111,7 +131,7 @@ def _flatten(body: Sequence[ast.stmt], entry: str | None) -> Iterator[ast.stmt]:
                     )
                 elif item.name.startswith("Test"):
                     yield from _parse(f"_call_test({item.name}().{method.name})")
-        elif not ast.unparse(item).startswith(runners):
+        else:
             yield item
 
 
@@ -164,7 +184,7 @@ def _solution_names(module: ast.Module, entry: str | None) -> tuple[set[str], se
 
 def _free_names(module: ast.Module) -> set[str]:
     table = symtable.symtable(ast.unparse(module), "tests", "exec")
-    defined = {"_call_test"}
+    defined = {"_call_test", "_sized"}
     for symbol in table.get_symbols():
         if symbol.is_assigned() or symbol.is_imported():
             defined.add(symbol.get_name())
@@ -193,12 +213,17 @@ def _check_entry(names: set[str], entry: str | None) -> None:
 def _mark_in_place(module: ast.Module, names: set[str]) -> None:
     """Marks calls whose result is not used, such as that of a function that sorts its argument.
 
-    And makes numpy.allclose compare no empty result with what is expected.
+    And makes NumPy compare no empty result with what is expected.
     """
     for call in nodes(module, ast.Call):
-        if called(call).endswith("allclose"):
-            sides = map(ast.unparse, call.args[:2])
-            call.args[:1] = [ast.parse(RESHAPED.format(*sides), mode="eval").body]
+        name = called(call)
+        is_close = name.endswith("close") and not ast.unparse(call.func).startswith("math.")
+        if is_close or name.startswith(NUMPY_ASSERTIONS):
+            if len(call.args) > 1:
+                sides = ", ".join(map(ast.unparse, call.args[:2]))
+                call.args[:1] = [ast.parse(f"_sized({sides})", mode="eval").body]
+            elif call.keywords:  # actual=, desired=
+                raise UnreadableTests(f"{ast.unparse(call)[:80]} names what it compares")
     for expression in nodes(module, ast.Expr):
         call = expression.value
         if not isinstance(call, ast.Call):
@@ -210,6 +235,20 @@ def _mark_in_place(module: ast.Module, names: set[str]) -> None:
             call.keywords.append(ast.keyword("_in_place", ast.Constant(True)))
 
 
+def _check_assertions(module: ast.Module) -> None:
+    """Raises ValueError if an assertion would never run."""
+    run = {node.attr for node in nodes(module, ast.Attribute)} | _names(module)
+    for statement in module.body:
+        if ast.unparse(statement).startswith("__import__('unittest')."):
+            run |= {node.value for node in nodes(statement, ast.Constant)}
+    if not (is_asserting(module) or nodes(module, ast.Raise)):
+        raise ValueError("they assert nothing")
+    for function in nodes(module, ast.FunctionDef):
+        name = function.name
+        if name not in run and not name.startswith(HOOKS) and is_asserting(function):
+            raise ValueError(f"{name} has assertions, and is never called")
+
+
 def _asserts(statement: ast.stmt) -> bool:
     """Returns whether a statement asserts something or expects an error, and does not define it."""
     if isinstance(statement, (*DEFINITIONS, ast.Expr)):
@@ -219,17 +258,19 @@ def _asserts(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.With) and expects_error(statement)
 
 
-def _split(body: Sequence[ast.stmt], names: set[str], errors: set[str]) -> Script:
+def _split(body: Sequence[ast.stmt], influence: Influence, errors: set[str]) -> Script:
     """Cuts the statements into tests, which each end with an assertion or a call of a test.
 
-    The statements that are left are the last test.
+    The statements that are left belong to the last test.
     """
+    names = influence.names
     prologue = []
     tests = []
     setup = []
     for statement in body:
         text = ast.unparse(statement)
-        is_test = text.startswith(("_call_test(", "__import__('unittest').")) or _asserts(statement)
+        is_test = text.startswith(("_call_test(", "__import__('unittest')."))
+        is_test |= _asserts(statement) and influence.of(statement)
         if not (tests or setup or is_test or _names(statement) & (names | errors)):
             prologue.append(text)
             continue
@@ -238,7 +279,9 @@ def _split(body: Sequence[ast.stmt], names: set[str], errors: set[str]) -> Scrip
             tests.append("\n".join(setup))
             setup = []
     rest = "\n".join(setup)
-    if not all(isinstance(item, DEFINITIONS) for item in _parse(rest)):
+    if tests:
+        tests[-1] += f"\n{rest}"
+    elif not all(isinstance(item, DEFINITIONS) for item in _parse(rest)):
         tests.append(rest)
     if not tests:
         raise ValueError("there are no tests")

@@ -53,12 +53,13 @@ def load(source: str, name: str) -> tuple[dict[str, Any], str]:
     sys.modules[name] = module
     reserve = bytearray(1 << 20)  # freed to handle a MemoryError
     try:
-        program = compile(source, "solution.py", "exec", LAZY_ANNOTATIONS, dont_inherit=True)
+        flags = 0 if "__annotations__" in source else LAZY_ANNOTATIONS
+        program = compile(source, "solution.py", "exec", flags, dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return {}, "syntax"
     try:
         exec(program, module.__dict__)
-        if name == "__main__":
+        if name == "__main__" and not getattr(sys.stdout, "closed", False):
             sys.stdout.flush()
     except BaseException as error:  # noqa: BLE001 (generated code may raise anything)
         del reserve

@@ -11,19 +11,22 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
 
-MAX_DEPTH = 100  # of nested containers
+MAX_DEPTH = 200  # of nested containers; a dict is two
 MAX_ITEMS = 100_000  # of an iterator, which may be endless
+KEYS = type({}.keys())
 LISTED = (
     deque,
-    type({}.keys()),
     type({}.values()),
     type({}.items()),
 )
+# attributes of plain data, which a function was to return
+PLAIN = {name for kind in (str, int, float, list, dict, set, bytes) for name in dir(kind)}
 BUILDERS: dict[str, Callable[[list[Any]], Any]] = {
     "tuple": tuple,
     "set": set,
     "frozenset": frozenset,
     "iterator": iter,
+    "keys": lambda items: dict.fromkeys(items).keys(),
     "complex": lambda items: complex(*items),
     "range": lambda items: range(*items),
     "slice": lambda items: slice(*items),
@@ -43,9 +46,12 @@ class NamedItems(tuple):
     names: list[str]
 
     def __getattr__(self, name: str) -> Any:
-        if name not in self.names:
+        if name not in self.names or name.startswith("_"):
             raise AttributeError(name)
-        return self[self.names.index(name)]
+        value = self[self.names.index(name)]
+        if name in PLAIN and callable(value):  # an object that would answer startswith("abc")
+            raise AttributeError(name)
+        return value
 
 
 def refuse(value: Any) -> int:
@@ -89,6 +95,8 @@ def encode(value: Any, refer: Refer = refuse) -> Any:
     if isinstance(value, range | slice):
         items = (value.start, value.stop, value.step)
         return {type(value).__name__: _encode_all(items, refer)}
+    if isinstance(value, KEYS):  # equals a set
+        return {"keys": _encode_all(value, refer)}
     if isinstance(value, LISTED):
         return _encode_all(value, refer)
     if type(value).__module__ in ("builtins", "itertools") and hasattr(value, "__next__"):

@@ -209,7 +209,9 @@ class _SampleRun:
             yield from _until_the_end(len(tests.script.tests), self._script(tests.script))
 
     def _calls(self, tests: Sequence[CallTest]) -> Iterator[TestResult]:
-        with closing(self._solution(len(tests))) as solution:
+        # as for programs
+        size = 2 * max(len(ascii(test.expected)) for test in tests)
+        with closing(self._solution(len(tests), size)) as solution:
             solution.load(self._turn)
             for test in tests:
                 arguments = [*map(encode, test.arguments)]
@@ -239,8 +241,9 @@ class _SampleRun:
             for text in script.tests:
                 yield tests.run(text, solution, self._turn())
 
-    def _solution(self, num_tests: int) -> Solution:
-        return Solution(self.source, self.limits, num_tests=num_tests, deadline=self.deadline)
+    def _solution(self, num_tests: int, more_bytes: int = 0) -> Solution:
+        limits = replace(self.limits, output_bytes=self.limits.output_bytes + more_bytes)
+        return Solution(self.source, limits, num_tests=num_tests, deadline=self.deadline)
 
     def _turn(self) -> float:
         return min(time.monotonic() + self.limits.time_s, self.deadline)

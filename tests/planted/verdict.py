@@ -7,6 +7,8 @@ REFUSED = f"{VERDICT}::test_tests_that_the_solution_would_decide_are_refused_by_
 ATTACKS = f"{VERDICT}::test_no_attack_passes_tests_of_any_shape"
 TABLE = "unit/jail/test_verdict.py"
 HELD = f"{TABLE}::test_no_attack_decides_a_verdict"
+FORMATS = "unit/rewards/test_code.py::test_right_answers_in_every_format"
+CREDIT = "unit/rewards/test_code.py::test_wrong_answers_and_partial_credit"
 RIGHT = f"{TABLE}::test_right_code_is_accepted_or_its_tests_refused_by_name"
 
 VERDICTS = [
@@ -43,6 +45,8 @@ VERDICTS = [
         "if False:",
         "unit/rewards/test_code.py::test_time_is_bounded_for_all_samples_together",
     ),
+    ("rewards/code.py", "self._solution(len(tests), size)", "self._solution(len(tests))", FORMATS),
+    ("jail/jailed.py", "sys.stdout = os.fdopen(1,", "os.fdopen(1,", FORMATS),
     ("jail/influence.py", "if len([*filter(self.of, operands)]) > 1:", "if False:", HELD),
     ("jail/influence.py", "yield targets, self._roots(*sources)", "pass", HELD),
     (
@@ -63,9 +67,32 @@ VERDICTS = [
         HELD,
     ),
     ("jail/influence.py", "return not text.startswith((", "return False and ((", HELD),
-    ("jail/influence.py", "return not CONTEXTS.issuperset(", "return False and (", HELD),
+    ("jail/influence.py", "or not CONTEXTS.issuperset(names)", "or False", HELD),
     ("jail/influence.py", "any(map(self.is_several, arguments))", "False", HELD),
-    ("jail/python_tests.py", "RESHAPED.format(", '"{0}".format(', HELD),
+    ("jail/python_tests.py", 'f"_sized({sides})"', 'f"[{sides}][0]"', HELD),
+    ("jail/python_tests.py", "_check_assertions(module)", "pass", HELD),
+    (
+        "jail/python_tests.py",
+        "_asserts(statement) and influence.of(statement)",
+        "_asserts(statement)",
+        CREDIT,
+    ),
+    (
+        "jail/influence.py",
+        "_bind(function, arguments)",
+        "zip(_arguments(function), arguments)",
+        HELD,
+    ),
+    ("jail/influence.py", "bool(nodes(tree, ORDERS))", "False", HELD),
+    (
+        "jail/influence.py",
+        "return not isinstance(handler.body[-1], ast.Raise)",
+        "return False",
+        HELD,
+    ),
+    ("jail/proxies.py", "found = deepcopy(found)", "pass", HELD),
+    ("jail/proxies.py", 'if kind == "Solution" and remote._target != kind:', "if False:", HELD),
+    ("jail/values.py", "if name in PLAIN and callable(value):", "if False:", HELD),
     (
         "jail/influence.py",
         "_mentioned(node).difference(_arguments(node))",

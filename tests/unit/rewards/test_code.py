@@ -47,6 +47,11 @@ def test_right_answers_in_every_format():
         ("import threading\nthreading.Thread(target=lambda: print(input())).start()", [{"input": "a", "output": "a"}]),
         ("print(7)\nexit()\nprint(8)", {"inputs": [""], "outputs": ["7"]}),
         ("print(0.1 + 0.2, 'x  ')\n\nprint()", {"inputs": [""], "outputs": ["0.3 x"]}),
+        ("import sys\nsys.stdout.reconfigure(encoding='utf-8')\nprint('é')", {"inputs": [""], "outputs": ["é"]}),
+        ("import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.buffer)\nprint(7)", {"inputs": [""], "outputs": ["7"]}),
+        ("import sys\nprint(7)\nsys.stdout.close()", {"inputs": [""], "outputs": ["7"]}),
+        ("print('\\udcff')", {"inputs": [""], "outputs": ["\ufffd"]}),
+        ("def f(n): return [10**9] * n", {"inputs": [[200_000]], "outputs": [[10**9] * 200_000], "fn_name": "f"}),
         (ADD, CALLS),
         (ADD, CALLS | {"outputs": [3, 7]}),
         ("class Solution:\n    def add(self, a: List[int], b) -> Optional[int]:\n        return a + b", CALLS),
@@ -71,7 +76,7 @@ def test_wrong_answers_and_partial_credit():
         ("def add(a, b):\n    return 3", CALLS),
         ("def add(a, b):\n    return 3", CHECK + "check(add)"),
         ("def sub(a, b):\n    return 3", CALLS),
-        ("def add(a):\n    return 3", ["assert add(1, 2) == 3", "assert True"]),
+        ("def add(a):\n    return 3", ["assert add(1, 2) == 3", "assert add(1) == 3"]),
         (
             "def add(a, b):\n    return 3",
             ["try:\n    add(1, 1)\nexcept ValueError:\n    raise\nassert add(0, 0) == 0"],
@@ -83,6 +88,7 @@ def test_wrong_answers_and_partial_credit():
         ("print(3)\n1 / 0", STDIO),
         ("def f():\n    return 1.0000001", {"inputs": [[]], "outputs": [1], "fn_name": "f"}),
         ("print(1000001)", {"inputs": [""], "outputs": ["1000000"]}),
+        ("def add(a, b):\n    return 4", ["assert add(1, 2) == 3", "assert True", "print('ok')"]),
     ]
     wrong, failed, syntax = "wrong_answer", "exception", "syntax"
     causes = [
@@ -100,8 +106,9 @@ def test_wrong_answers_and_partial_credit():
         failed,
         wrong,
         wrong,
+        wrong,
     ]
-    values = [0.5, 0.0, 0.5, 0.5, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    values = [0.5, 0.0, 0.5, 0.5, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     assert score_all(pairs, credit="fraction") == list(zip(values, causes, strict=True))
     assert score_all(pairs[:4]) == [(0.0, wrong)] * 4
 
