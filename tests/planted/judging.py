@@ -192,7 +192,7 @@ JUDGED = [
     ),
     (
         "rewards/maths.py",
-        "return is_left(gold[0]) or not is_left(parsed[-1][0])",
+        "return is_left(gold[0]) or not is_left(parsed[0][0])",
         "return True",
         f"{MATHS}::test_forms_of_an_answer",
     ),
