@@ -83,8 +83,8 @@ JUDGED = [
     ),
     (
         "rewards/answers.py",
-        "    if BOXED in text:\n        return _boxed(text)\n    return without_marks(text)",
-        "    return without_marks(text)",
+        'if place == "boxed" or BOXED in text:',
+        'if place == "boxed":',
         "unit/rewards/test_answers.py::test_places",
     ),
     (
