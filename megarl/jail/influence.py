@@ -60,8 +60,6 @@ SOURCES = "value iter context_expr defaults kw_defaults"
 TARGETS = "targets target optional_vars args posonlyargs kwonlyargs"
 BOTH = "both sides are the solution's"
 FOREIGNER = "its class becomes another on the way to the solution or back"
-ONLY = "only the solution could answer for its object"
-EVALUATES = "it evaluates what the solution returned, or cannot be sent to it"
 FORMATS = "the solution would choose the format"
 SKIPS = "the solution would decide which assertions run"
 STALE = "the solution may have changed its argument, which is not sent back"
@@ -80,8 +78,8 @@ def nodes(tree: ast.AST, kind: type[Node] | tuple[type[Node], ...]) -> list[Node
 
 
 def called(call: ast.Call) -> str:
-    """Returns the name of a called function or method."""
-    return ast.unparse(call.func).rpartition(".")[2]
+    """Returns the name of a called function or method, or nothing."""
+    return _key(call.func)
 
 
 def expects_error(tree: ast.AST) -> bool:
@@ -106,10 +104,7 @@ def _children(node: ast.AST, fields: str) -> list[ast.AST]:
 
 def _key(node: ast.AST) -> str:
     """Returns the name of a variable or an attribute, or nothing."""
-    for kind, field in NAMED.items():
-        if isinstance(node, kind):
-            return getattr(node, field) or ""
-    return ""
+    return getattr(node, NAMED.get(type(node), ""), None) or ""
 
 
 def _mentioned(*trees: ast.AST) -> set[str]:
@@ -288,7 +283,7 @@ class Influence:
                 return self._refused_call(node)
             case ast.Attribute(value=value) if self.of(value):
                 if name in ("__name__", "format", "format_map"):
-                    return EVALUATES
+                    return "it evaluates what the solution returned, or cannot be sent to it"
                 if name in LOST and not self.capitalized:
                     return f"{name} of plain data"
                 if _key(value) in self.caught and not hasattr(Exception, name):
@@ -303,7 +298,8 @@ class Influence:
     def _refused_operands(self, operands: Sequence[ast.AST]) -> str:
         if len([*filter(self.of, operands)]) > 1:
             return BOTH
-        return ONLY if any(map(self.is_object, operands)) else ""
+        is_object = any(map(self.is_object, operands))
+        return "only the solution could answer for its object" if is_object else ""
 
     def _refused_comparison(self, node: ast.Compare) -> str:
         sides = [node.left, *node.comparators]
@@ -372,6 +368,6 @@ class Influence:
                 text = ast.unparse(ast.Module([*body[1:], *other], []))
                 return not text.startswith(("assert False", "raise ", "self.fail("))
             case ast.With(items=items, body=body) if self.of(*body):
-                contexts = [ast.unparse(getattr(item.context_expr, "func", item)) for item in items]
-                return not CONTEXTS.issuperset(text.rpartition(".")[2] for text in contexts)
+                contexts = [getattr(item.context_expr, "func", item) for item in items]
+                return not CONTEXTS.issuperset(map(_key, contexts))
         return self.of(*_children(node, "iter ifs test subject"))

@@ -72,7 +72,7 @@ def _parse(text: str) -> list[ast.stmt]:
 def _flatten(body: Sequence[ast.stmt], entry: str | None) -> Iterator[ast.stmt]:
     """Replaces check(candidate) and test_...() with their bodies, or a call if they cannot be."""
     functions = {
-        item.name: item
+        item.name
         for item in body
         if isinstance(item, ast.FunctionDef)
         and (item.name == "check" or item.name.startswith("test_"))
@@ -90,7 +90,7 @@ def _flatten(body: Sequence[ast.stmt], entry: str | None) -> Iterator[ast.stmt]:
             if item.name == "check":
                 caller = "check"
                 argument = _function(body, item, entry)
-            if _can_be_inlined(functions[item.name]):
+            if _can_be_inlined(item):
                 for parameter in item.args.args:
                     yield from _parse(f"{parameter.arg} = {argument}")
                 yield from item.body
@@ -164,10 +164,8 @@ def _solution_names(module: ast.Module, entry: str | None) -> tuple[set[str], se
 
 def _free_names(module: ast.Module) -> set[str]:
     table = symtable.symtable(ast.unparse(module), "tests", "exec")
-    defined = {"_call_test"}
-    for symbol in table.get_symbols():
-        if symbol.is_assigned() or symbol.is_imported():
-            defined.add(symbol.get_name())
+    symbols = table.get_symbols()
+    defined = {one.get_name() for one in symbols if one.is_assigned() or one.is_imported()}
     used = set()
     scopes = [table]
     while scopes:
@@ -176,7 +174,7 @@ def _free_names(module: ast.Module) -> set[str]:
         for symbol in scope.get_symbols():
             if symbol.is_referenced() and (scope is table or symbol.is_global()):
                 used.add(symbol.get_name())
-    return used - defined
+    return used - defined - {"_call_test"}
 
 
 def _names(tree: ast.AST) -> set[str]:
