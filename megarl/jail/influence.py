@@ -113,8 +113,8 @@ def _mentioned(*trees: ast.AST) -> set[str]:
 
 def _arguments(function: ast.FunctionDef | ast.Lambda) -> list[str]:
     """Returns the names of a function's parameters."""
-    names = [parameter.arg for parameter in nodes(function.args, ast.arg)]
-    return [name for name in names if name != "self"]
+    parameters = nodes(function.args, ast.arg)
+    return [parameter.arg for parameter in parameters if parameter.arg != "self"]
 
 
 def _is_in_place(call: ast.Call) -> bool:
@@ -159,7 +159,7 @@ class Influence:
         for node in assignments:
             if isinstance(node.value, ast.Lambda):
                 self.functions[_key(node.targets[0])].append(node.value)
-        self.caught = {handler.name or "" for handler in nodes(module, ast.ExceptHandler)}
+        self.caught = set(map(_key, nodes(module, ast.ExceptHandler)))
         if expects_error(module):
             self.caught |= {"value", "exception"}
         self.influenced = {*names, *self.caught, "candidate"}

@@ -254,11 +254,13 @@ class HttpClient:
 
 
 def _retry_after(header: str) -> float:
-    """Returns the seconds to wait that a Retry-After header gives, as a number or a date, or 0."""
+    """Returns the seconds to wait that a Retry-After header gives, as a number or a date, or 0.
+
+    They may be negative or infinite.
+    """
     for parse in (float, lambda date: parsedate_to_datetime(date).timestamp() - time.time()):
         with suppress(ValueError, TypeError, OverflowError):
-            pause_s = parse(header)
-            return max(pause_s, 0.0) if math.isfinite(pause_s) else 0.0
+            return parse(header)
     return 0.0
 
 
