@@ -175,7 +175,7 @@ class Influence:
         made = [node.targets for node in assignments if self.is_object(node.value)]
         self.instances = self._roots(*chain.from_iterable(made))
         calls = nodes(module, ast.Call)
-        given = [call.args for call in calls if self.of(call.func) and not _is_in_place(call)]
+        given = [call.args for call in calls if self.of(call.func)]
         # arguments of the solution
         self.given = self._roots(*chain.from_iterable(given))
         # names with independent results

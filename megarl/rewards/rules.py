@@ -33,7 +33,7 @@ def check_math_verify() -> None:
         installed = version(PARSER)
     if installed == "4.13.2":  # that of the tests
         return
-    half = (("50\\%", "0.5"), "\\frac{1}{2}")
+    half = ("\\frac{1}{2}", "50\\%", "0.5")
     (verdict,) = MATHS.judge(None, [([half],)], timeout_s=60.0)
     if verdict.value != 1.0:
         raise ValueError(
