@@ -111,12 +111,6 @@ class Scoring:
     def __init__(self, scorer: Scorer, prompts: Sequence[Prompt]) -> None:
         self._scorer = scorer
         self._prompts = {prompt.prompt_id: prompt for prompt in prompts}
-        self._openings = {}  # by prompt id
-        for prompt in prompts:
-            end = prompt.text
-            if scorer.decode is not None:
-                end = scorer.decode(prompt.tokens[-PROMPT_TOKENS:])
-            self._openings[prompt.prompt_id] = opened_tag(end)
         # {id(sample): (sample, request)}; no other sample gets the id of one that is kept
         self._added = {}
         self._workers = {
@@ -128,12 +122,14 @@ class Scoring:
         for sample in samples:
             if id(sample) in self._added:
                 continue
+            prompt = self._prompts[sample.prompt_id]
+            end = prompt.text
             tokens = sample.tokens[sample.trainable].tolist()
             text = sample.text
             if self._scorer.decode is not None:
+                end = self._scorer.decode(prompt.tokens[-PROMPT_TOKENS:])
                 text = self._scorer.decode(tokens)
-            prompt = self._prompts[sample.prompt_id]
-            opening = self._openings[sample.prompt_id]
+            opening = opened_tag(end)
             request = ScoreRequest(
                 id=f"{sample.prompt_id}/{sample.index}",
                 prompt=prompt.text,

@@ -95,8 +95,8 @@ JUDGED = [
     ),
     (
         "rewards/scorer.py",
-        "self._openings[prompt.prompt_id] = opened_tag(end)",
-        'self._openings[prompt.prompt_id] = ""',
+        "opening = opened_tag(end)",
+        'opening = ""',
         f"{THOUGHTS}::test_rewards_know_what_the_prompt_opened",
     ),
     (
