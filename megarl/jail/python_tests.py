@@ -55,7 +55,6 @@ def read_script(texts: tuple[str, ...], entry: str | None = None) -> Script:
                 body += _flatten(_parse(text), entry)
             module = ast.Module(body, [])
             names, errors, imports = _solution_names(module, entry)
-            _check_entry(names, entry)
             _mark_in_place(module, names)
             module.body[:0] = _parse("\n".join(imports))
             check(module, names)
@@ -142,9 +141,7 @@ def _solution_names(module: ast.Module, entry: str | None) -> tuple[set[str], se
     free = _free_names(module)
     owners = {ast.unparse(node.value) for node in nodes(module, ast.Attribute)}
     modules = owners & sys.stdlib_module_names
-    entries = set()
-    if entry:
-        entries = _names(ast.parse(entry)) & free
+    entries = _names(ast.parse(entry or "")) & free
     importable = IMPORTS.keys() - entries
     imports = [f"import {name}" for name in free & modules]
     imports += [IMPORTS[name] for name in free & importable]
@@ -159,6 +156,10 @@ def _solution_names(module: ast.Module, entry: str | None) -> tuple[set[str], se
     errors = expected & names
     if names == errors:
         raise ValueError("which function do they test? set fn_name")
+    if entry and (others := names - errors - entries - {"Solution"}):
+        raise UnreadableTests(
+            f"they use {', '.join(sorted(others))}, which neither they nor {entry} define; add it"
+        )
     return names - errors, errors, imports
 
 
@@ -179,13 +180,6 @@ def _free_names(module: ast.Module) -> set[str]:
 
 def _names(tree: ast.AST) -> set[str]:
     return {node.id for node in nodes(tree, ast.Name)}
-
-
-def _check_entry(names: set[str], entry: str | None) -> None:
-    if entry and (others := names - _names(ast.parse(entry)) - {"Solution"}):
-        raise UnreadableTests(
-            f"they use {', '.join(sorted(others))}, which neither they nor {entry} define; add it"
-        )
 
 
 def _mark_in_place(module: ast.Module, names: set[str]) -> None:
