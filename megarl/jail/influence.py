@@ -54,7 +54,7 @@ RETURNING = (ast.Return, ast.Yield, ast.YieldFrom)
 FAILING = (ast.Assert, ast.Raise)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 # share nothing with their operands
-FRESH = (ast.Compare, ast.Lambda, ast.Call)
+FRESH = (ast.Compare, ast.JoinedStr, ast.Lambda, ast.Call)
 # the fields of a node that others get the values of
 SOURCES = "value iter context_expr defaults kw_defaults"
 TARGETS = "targets target optional_vars args posonlyargs kwonlyargs"
@@ -198,6 +198,8 @@ class Influence:
                     todo.append(value)
                 case _ if _key(node):
                     roots.add(_key(node))
+                case _ if isinstance(node, COMPREHENSIONS):
+                    todo += _children(node, "elt key value")
                 case _ if not isinstance(node, FRESH):
                     todo += ast.iter_child_nodes(node)
         return roots - self.fixed

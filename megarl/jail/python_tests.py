@@ -58,7 +58,6 @@ def read_script(texts: tuple[str, ...], entry: str | None = None) -> Script:
             _mark_in_place(module, names)
             module.body[:0] = _parse("\n".join(imports))
             check(module, names)
-            ast.fix_missing_locations(module)
             return _split(module.body, names, errors)
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"{type(error).__name__}: {error}, in {texts[0][:60]!r}") from None
@@ -206,9 +205,7 @@ def _asserts(statement: ast.stmt) -> bool:
     """Returns whether a statement asserts something or expects an error, and does not define it."""
     if isinstance(statement, (*DEFINITIONS, ast.Expr)):
         return False
-    if nodes(statement, ast.Assert):
-        return True
-    return isinstance(statement, ast.With) and expects_error(statement)
+    return bool(nodes(statement, ast.Assert)) or expects_error(statement)
 
 
 def _split(body: Sequence[ast.stmt], names: set[str], errors: set[str]) -> Script:

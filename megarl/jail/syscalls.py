@@ -183,9 +183,11 @@ def filter_rows() -> list[Instruction]:
     ret = 0x06  # BPF_RET
     rows = [(load, 0, 0, 4), (equal, 1, 0, arch), (ret, 0, 0, KILL)]
     rows += [(load, 0, 0, 0), (at_least, 0, 1, X32), (ret, 0, 0, KILL)]
-    calls = dict.fromkeys(ALLOWED.values(), [])
-    calls |= dict.fromkeys(KILLED.values(), [Condition(*NEVER, KILL)])
-    calls |= conditional_calls(os.getpid())
+    calls = {
+        **dict.fromkeys(ALLOWED.values(), ()),
+        **dict.fromkeys(KILLED.values(), (Condition(*NEVER, KILL),)),
+        **conditional_calls(os.getpid()),
+    }
     for numbers, conditions in calls.items():
         number = numbers[column]
         if number is None:

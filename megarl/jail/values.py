@@ -7,7 +7,7 @@ The trainer never decodes one, so that it builds no set or dict of untrusted key
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, MappingView
+from collections.abc import Callable, ItemsView, Iterable, KeysView, ValuesView
 from decimal import Decimal
 from fractions import Fraction
 from itertools import islice
@@ -85,8 +85,9 @@ def encode(value: Any, refer: Refer = refuse) -> Any:
     if isinstance(value, list):
         return _encode_all(list.__iter__(value), refer)
     kind: Any
-    if isinstance(value, tuple) and getattr(value, "_fields", None):
-        pairs = zip(value._fields, tuple.__iter__(value), strict=True)
+    names = getattr(value, "_fields", None)
+    if names and issubclass(type(value), tuple):
+        pairs = zip(names, tuple.__iter__(value), strict=True)
         return {"named": [_encode_all(pair, refer) for pair in pairs]}
     for kind in (tuple, set, frozenset):
         if isinstance(value, kind):
@@ -104,7 +105,7 @@ def encode(value: Any, refer: Refer = refuse) -> Any:
     if isinstance(value, range | slice):
         items = (value.start, value.stop, value.step)
         return {type(value).__name__: _encode_all(items, refer)}
-    if isinstance(value, deque | MappingView):
+    if isinstance(value, deque | KeysView | ValuesView | ItemsView):
         return _encode_all(value, refer)
     if type(value).__module__ in ("builtins", "itertools") and hasattr(value, "__next__"):
         return {"iterator": _encode_all(islice(value, MAX_ITEMS), refer)}

@@ -109,4 +109,4 @@ def even_fraction(*, tokens: Sequence[int]) -> float:
     return sum(token % 2 == 0 for token in tokens) / max(len(tokens), 1)
 
 
-BUILT_IN: dict[str, Callable[..., float | Score]] = {"format": format_think}
+BUILT_IN: dict[str, Callable[..., float]] = {"format": format_think}
