@@ -65,7 +65,7 @@ class Link:
         remote: Remote,
         do: str,
         arguments: tuple[Any, ...],
-        keywords: dict[str, Any] | None = None,
+        keywords: dict[str, Any],
         *,
         in_place: bool = False,
     ) -> Any:
@@ -74,7 +74,6 @@ class Link:
         With `in_place`, lists, dicts and sets among `arguments` get the items that the solution
         gave them.
         """
-        keywords = keywords or {}
         operation = {
             "do": do,
             "target": remote._target,
@@ -158,7 +157,7 @@ def _refuse(remote: Remote, operation: str, *_: Any) -> NoReturn:
 
 
 def _ask(remote: Remote, operation: str, *arguments: Any) -> Any:
-    return remote._link.ask(remote, operation, arguments)
+    return remote._link.ask(remote, operation, arguments, {})
 
 
 for _method, _names in ((_ask, GIVING), (_refuse, REFUSED)):
