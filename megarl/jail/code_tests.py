@@ -184,14 +184,10 @@ def same(actual: Any, expected: Any) -> bool:
 
 
 def _same_items(pairs: list[list[Any]], expected: dict[str, Any]) -> bool:
-    if len(pairs) != len(expected):
+    items = {str(key): item for key, item in pairs}
+    if len(items) < len(pairs) or items.keys() != expected.keys():
         return False
-    for (key, item), known in zip(
-        sorted(pairs, key=lambda pair: str(pair[0])), sorted(expected), strict=True
-    ):
-        if str(key) != known or not same(item, expected[known]):
-            return False
-    return True
+    return all(same(item, expected[key]) for key, item in items.items())
 
 
 def same_output(actual: str, expected: str) -> bool:

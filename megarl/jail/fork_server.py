@@ -165,14 +165,12 @@ class ForkServer:
 
     def stop(self) -> None:
         """Ends the server and all its children; not while another thread starts one."""
-        process = self.process
-        self.process = None
         if self.requests is not None:
             self.requests.close()
-            self.requests = None
-        if process is not None:
-            process.kill()
-            process.wait()
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+        self.requests = self.process = None
 
 
 def _receive_number(connection: socket.socket) -> int | None:

@@ -69,8 +69,6 @@ SOURCES = "value iter context_expr defaults kw_defaults"
 TARGETS = "targets target optional_vars args posonlyargs kwonlyargs"
 BOTH = "both sides are the solution's"
 FOREIGNER = "its class becomes another on the way to the solution or back"
-ONLY = "only the solution could answer for its object"
-EVALUATES = "it evaluates what the solution returned, or cannot be sent to it"
 FORMATS = "the solution would choose the format"
 NAN = "true of NaN; compare the other way round"
 SKIPS = "the solution would decide which assertions run"
@@ -90,8 +88,8 @@ def nodes(tree: ast.AST, kind: type[Node] | tuple[type[Node], ...]) -> list[Node
 
 
 def called(call: ast.Call) -> str:
-    """Returns the name of a called function or method."""
-    return ast.unparse(call.func).rpartition(".")[2]
+    """Returns the name of a called function or method, or nothing."""
+    return _key(call.func)
 
 
 def expects_error(tree: ast.AST) -> bool:
@@ -131,10 +129,7 @@ def _children(node: ast.AST, fields: str) -> list[ast.AST]:
 
 def _key(node: ast.AST) -> str:
     """Returns the name of a variable or an attribute, or nothing."""
-    for kind, field in NAMED.items():
-        if isinstance(node, kind):
-            return getattr(node, field) or ""
-    return ""
+    return getattr(node, NAMED.get(type(node), ""), None) or ""
 
 
 def _mentioned(*trees: ast.AST) -> set[str]:
@@ -143,7 +138,7 @@ def _mentioned(*trees: ast.AST) -> set[str]:
 
 def _arguments(function: ast.FunctionDef | ast.Lambda) -> list[str]:
     """Returns the names of a function's parameters."""
-    names = [parameter.arg for parameter in nodes(function.args, ast.arg)]
+    names = map(_key, nodes(function.args, ast.arg))
     return [name for name in names if name not in ("self", "cls")]
 
 
@@ -201,7 +196,7 @@ class Influence:
         for node in assignments:
             if isinstance(node.value, ast.Lambda):
                 self.functions[_key(node.targets[0])].append(node.value)
-        self.caught = {handler.name or "" for handler in nodes(module, ast.ExceptHandler)}
+        self.caught = set(map(_key, nodes(module, ast.ExceptHandler)))
         if expects_error(module):
             self.caught |= {"value", "exception"}
         self.influenced = {*names, *self.caught, "candidate"}
@@ -219,11 +214,9 @@ class Influence:
         made = [node.targets for node in assignments if self.is_object(node.value)]
         self.instances = self._roots(*chain.from_iterable(made))
         calls = nodes(module, ast.Call)
-        asked = [call for call in calls if self.of(call.func)]
-        given = [call.args for call in asked if not _is_in_place(call)]
-        given += [call.keywords for call in asked]
+        given = [[*call.args, *call.keywords] for call in calls if self.of(call.func)]
         # arguments of the solution
-        self.given = _reach(self._roots(*chain.from_iterable(given)), flows) - self.influenced
+        self.given = _reach(self._roots(*chain.from_iterable(given)), flows)
         # names with independent results
         collected = [_mutated(call) for call in calls if self.of(*call.args)]
         collected += [node.targets for node in assignments if self.is_several(node.value)]
@@ -345,7 +338,7 @@ class Influence:
                 return self._refused_call(node)
             case ast.Attribute(value=value) if self.of(value):
                 if name in ("__name__", "format", "format_map"):
-                    return EVALUATES
+                    return "it evaluates what the solution returned, or cannot be sent to it"
                 is_kept = self.capitalized or ast.unparse(value).startswith("np.")
                 if name in LOST and not is_kept:
                     return f"{name} of plain data"
@@ -366,7 +359,8 @@ class Influence:
     def _refused_operands(self, operands: Sequence[ast.AST]) -> str:
         if len([*filter(self.of, operands)]) > 1:
             return BOTH
-        return ONLY if any(map(self.is_object, operands)) else ""
+        is_object = any(map(self.is_object, operands))
+        return "only the solution could answer for its object" if is_object else ""
 
     def _refused_comparison(self, node: ast.Compare) -> str:
         sides = [node.left, *node.comparators]
@@ -446,8 +440,8 @@ class Influence:
                 text = ast.unparse(ast.Module(last, []))
                 return not text.startswith(("assert False", "raise ", "self.fail("))
             case ast.With(items=items, body=body) if self.of(*body):
-                contexts = [ast.unparse(getattr(item.context_expr, "func", item)) for item in items]
-                names = {text.rpartition(".")[2] for text in contexts}
+                contexts = [getattr(item.context_expr, "func", item) for item in items]
+                names = {*map(_key, contexts)}
                 is_hidden = names & RAISES and nodes(node, ast.Assert)
                 return bool(is_hidden) or not CONTEXTS.issuperset(names)
         return self.of(*_children(node, "iter ifs test subject"))

@@ -61,18 +61,6 @@ def die_with(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def separate_user() -> bool:
-    """Gives this process its own real user id, so that RLIMIT_NPROC counts its threads.
-
-    Root's threads are never counted. The effective user id, which decides access to files, stays.
-    Returns False without root.
-    """
-    with suppress(OSError):
-        os.setresuid(REAL_USERS + os.getpid(), -1, -1)
-        return True
-    return False
-
-
 def drop_rights(spec: JailMessage) -> dict[str, str]:
     """Applies every limit, in the required order. Returns {limit that this machine lacks: error}.
 
@@ -88,7 +76,12 @@ def drop_rights(spec: JailMessage) -> dict[str, str]:
         except (OSError, ValueError, AttributeError) as error:
             missing[limit] = str(error)
 
-    is_counted = separate_user()
+    is_counted = False
+    # RLIMIT_NPROC counts the threads of a real user id, but never root's, so that this process gets
+    # its own; the effective user id, which decides access to files, stays
+    with suppress(OSError):
+        os.setresuid(REAL_USERS + os.getpid(), -1, -1)
+        is_counted = True
     with suppress(OSError):  # Landlock confines the code without it
         is_counted |= enter_mount_namespace()
         private_root(spec["folder"], spec["readable"], spec["disk_bytes"])

@@ -16,7 +16,6 @@ from __future__ import annotations
 import builtins
 import json
 import os
-from collections.abc import Callable
 from copy import deepcopy
 from functools import partialmethod
 from typing import Any, BinaryIO, NoReturn
@@ -65,7 +64,7 @@ class Link:
         remote: Remote,
         do: str,
         arguments: tuple[Any, ...],
-        keywords: dict[str, Any] | None = None,
+        keywords: dict[str, Any],
         *,
         in_place: bool = False,
     ) -> Any:
@@ -74,7 +73,6 @@ class Link:
         With `in_place`, lists, dicts and sets among `arguments` get the items that the solution
         gave them.
         """
-        keywords = keywords or {}
         operation = {
             "do": do,
             "target": remote._target,
@@ -144,12 +142,12 @@ class Remote:
             raise AttributeError(name)
         if name in PLAIN and not self._is_instance:
             _refuse(self, name)
-        return self._link.ask(self, "getattr", (name,))
+        return _ask(self, "getattr", name)
 
     def __contains__(self, item: Any) -> bool:
         if not self._is_instance:
             _refuse(self, "in")
-        return self._link.ask(self, "contains", (item,))
+        return _ask(self, "contains", item)
 
     def __eq__(self, other: object) -> bool:
         return other is not None and _refuse(self, "==")
@@ -159,14 +157,13 @@ def _refuse(remote: Remote, operation: str, *_: Any) -> NoReturn:
     remote._link.refuse("wrong_answer", f"{operation} of an object that the solution returned")
 
 
-def _give(operation: str) -> Callable[..., Any]:
-    return lambda self, *arguments: self._link.ask(self, operation, arguments)
+def _ask(remote: Remote, operation: str, *arguments: Any) -> Any:
+    return remote._link.ask(remote, operation, arguments, {})
 
 
-for _name in GIVING.split():
-    setattr(Remote, f"__{_name}__", _give(_name))
-for _name in REFUSED.split():
-    setattr(Remote, f"__{_name}__", partialmethod(_refuse, _name))
+for _method, _names in ((_ask, GIVING), (_refuse, REFUSED)):
+    for _name in _names.split():
+        setattr(Remote, f"__{_name}__", partialmethod(_method, _name))
 
 
 def _number(value: Any) -> int:

@@ -66,12 +66,10 @@ def read_script(texts: tuple[str, ...], entry: str | None = None) -> Script:
                 body += _flatten(_parse(text), entry)
             module = ast.Module(body, [])
             names, errors, imports = _solution_names(module, entry)
-            _check_entry(names, entry)
             _mark_in_place(module, names)
             module.body[:0] = _parse("\n".join(imports))
             influence = check(module, names)
             _check_assertions(module)
-            ast.fix_missing_locations(module)
             return _split(module.body, influence, errors)
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"{type(error).__name__}: {error}, in {texts[0][:60]!r}") from None
@@ -84,7 +82,7 @@ def _parse(text: str) -> list[ast.stmt]:
 def _flatten(body: Sequence[ast.stmt], entry: str | None) -> Iterator[ast.stmt]:
     """Replaces check(candidate) and test_...() with their bodies, or a call if they cannot be."""
     functions = {
-        item.name: item
+        item.name
         for item in body
         if isinstance(item, ast.FunctionDef)
         and (item.name == "check" or item.name.startswith("test_"))
@@ -110,7 +108,7 @@ def _flatten(body: Sequence[ast.stmt], entry: str | None) -> Iterator[ast.stmt]:
                 argument = _function(body, item, entry)
             others = [other for other in statements if other is not item]
             is_called = item.name in _names(ast.Module(others, []))
-            if not is_called and _can_be_inlined(functions[item.name]):
+            if not is_called and _can_be_inlined(item):
                 for parameter in item.args.args:
                     yield from _parse(f"{parameter.arg} = {argument}")
                 yield from item.body
@@ -162,9 +160,7 @@ def _solution_names(module: ast.Module, entry: str | None) -> tuple[set[str], se
     free = _free_names(module)
     owners = {ast.unparse(node.value) for node in nodes(module, ast.Attribute)}
     modules = owners & sys.stdlib_module_names
-    entries = set()
-    if entry:
-        entries = _names(ast.parse(entry)) & free
+    entries = _names(ast.parse(entry or "")) & free
     importable = IMPORTS.keys() - entries
     imports = [f"import {name}" for name in free & modules]
     imports += [IMPORTS[name] for name in free & importable]
@@ -179,15 +175,17 @@ def _solution_names(module: ast.Module, entry: str | None) -> tuple[set[str], se
     errors = expected & names
     if names == errors:
         raise ValueError("which function do they test? set fn_name")
+    if entry and (others := names - errors - entries - {"Solution"}):
+        raise UnreadableTests(
+            f"they use {', '.join(sorted(others))}, which neither they nor {entry} define; add it"
+        )
     return names - errors, errors, imports
 
 
 def _free_names(module: ast.Module) -> set[str]:
     table = symtable.symtable(ast.unparse(module), "tests", "exec")
-    defined = {"_call_test", "_sized"}
-    for symbol in table.get_symbols():
-        if symbol.is_assigned() or symbol.is_imported():
-            defined.add(symbol.get_name())
+    symbols = table.get_symbols()
+    defined = {one.get_name() for one in symbols if one.is_assigned() or one.is_imported()}
     used = set()
     scopes = [table]
     while scopes:
@@ -196,18 +194,11 @@ def _free_names(module: ast.Module) -> set[str]:
         for symbol in scope.get_symbols():
             if symbol.is_referenced() and (scope is table or symbol.is_global()):
                 used.add(symbol.get_name())
-    return used - defined
+    return used - defined - {"_call_test", "_sized"}
 
 
 def _names(tree: ast.AST) -> set[str]:
     return {node.id for node in nodes(tree, ast.Name)}
-
-
-def _check_entry(names: set[str], entry: str | None) -> None:
-    if entry and (others := names - _names(ast.parse(entry)) - {"Solution"}):
-        raise UnreadableTests(
-            f"they use {', '.join(sorted(others))}, which neither they nor {entry} define; add it"
-        )
 
 
 def _mark_in_place(module: ast.Module, names: set[str]) -> None:
@@ -253,9 +244,7 @@ def _asserts(statement: ast.stmt) -> bool:
     """Returns whether a statement asserts something or expects an error, and does not define it."""
     if isinstance(statement, (*DEFINITIONS, ast.Expr)):
         return False
-    if nodes(statement, ast.Assert):
-        return True
-    return isinstance(statement, ast.With) and expects_error(statement)
+    return bool(nodes(statement, ast.Assert)) or expects_error(statement)
 
 
 def _split(body: Sequence[ast.stmt], influence: Influence, errors: set[str]) -> Script:

@@ -110,8 +110,7 @@ class Solution(Session):
         reply = self.ask(operation, until)
         names = reply.get("raised")
         text = reply.get("text")
-        are_texts = isinstance(names, list) and all(isinstance(name, str) for name in names)
-        if are_texts and isinstance(text, str):
+        if isinstance(names, list) and all(isinstance(word, str) for word in (*names, text)):
             return {"raised": names, "text": text, "kind": known_kind(reply.get("kind"))}
         if "value" not in reply or not is_encoded(reply["value"]):
             return failure("ValueError", "the reply is not a value")

@@ -128,6 +128,9 @@ class Condition(NamedTuple):
     otherwise: int
 
 
+NEVER = (0, 0, (1,))  # a condition that no call fulfils: word & 0 is not 1
+
+
 def conditional_calls(pid: int) -> dict[Numbers, list[Condition]]:
     """Calls that process `pid` may make if all their conditions hold, by their numbers."""
 
@@ -144,7 +147,6 @@ def conditional_calls(pid: int) -> dict[Numbers, list[Condition]]:
 
     threads_only = Condition(0, CLONE_THREAD, (CLONE_THREAD,), KILL)
     as_pthreads = Condition(0, ALL_BITS ^ CLONE_DETACHED, (PTHREAD_FLAGS,), EPERM)
-    always_refused = Condition(0, 0, (1,), EPERM)  # (word & 0) is never 1
     stream_only = Condition(2, ALL_BITS ^ SOCK_FLAGS, (1,), EPERM)
     return {
         (56, 220): [threads_only, as_pthreads],  # clone
@@ -153,7 +155,7 @@ def conditional_calls(pid: int) -> dict[Numbers, list[Condition]]:
         (302, 261): only(0, 0, pid, otherwise=KILL),  # prlimit64
         (204, 123): only(0, 0, pid),  # sched_getaffinity
         # socket: name services try AF_UNIX
-        (41, 198): [*only(0, 1, otherwise=KILL), always_refused],
+        (41, 198): [*only(0, 1, otherwise=KILL), Condition(*NEVER, EPERM)],
         (53, 199): [*only(0, 1), stream_only],  # socketpair
         (44, 206): [*only(4, 0), Condition(9, ALL_BITS, (0,), EPERM)],  # sendto: without an address
         (2, None): open_flags(1),  # open
@@ -181,12 +183,12 @@ def filter_rows() -> list[Instruction]:
     ret = 0x06  # BPF_RET
     rows = [(load, 0, 0, 4), (equal, 1, 0, arch), (ret, 0, 0, KILL)]
     rows += [(load, 0, 0, 0), (at_least, 0, 1, X32), (ret, 0, 0, KILL)]
-    for calls, action in ((ALLOWED, ALLOW), (KILLED, KILL)):
-        for numbers in calls.values():
-            number = numbers[column]
-            if number is not None:
-                rows += [(equal, 0, 1, number), (ret, 0, 0, action)]
-    for numbers, conditions in conditional_calls(os.getpid()).items():
+    calls = {
+        **dict.fromkeys(ALLOWED.values(), ()),
+        **dict.fromkeys(KILLED.values(), (Condition(*NEVER, KILL),)),
+        **conditional_calls(os.getpid()),
+    }
+    for numbers, conditions in calls.items():
         number = numbers[column]
         if number is None:
             continue

@@ -7,33 +7,20 @@ The trainer never decodes one, so that it builds no set or dict of untrusted key
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, ItemsView, Iterable, KeysView, ValuesView
+from decimal import Decimal
+from fractions import Fraction
 from itertools import islice
 from typing import Any
 
 MAX_DEPTH = 200  # of nested containers; a dict is two
 MAX_ITEMS = 100_000  # of an iterator, which may be endless
-KEYS = type({}.keys())
-LISTED = (
-    deque,
-    type({}.values()),
-    type({}.items()),
-)
 # attributes of plain data, which a function was to return
 PLAIN = {name for kind in (str, int, float, list, dict, set, bytes) for name in dir(kind)}
-BUILDERS: dict[str, Callable[[list[Any]], Any]] = {
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "iterator": iter,
-    "keys": lambda items: dict.fromkeys(items).keys(),
-    "complex": lambda items: complex(*items),
-    "range": lambda items: range(*items),
-    "slice": lambda items: slice(*items),
-}
 
 JailMessage = dict[str, Any]  # a JSON object that jail and trainer exchange
 Refer = Callable[[Any], int]
+Builders = dict[str, Callable[[Any], Any]]  # by tag, from the decoded content
 
 
 class NotPlain(Exception):
@@ -52,6 +39,31 @@ class NamedItems(tuple):
         if name in PLAIN and callable(value):  # an object that would answer startswith("abc")
             raise AttributeError(name)
         return value
+
+
+def _named_items(pairs: list[Any]) -> NamedItems:
+    items = NamedItems(value for _, value in pairs)
+    items.names = [name for name, _ in pairs]
+    return items
+
+
+OF_TEXT: Builders = {
+    "int": lambda text: int(text, 16),
+    "bytes": bytes.fromhex,
+    "decimal": Decimal,
+}
+OF_PAIRS: Builders = {"dict": dict, "named": _named_items}
+OF_ITEMS: Builders = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "iterator": iter,
+    "keys": lambda items: dict.fromkeys(items).keys(),
+    "complex": lambda items: complex(*items),
+    "fraction": lambda items: Fraction(*items),
+    "range": lambda items: range(*items),
+    "slice": lambda items: slice(*items),
+}
 
 
 def refuse(value: Any) -> int:
@@ -90,23 +102,21 @@ def encode(value: Any, refer: Refer = refuse) -> Any:
         return {"dict": [_encode_all(pair, refer) for pair in dict.items(value)]}
     if isinstance(value, (bytes, bytearray)):
         return {"bytes": bytes(value).hex()}
+    if isinstance(value, Decimal):
+        return {"decimal": str(value)}
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
+    if isinstance(value, Fraction):
+        return {"fraction": _encode_all(value.as_integer_ratio(), refer)}
     if isinstance(value, range | slice):
         items = (value.start, value.stop, value.step)
         return {type(value).__name__: _encode_all(items, refer)}
-    if isinstance(value, KEYS):  # equals a set
+    if isinstance(value, KeysView):  # equals a set
         return {"keys": _encode_all(value, refer)}
-    if isinstance(value, LISTED):
+    if isinstance(value, deque | ValuesView | ItemsView):
         return _encode_all(value, refer)
     if type(value).__module__ in ("builtins", "itertools") and hasattr(value, "__next__"):
         return {"iterator": _encode_all(islice(value, MAX_ITEMS), refer)}
-    # by name, because these classes are imported only if the code does
-    name = f"{type(value).__module__}.{type(value).__name__}"
-    if name == "fractions.Fraction":
-        return {"fraction": _encode_all((value.numerator, value.denominator), refer)}
-    if name == "decimal.Decimal":
-        return {"decimal": str(value)}
     if hasattr(value, "tolist"):  # NumPy
         return encode(value.tolist(), refer)
     return {"object": [refer(value), type(value).__name__]}
@@ -128,26 +138,9 @@ def decode(value: Any, resolve: Callable[[int, str], Any]) -> Any:
     ((kind, content),) = value.items()
     if kind == "object":
         return resolve(*content)
-    if kind == "dict":
-        return {decode(key, resolve): decode(item, resolve) for key, item in content}
-    if kind == "named":
-        items = NamedItems(decode(item, resolve) for _, item in content)
-        items.names = [name for name, _ in content]
-        return items
-    if kind == "int":
-        return int(content, 16)
-    if kind == "bytes":
-        return bytes.fromhex(content)
-    if kind == "decimal":
-        from decimal import Decimal
-
-        return Decimal(content)
-    items = [decode(item, resolve) for item in content]
-    if kind == "fraction":
-        from fractions import Fraction
-
-        return Fraction(*items)
-    return BUILDERS[kind](items)
+    if kind in OF_TEXT:
+        return OF_TEXT[kind](content)
+    return (OF_PAIRS | OF_ITEMS)[kind](decode(content, resolve))
 
 
 def is_encoded(value: Any) -> bool:
@@ -175,10 +168,9 @@ def is_encoded(value: Any) -> bool:
 def _is_content(kind: str, content: Any) -> bool:
     if kind == "object":
         return isinstance(content, list) and [*map(type, content)] == [int, str]
-    if kind in ("dict", "named"):
-        return isinstance(content, list) and all(
-            isinstance(pair, list) and len(pair) == 2 for pair in content
-        )
-    if kind in ("int", "bytes", "decimal"):
+    if kind in OF_TEXT:
         return isinstance(content, str)
-    return (kind in BUILDERS or kind == "fraction") and isinstance(content, list)
+    is_list = isinstance(content, list)
+    if kind in OF_PAIRS:
+        return is_list and all(isinstance(pair, list) and len(pair) == 2 for pair in content)
+    return is_list and kind in OF_ITEMS

@@ -62,23 +62,16 @@ def extract_answer(response: str, place: AnswerPlace) -> str | None:
         return text
     if place == "last_number":
         return _last_number(text)
-    if place == "auto":
-        if "<answer>" in text:
-            place = "tag"
-        elif BOXED in text:
-            place = "boxed"
-    if place == "tag":
+    if place == "tag" or (place == "auto" and "<answer>" in text):
         start = text.rfind("<answer>", 0, max(text.rfind("</answer>"), 0))
         if start < 0:
             return None
         text = text[start + len("<answer>") : text.index("</answer>", start)].strip()
-    elif place == "boxed":
-        return _boxed(text)
     elif place == "last_line":
         text = text.rpartition("\n")[2].strip()
         if not text:
             return None
-    if BOXED in text:
+    if place == "boxed" or BOXED in text:
         return _boxed(text)
     return without_marks(text)
 

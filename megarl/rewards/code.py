@@ -48,8 +48,9 @@ FENCED = re.compile(
     r"(?P<code>.*?)(?:^[ \t]*(?P=fence)(?P=mark)*[ \t]*$|\Z)",
     re.MULTILINE | re.DOTALL,
 )
-PYTHON = re.compile(r"\{?\.?(python|py)[\d.]*\b.*", re.IGNORECASE | re.ASCII)
-NO_LANGUAGE = re.compile(r"\s*")
+# the language of a fence
+PYTHON = r"(?ia)\{?\.?(python|py)[\d.]*\b.*"
+NONE = r"\s*"
 NOT_ITS_FAULT = ("sandbox", "bad_tests", "unjudgeable")
 
 
@@ -110,9 +111,9 @@ def extract_code(response: str) -> str:
     blocks = [*FENCED.finditer(text)]
     if not blocks:
         return text.strip("\n `")
-    for languages in (PYTHON, NO_LANGUAGE):
+    for language in (PYTHON, NONE):
         for block in reversed(blocks):
-            if languages.fullmatch(block["info"]):
+            if re.fullmatch(language, block["info"]):
                 return re.sub(rf"^{block['indent']}", "", block["code"], flags=re.MULTILINE)
     return ""
 

@@ -70,8 +70,6 @@ class FunctionReward:
 
     def _score(self, request: ScoreRequest) -> Score:
         result = self.call(request)
-        if isinstance(result, Score):
-            return result
         if isinstance(result, Mapping):
             result = result["score"]
         return Score(float(result))

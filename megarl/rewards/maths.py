@@ -86,7 +86,8 @@ CLASSES = [{*line.split()} for line in EVALUATED.splitlines()]
 
 PERCENT = "*%^1"
 
-Equality = tuple[tuple[str, ...], str]  # texts that must all equal the reference as mathematics
+# a reference, and texts that must all equal it as mathematics: the answer first
+Equality = tuple[str, ...]
 
 
 def compare(candidate: str, answer: object) -> bool | list[Equality]:
@@ -98,7 +99,7 @@ def compare(candidate: str, answer: object) -> bool | list[Equality]:
     equalities = []
     for text in texts_of(answer):
         equalities += _compare_texts(candidate, text)
-    if any(texts == (reference,) for texts, reference in equalities):
+    if any(len({*equality}) == 1 for equality in equalities):
         return True
     return equalities or False
 
@@ -122,7 +123,7 @@ def texts_of(answer: object) -> list[str]:
 
 
 def _compare_texts(candidate: str, answer: str) -> list[Equality]:
-    same = [((answer,), answer)]
+    same = [(answer, answer)]
     if max(len(candidate), len(answer)) > MAX_CHARS:
         return same if candidate.split() == answer.split() else []
     candidate = plain_latex(candidate)
@@ -149,7 +150,7 @@ def _compare_named(candidate: str, answer: str) -> list[Equality]:
     is_equation = len(_split(candidate, EQUALS)) > 1
     if name and (our_name == name or not (is_equation or "+" in name)):  # 5 is no line x+y=5
         return _compare_sides(our_value, value)
-    if not name and len(_split(answer, EQUALS)) == 1:
+    if len(_split(answer, EQUALS)) == 1:
         return _compare_sides(our_value, answer)
     if is_equation:
         return _compare_values(candidate, answer)
@@ -165,7 +166,7 @@ def _split_name(text: str) -> tuple[str, str]:
     named = []
     for part in _split(text, COMMA):
         sides = _split(part, EQUALS)
-        if NAME.fullmatch(sides[-1]) and not NAME.fullmatch(sides[0]):  # 5 = x
+        if not NAME.fullmatch(sides[0]):  # 5 = x
             sides.reverse()
         if len(sides) > 1 and NAME.fullmatch(sides[0]):
             name = "".join(tokens_of(sides.pop(0)))
@@ -184,8 +185,7 @@ def _compare_sides(text: str, answer: str) -> list[Equality]:
     others = [side for side in others if not NAME.fullmatch(side)]
     if not all(_is_comparable(side, answer) for side in others):
         return []
-    equalities = _compare_quantities(last, answer)
-    return [((*others, *texts), reference) for texts, reference in equalities]
+    return [(*equality, *others) for equality in _compare_quantities(last, answer)]
 
 
 def _compare_quantities(candidate: str, answer: str) -> list[Equality]:
@@ -221,7 +221,7 @@ def _is_whole(text: str) -> bool:
 def _compare_values(candidate: str, answer: str) -> list[Equality]:
     candidate = _spell_out(candidate)
     answer = _spell_out(answer)
-    same = [((answer,), answer)]
+    same = [(answer, answer)]
     ours = read_number(candidate)
     theirs = read_number(answer)
     is_same = tokens_of(candidate) == tokens_of(answer)
@@ -236,7 +236,7 @@ def _compare_values(candidate: str, answer: str) -> list[Equality]:
         bare = re.sub(r"[\s{}]", "", candidate)
         return same if bare in (number, f"{number}_{base}") else []
     if is_mathematics(answer) and _is_comparable(candidate, answer):
-        return [((candidate,), answer)]
+        return [(answer, candidate)]
     return []
 
 
@@ -317,7 +317,7 @@ def _split(text: str, separator: str) -> list[str]:
 def import_math_verify() -> None:
     """Imports math-verify, and fills the caches of its parser for the processes that are forked."""
     text = r"\{\frac{1}{2}, x^2 + \sqrt{3}\}"
-    make_judge(None)([((text,), text)])
+    make_judge(None)([(text, text)])
 
 
 def make_judge(context: None) -> Callable[[list[Equality]], float]:
@@ -357,11 +357,10 @@ def make_judge(context: None) -> Callable[[list[Equality]], float]:
         return gold == other or abs(gold - other) <= 1e-4 * abs(gold)
 
     def is_true(equality: Equality) -> bool:
-        texts, answer = equality
-        boxed = [f"\\boxed{{{text}}}" for text in (answer, *texts)]
+        boxed = [f"\\boxed{{{text}}}" for text in equality]
         gold, *parsed = [math_verify.parse(text, parsing_timeout=0) for text in boxed]
         if not all(verify(gold, text) and is_near(gold[0], text[0]) for text in parsed):
             return False
-        return is_left(gold[0]) or not is_left(parsed[-1][0])
+        return is_left(gold[0]) or not is_left(parsed[0][0])
 
     return lambda equalities: float(any(map(is_true, equalities)))

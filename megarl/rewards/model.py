@@ -65,16 +65,15 @@ class ModelReward:
                 continue
             mean = fmean(scores) if scores else 0.0
             # without an outcome, the reward only shows the mean of the steps
-            base = 0.0
-            if self.is_process or sample.has_outcome:
-                base = sample.reward or 0.0
-            added = self.weight * mean
+            reward = self.weight * mean
             if self.is_process and sample.has_outcome:
-                added = 0.0
+                reward = 0.0
+            if self.is_process or sample.has_outcome:
+                reward += sample.reward or 0.0
             steps = [(end, self.weight * value) for end, value in zip(row, scores, strict=False)]
             result[number] = replace(
                 sample,
-                reward=base + added,
+                reward=reward,
                 rewards={**sample.rewards, "model": mean},
                 step_rewards=(*sample.step_rewards, *steps),
                 has_outcome=sample.has_outcome or not (self.is_process or self.weight == 0),

@@ -177,11 +177,13 @@ class HttpClient:
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
-        detail = f"{self.url} did not answer all requests within total_s={options.total_s}"
-        out_of_time = ScoreError("timeout", detail)
+        out_of_time = ScoreError(
+            "timeout", f"{self.url} did not answer all requests within total_s={options.total_s}"
+        )
         if failed and failed[0].cause in UNREACHABLE:
-            detail = f"{failed[0]} after retries for total_s={options.total_s}"
-            out_of_time = ScoreError(failed[0].cause, detail)
+            out_of_time = ScoreError(
+                failed[0].cause, f"{failed[0]} after retries for total_s={options.total_s}"
+            )
         return [out_of_time if task in late else task.result() for task in tasks]
 
     async def _with_retries(
@@ -254,11 +256,13 @@ class HttpClient:
 
 
 def _retry_after(header: str) -> float:
-    """Returns the seconds to wait that a Retry-After header gives, as a number or a date, or 0."""
+    """Returns the seconds to wait that a Retry-After header gives, as a number or a date, or 0.
+
+    They may be negative or infinite.
+    """
     for parse in (float, lambda date: parsedate_to_datetime(date).timestamp() - time.time()):
         with suppress(ValueError, TypeError, OverflowError):
-            pause_s = parse(header)
-            return max(pause_s, 0.0) if math.isfinite(pause_s) else 0.0
+            return parse(header)
     return 0.0
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from megarl.data.task_judge import TaskJudge, judge_answers
 from megarl.jail.judging import JudgePool
 from megarl.rewards.interface import Score, ScoreError, ScoreRequest, try_score
-from megarl.rewards.maths import Equality, compare, texts_of
+from megarl.rewards.maths import compare, texts_of
 from megarl.rewards.thoughts import is_thought_and_answer
 from megarl.rewards.time_limit import call_with_time_limit
 
@@ -33,7 +33,7 @@ def check_math_verify() -> None:
         installed = version(PARSER)
     if installed == "4.13.2":  # that of the tests
         return
-    half = (("50\\%", "0.5"), "\\frac{1}{2}")
+    half = ("\\frac{1}{2}", "50\\%", "0.5")
     (verdict,) = MATHS.judge(None, [([half],)], timeout_s=60.0)
     if verdict.value != 1.0:
         raise ValueError(
@@ -72,9 +72,13 @@ class Accuracy:
             elif callable(judge):  # the user's own
                 scores[row] = try_score(self._call, judge, text)
             else:
-                result = self._compare(text, request.answer)
-                if isinstance(result, Score):
-                    scores[row] = result
+                try:
+                    result = compare(text, request.answer)
+                except ScoreError as error:
+                    scores[row] = Score(None, error.cause, str(error))
+                    continue
+                if isinstance(result, bool):
+                    scores[row] = Score(float(result))
                 else:
                     maths[row] = (result,)
         verdicts = judge_answers([*judged.values()], timeout_s=self.timeout_s)
@@ -87,15 +91,6 @@ class Accuracy:
         """Raises ScoreError for a problem that cannot be scored."""
         if not callable(extra.get("score")):
             texts_of(answer)
-
-    def _compare(self, text: str, answer: object) -> Score | list[Equality]:
-        try:
-            result = compare(text, answer)
-        except ScoreError as error:
-            return Score(None, error.cause, str(error))
-        if isinstance(result, bool):
-            return Score(float(result))
-        return result
 
     def _call(self, judge: Callable[[str], float], text: str) -> Score:
         return Score(float(call_with_time_limit(partial(judge, text), timeout_s=self.timeout_s)))
@@ -114,4 +109,4 @@ def even_fraction(*, tokens: Sequence[int]) -> float:
     return sum(token % 2 == 0 for token in tokens) / max(len(tokens), 1)
 
 
-BUILT_IN: dict[str, Callable[..., float | Score]] = {"format": format_think}
+BUILT_IN: dict[str, Callable[..., float]] = {"format": format_think}

@@ -14,6 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 
@@ -73,12 +74,12 @@ class Scorer:
         for reward in self.rewards:
             for index, value in scores[reward.name].steps or ():
                 steps.append((positions[index], reward.weight * value))
+        has_outcome = any(reward.weight for reward in outcomes)
+        if not has_outcome:  # for display: the mean of the steps
+            outcomes = self.rewards
         total = sum(reward.weight * values[reward.name] for reward in outcomes) + 0.0
         if not all(map(math.isfinite, [total, *(value for _, value in steps)])):
             return self._dropped(sample, "reward/total/nan", f"weighted sum of {values} is {total}")
-        has_outcome = any(reward.weight for reward in outcomes)
-        if not has_outcome:  # for display: the mean of the steps
-            total = sum(reward.weight * values[reward.name] for reward in self.rewards)
         extra = sample.extra
         if counted:
             extra = {**extra, "counted": counted}
@@ -110,15 +111,8 @@ class Scoring:
     def __init__(self, scorer: Scorer, prompts: Sequence[Prompt]) -> None:
         self._scorer = scorer
         self._prompts = {prompt.prompt_id: prompt for prompt in prompts}
-        self._openings = {}  # by prompt id
-        for prompt in prompts:
-            end = prompt.text
-            if scorer.decode is not None:
-                end = scorer.decode(prompt.tokens[-PROMPT_TOKENS:])
-            self._openings[prompt.prompt_id] = opened_tag(end)
-        # {id(sample): (row, sample)}; no other sample gets the id of one that is kept
-        self._rows = {}
-        self._decoded = []
+        # {id(sample): (sample, request)}; no other sample gets the id of one that is kept
+        self._added = {}
         self._workers = {
             reward.name: _Worker(reward) for reward in scorer.rewards if reward.total_s is not None
         }
@@ -126,12 +120,16 @@ class Scoring:
     def add(self, samples: Sequence[Sample]) -> None:
         new = []
         for sample in samples:
+            if id(sample) in self._added:
+                continue
+            prompt = self._prompts[sample.prompt_id]
+            end = prompt.text
             tokens = sample.tokens[sample.trainable].tolist()
             text = sample.text
             if self._scorer.decode is not None:
+                end = self._scorer.decode(prompt.tokens[-PROMPT_TOKENS:])
                 text = self._scorer.decode(tokens)
-            prompt = self._prompts[sample.prompt_id]
-            opening = self._openings[sample.prompt_id]
+            opening = opened_tag(end)
             request = ScoreRequest(
                 id=f"{sample.prompt_id}/{sample.index}",
                 prompt=prompt.text,
@@ -144,37 +142,33 @@ class Scoring:
                 finish=sample.finish,
                 extra=prompt.extra,
             )
-            new.append((replace(sample, text=text), request))
-        rows = enumerate(samples, len(self._decoded))
-        self._rows |= {id(sample): (row, sample) for row, sample in rows}
-        self._decoded += new
+            self._added[id(sample)] = (sample, request)
+            new.append(request)
         if new:
             for worker in self._workers.values():
-                worker.inbox.put([request for _, request in new])
+                worker.inbox.put(new)
 
     def results(self, samples: Sequence[Sample]) -> list[Sample]:
-        self.add([sample for sample in samples if id(sample) not in self._rows])
+        self.add(samples)
         started = time.monotonic()
-        order = [self._rows[id(sample)][0] for sample in samples]
         for worker in self._workers.values():
             worker.inbox.put([])
-        requests = [self._decoded[row][1] for row in order]
+        requests = [self._added[id(sample)][1] for sample in samples]
         rewards = self._scorer.rewards
         scores = {reward.name: reward(requests) for reward in rewards if reward.total_s is None}
         for name, worker in self._workers.items():
-            by_row = worker.results(len(self._decoded), started)
-            scores[name] = [by_row[row] for row in order]
+            by_id = dict(zip(self._added, worker.results(len(self._added), started), strict=True))
+            scores[name] = [by_id[id(sample)] for sample in samples]
             # every sample would be dropped, in the steps to come as well
-            if order and all(score.cause in UNREACHABLE for score in scores[name]):
+            if samples and all(score.cause in UNREACHABLE for score in scores[name]):
                 raise CheckFailed(
                     f"the reward {name} is gone: {scores[name][0].detail}; "
                     "start its server again, and the same command resumes"
                 )
         results = []
-        for place, row in enumerate(order):
-            sample, _ = self._decoded[row]
-            by_name = {reward.name: scores[reward.name][place] for reward in rewards}
-            results.append(self._scorer.scored(sample, by_name))
+        for row, (sample, request) in enumerate(zip(samples, requests, strict=True)):
+            by_name = {reward.name: scores[reward.name][row] for reward in rewards}
+            results.append(self._scorer.scored(replace(sample, text=request.response), by_name))
         return results
 
 
@@ -193,21 +187,19 @@ class _Worker:
         Those that are not there `total_s` after `started` have no value.
         """
         limit = self.reward.total_s or 0.0
-        try:
+        with suppress(TimeoutError):
             self.done.result(max(started + limit - time.monotonic(), 0))
-        except TimeoutError:
-            scores = self.scores[:]
-            num_late = count - len(scores)
-            late = Score(None, "timeout", f"did not score {num_late} samples within {limit:.0f} s")
-            return scores + [late] * num_late
-        return self.scores
+        scores = self.scores[:]
+        num_late = count - len(scores)
+        late = Score(None, "timeout", f"did not score {num_late} samples within {limit:.0f} s")
+        return scores + [late] * num_late
 
     def _run(self) -> None:
         while batch := self.inbox.get():
             is_last = False
             while not is_last and not self.inbox.empty():
                 more = self.inbox.get()
-                batch += more
+                batch = batch + more
                 is_last = not more
             self.scores += self.reward(batch)
             if is_last:

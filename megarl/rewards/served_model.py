@@ -8,7 +8,7 @@ temperature 1: of that token, and of the `top_k` likeliest ones
 
 from dataclasses import dataclass
 from heapq import nlargest
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -95,9 +95,8 @@ class ServedModel:
                         f"{url} returned {self.client.quote(answer)}, "
                         f"without the log-probs of a token (prompt_logprobs={self.top_k})",
                     ) from None
-                numbers_TN[t] = torch.tensor(
-                    [logprob, *(pair[0] for pair in top), *(pair[1] for pair in top)]
-                )
+                columns = zip(*top, strict=True)
+                numbers_TN[t] = torch.tensor([logprob, *chain.from_iterable(columns)])
 
         common: dict[str, Any] = {"max_tokens": 1, "prompt_logprobs": self.top_k}
         if self.model:

@@ -205,8 +205,8 @@ BATCHES = [
     ),
     (
         "rewards/scorer.py",
-        "scores[name] = [by_row[row] for row in order]",
-        "scores[name] = by_row",
+        "scores[name] = [by_id[id(sample)] for sample in samples]",
+        "scores[name] = [*by_id.values()]",
         f"{SCORER}::test_a_slow_reward_scores_what_is_finished_while_others_are_generated",
     ),
     (
@@ -355,8 +355,8 @@ BATCHES = [
     ),
     (
         "rewards/answers.py",
-        'if "<answer>" in text:',
-        'if "</answer>" in text:',
+        '(place == "auto" and "<answer>" in text)',
+        '(place == "auto" and "</answer>" in text)',
         f"{ANSWERS}::test_places",
     ),
     (

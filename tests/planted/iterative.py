@@ -76,8 +76,8 @@ ITERATIVE = [
     ),
     (
         "rewards/scorer.py",
-        "if order and all(score.cause in UNREACHABLE",
-        "if order and any(score.cause in UNREACHABLE",
+        "if samples and all(score.cause in UNREACHABLE",
+        "if samples and any(score.cause in UNREACHABLE",
         f"{SCORER}::test_a_server_that_is_gone_stops_the_run_if_no_sample_reaches_it",
     ),
 ]

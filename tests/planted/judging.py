@@ -83,8 +83,8 @@ JUDGED = [
     ),
     (
         "rewards/answers.py",
-        "    if BOXED in text:\n        return _boxed(text)\n    return without_marks(text)",
-        "    return without_marks(text)",
+        'if place == "boxed" or BOXED in text:',
+        'if place == "boxed":',
         "unit/rewards/test_answers.py::test_places",
     ),
     (
@@ -95,8 +95,8 @@ JUDGED = [
     ),
     (
         "rewards/scorer.py",
-        "self._openings[prompt.prompt_id] = opened_tag(end)",
-        'self._openings[prompt.prompt_id] = ""',
+        "opening = opened_tag(end)",
+        'opening = ""',
         f"{THOUGHTS}::test_rewards_know_what_the_prompt_opened",
     ),
     (
@@ -192,7 +192,7 @@ JUDGED = [
     ),
     (
         "rewards/maths.py",
-        "return is_left(gold[0]) or not is_left(parsed[-1][0])",
+        "return is_left(gold[0]) or not is_left(parsed[0][0])",
         "return True",
         f"{MATHS}::test_forms_of_an_answer",
     ),
