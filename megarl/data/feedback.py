@@ -17,8 +17,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
-from megarl.data.rows import messages_of, read_messages, short
-from megarl.data.tasks import Source
+from megarl.data.rows import Source, messages_of, read_content, short
 
 
 def check_feedback(source: Source, *, steps: bool, ignore_media: bool = False) -> list[str]:
@@ -103,17 +102,19 @@ def _numbers(values: Any, count: int, where: str) -> list[float]:
 
 def _response(value: Any, where: str, *, prompt: str, ignore_media: bool) -> str:
     """The text of a response. Messages before the assistant's last one must be the prompt's."""
-    if isinstance(value, str):
-        value = [{"role": "assistant", "content": value}]
-    messages = []
-    if isinstance(value, Sequence):
-        messages = [*read_messages(value, where, ignore_media=ignore_media)]
-    if not messages or messages[-1]["role"] != "assistant" or not messages[-1]["content"].strip():
+    content = read_content(value, where, ignore_media=ignore_media)
+    *before, last = messages_of(content, "assistant")
+    if last["role"] != "assistant" or not last["content"].strip():
         raise ValueError(
             f"{where} must be text, or messages that end with the assistant's, not "
             f"{short(value)}; correct it"
         )
-    *before, last = messages
+    others = sorted(last.keys() - {"role", "content"})
+    if others:
+        raise ValueError(
+            f"{where} has a message with {', '.join(others)}, which would not be learned; write it "
+            "into the content, as the model writes it, or remove it"
+        )
     both = "\n".join(f"{message['role']}: {message['content']}" for message in before)
     if before and before != messages_of(prompt) and prompt != both:
         raise ValueError(

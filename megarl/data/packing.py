@@ -24,7 +24,6 @@ PlannedRows = tuple[tuple[tuple[RowIndices, ...], ...], ...]  # [update][dp rank
 
 # tokens; where attention costs as much as a layer's products: about 12 x the hidden size
 ATTENTION_LENGTH = 24576
-MAX_SWAPS = 1000
 
 
 def plan_microbatches(
@@ -172,9 +171,7 @@ def first_fit_decreasing(lengths: Sequence[int] | np.ndarray, capacity: int) -> 
 
 
 def partition(costs: Sequence[int] | np.ndarray, parts: int) -> list[list[int]]:
-    """Partitions items, given by index, into `parts` of nearly equal cost: the largest first, then
-    by swaps.
-    """
+    """Partitions items, given by index, into `parts` of nearly equal cost: the largest first."""
     costs_N = np.asarray(costs, dtype=np.int64)
     assigned = [[] for _ in range(parts)]
     heap = [(0, part) for part in range(parts)]
@@ -182,36 +179,7 @@ def partition(costs: Sequence[int] | np.ndarray, parts: int) -> list[list[int]]:
         load, part = heap[0]
         assigned[part].append(item)
         heapq.heapreplace(heap, (load + int(costs_N[item]), part))
-    members = [np.asarray(part, dtype=np.int64) for part in assigned]
-    loads = np.array([costs_N[part].sum() for part in members])
-    for _ in range(MAX_SWAPS):
-        most = int(loads.argmax())
-        least = int(loads.argmin())
-        swap = _best_swap(
-            costs_N[members[most]], costs_N[members[least]], int(loads[most] - loads[least])
-        )
-        if swap is None:
-            break
-        i, j, difference = swap
-        members[most][i], members[least][j] = members[least][j], members[most][i]
-        loads[most] -= difference
-        loads[least] += difference
-    return [part.tolist() for part in members]
-
-
-def _best_swap(high: np.ndarray, low: np.ndarray, gap: int) -> tuple[int, int, int] | None:
-    """Returns the two items whose exchange brings the gap in load closest to 0, and the load it
-    moves.
-    """
-    if gap < 2 or not low.size:
-        return None
-    order = np.argsort(low, kind="stable")
-    above = np.searchsorted(low[order], high - gap // 2).clip(max=low.size - 1)
-    near = np.stack([above, (above - 1).clip(min=0)])
-    differences = high - low[order[near]]
-    side, i = np.unravel_index(np.abs(2 * differences - gap).argmin(), differences.shape)
-    best = int(differences[side, i])
-    return (int(i), int(order[near[side, i]]), best) if 0 < best < gap else None
+    return assigned
 
 
 def _even_bins(

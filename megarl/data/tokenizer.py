@@ -5,6 +5,7 @@ If a model folder has no tokenizer, as with tiny test models, texts are lists of
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any
 from jinja2 import meta
 
 from megarl.config.schema import Task
-from megarl.data.rows import Question, messages_of
+from megarl.data.rows import TextOrMessages, messages_of, short
 from megarl.models.config_json import ConfigReader, read_config
 from megarl.platform.alarm import Alarm, alarm
 from megarl.platform.packages import require
@@ -24,7 +25,7 @@ from megarl.platform.packages import require
 # vocabularies that transformers converts with the help of a package
 MODELS = ("tokenizer.model", "tiktoken.model")
 FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", *MODELS)
-Encode = Callable[[Question], tuple[int, ...]]
+Encode = Callable[[TextOrMessages], tuple[int, ...]]
 # tokens of a whole example, and which of them are learned
 Example = tuple[tuple[int, ...], tuple[bool, ...]]
 # variables of a chat template that task.template_args cannot set
@@ -77,24 +78,6 @@ def _vocabulary(folder: Path) -> tuple[int, set[int]]:
             )
         eos |= {*ends}
     return vocab, eos
-
-
-def may_not_fit(folder: Path) -> bool:
-    """Returns False if tokenizer.json has only ids of the model, and the chat template writes an
-    end token, or if there is no tokenizer. Imports nothing heavy.
-    """
-    vocab, eos = _vocabulary(folder)
-    settings = read_config(folder / "tokenizer_config.json").raw
-    template = str(settings.get("chat_template"))
-    if (folder / "chat_template.jinja").is_file():
-        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    tokenizer = read_config(folder / "tokenizer.json").raw
-    added = {token["id"]: token["content"] for token in tokenizer.get("added_tokens") or ()}
-    pieces = (tokenizer.get("model") or {}).get("vocab") or ()
-    ends = ["eos_token", settings.get("eos_token"), *map(added.get, eos)]
-    has_end = any(str(end) in template for end in ends if end)
-    fits = added and has_end and not max(len(pieces) - 1, *added) >= vocab > 0
-    return not fits and bool(_files(folder))
 
 
 def load_tokenizer(
@@ -290,14 +273,26 @@ class HfTokenizer:
     @cached_property
     def turn_end(self) -> tuple[int, ...]:
         """The tokens that the chat template writes after an assistant's turn; () if unknown."""
+        return self._sample[1]
+
+    @cached_property
+    def marks(self) -> list[str]:
+        """The special tokens that the chat template writes around a user's and an answer's text."""
+        added = self.inner.added_tokens_decoder
+        tokens = dict.fromkeys(chain.from_iterable(self._sample))
+        return [added[token].content for token in tokens if token in added and added[token].special]
+
+    @cached_property
+    def _sample(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The tokens before the question, and after the answer, of a conversation of two turns."""
         if self.is_plain or not self.chat_template:
-            return ()
+            return (), ()
         turns = [("user", "question"), ("assistant", "answer")]
         try:
-            text = self.render([{"role": role, "content": text} for role, text in turns])
+            text = self._render([{"role": role, "content": text} for role, text in turns])
         except ValueError:
-            return ()
-        return self.encode(text.rpartition("answer")[2])
+            return (), ()
+        return self.encode(text.partition("question")[0]), self.encode(text.rpartition("answer")[2])
 
     def encode(self, text: str, *, special: bool = False) -> tuple[int, ...]:
         """Encodes a text; with `special`, as the tokenizer's post-processor completes it."""
@@ -305,7 +300,7 @@ class HfTokenizer:
 
     def encode_prompt(
         self,
-        question: Question,
+        question: TextOrMessages,
         template: str | None,
         *,
         system_prompt: str | None = None,
@@ -340,10 +335,19 @@ class HfTokenizer:
         if system_prompt:
             messages = [{"role": "system", "content": system_prompt}, *messages]
         text = self.render(messages, generation=True, **(template_args or {}))
+        self._check_contents(messages, text, system_prompt)
+        return self.encode(text)
+
+    def _check_contents(
+        self, messages: Sequence[Mapping[str, Any]], text: str, system_prompt: str | None = None
+    ) -> None:
+        """Raises ValueError for a message that the rendered `text` lacks."""
         for message in messages:
             role = message["role"]
-            # earlier answers may be rendered without their thoughts
-            if role != "assistant" and message["content"].strip() not in text:
+            content = message["content"].strip()
+            if role == "assistant":  # earlier answers may be rendered without their thoughts
+                content = re.split(r"[>\]\n]\s*", content)[-1]
+            if content not in text:
                 name = f"the {role} message "
                 if system_prompt and role == "system":
                     name = "task.system_prompt="
@@ -351,7 +355,6 @@ class HfTokenizer:
                     f"{name}{message['content']!r} is not in the prompt, because the model's chat "
                     f"template ignores {role} messages; put it into the questions"
                 )
-        return self.encode(text)
 
     def render(
         self,
@@ -363,19 +366,30 @@ class HfTokenizer:
         """Renders messages in the chat template; with `generation`, up to the start of the
         assistant's next turn.
         """
-        self._check_keys(messages)
+        self._check_messages(messages)
+        return self._render(messages, add_generation_prompt=generation, **template_args)
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], **template_args: Any) -> str:
         with _limited("rejects the prompt"):
-            text = self.inner.apply_chat_template(
-                list(messages), add_generation_prompt=generation, tokenize=False, **template_args
-            )
+            text = self.inner.apply_chat_template(list(messages), tokenize=False, **template_args)
             if len(text) > MAX_PROMPT_CHARACTERS:
                 raise ValueError(
                     f"it makes {len(text)} characters of it, more than {MAX_PROMPT_CHARACTERS}"
                 )
         return text
 
-    def _check_keys(self, messages: Sequence[Mapping[str, Any]]) -> None:
+    def _check_messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Raises ValueError for what the template does not read, or writes itself."""
         template = self.chat_template or ""
+        for message in messages:
+            content = message["content"].strip()
+            for mark in self.marks:
+                if content.startswith(mark) or content.endswith(mark):
+                    raise ValueError(
+                        f"the {message['role']} message {short(content)} has {mark!r} at its start "
+                        "or end, which the model's chat template writes itself; remove it, or, if "
+                        "the prompts are rendered already, set task.template=plain"
+                    )
         for key in chain.from_iterable(messages):
             if key not in ("role", "content") and key not in template:
                 known = [name for name in OPTIONAL_KEYS.split() if name in template]
@@ -388,7 +402,7 @@ class HfTokenizer:
         """Encodes a conversation; returns its tokens, and which are between the template's {%
         generation %} tags.
         """
-        self._check_keys(messages)
+        self._check_contents(messages, self.render(messages, **kw))
         with _limited("rejects the conversation"):
             turns = self.inner.apply_chat_template(
                 messages, return_dict=True, return_assistant_tokens_mask=True, **kw
@@ -407,12 +421,16 @@ class HfTokenizer:
         return sorted(variables - ALWAYS_GIVEN - set(self.inner.special_tokens_map))
 
     def encode_answer(self, text: str) -> tuple[int, ...]:
-        """Encodes the text and adds the end token, as in a finished response: that of a turn in the
-        chat template, if it is one of the ends, otherwise the tokenizer's own.
+        """Encodes the text and adds the end token, unless the text has one, as in a finished
+        response: that of a turn in the chat template, if it is one of the ends, otherwise the
+        tokenizer's own.
         """
+        tokens = self.encode(text)
+        if tokens and tokens[-1] in self.eos:
+            return tokens
         ends = [end for end in self.turn_end if end in self.eos]
         ends += [end for end in (self.inner.eos_token_id, *self.eos) if end is not None]
-        return (*self.encode(text), *ends[:1])
+        return (*tokens, *ends[:1])
 
     def split(self, text: str) -> list[tuple[int, str]]:
         """The tokens of `text`: the id and the text of each."""
@@ -454,7 +472,7 @@ class TokenIds:
     eos: tuple[int, ...]
     vocab: int
 
-    def encode_prompt(self, question: Question, template: str | None) -> tuple[int, ...]:
+    def encode_prompt(self, question: TextOrMessages, template: str | None) -> tuple[int, ...]:
         if template == "chat" or not isinstance(question, str):
             raise ValueError(
                 "without a tokenizer there is no chat template; use task.template: plain and text "

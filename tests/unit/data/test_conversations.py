@@ -122,7 +122,7 @@ def test_a_single_turn_is_the_prompt_and_the_answer_of_a_task() -> None:
         (
             Problem("a?", None, {"completion": 5}),
             "",
-            "completion must be text or a list of messages, not '5'",
+            "completion must be text, or messages",
         ),
     ],
 )
