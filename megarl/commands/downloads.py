@@ -23,7 +23,7 @@ import yaml
 
 from megarl.config.run_dir import resumed_run
 from megarl.config.schema import Config
-from megarl.data.hf_dataset import DatasetOptions, hub_id, resolve
+from megarl.data.hf_dataset import hub_id, resolve
 from megarl.data.rows import parse_options
 from megarl.models.hub import CODE, SMALL, WEIGHTS, download, is_hub_id, split_revision
 from megarl.platform.env import Env
@@ -105,15 +105,13 @@ def resolve_datasets(config: Config, env: Env) -> Config:
     values = config.model_dump()
     commits = _commits_to_resume(config)
     for name, options in _hub_datasets(values):
-
-        def fetch(
-            revision: str | None, name: str = name, options: dict[str, Any] = options
-        ) -> Path:
-            options = {**options, "revision": revision}
-            return resolve(hub_id(name) or "", parse_options(DatasetOptions, name, options))
-
+        fetch = partial(_fetch_dataset, name, options)
         options["revision"] = _commit(env, name, options.get("revision"), commits, fetch)
     return Config.model_validate(values)
+
+
+def _fetch_dataset(name: str, options: Mapping[str, Any], revision: str | None) -> Path:
+    return resolve(hub_id(name) or "", parse_options(name, {**options, "revision": revision}))
 
 
 def _hub_datasets(values: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -14,7 +14,7 @@ from megarl.config.schema import Config, Create
 from megarl.config.stages import needs_engine
 from megarl.config.validate import Job, check_config
 from megarl.data.conversations import problem_encoder
-from megarl.data.feedback import check_feedback, labelled_steps, ranked_responses
+from megarl.data.feedback import check_feedback, ranked_responses
 from megarl.data.media import check_model_media
 from megarl.data.rows import Problem, Source, errors_of, reference_text
 from megarl.data.tasks import check_tasks
@@ -29,8 +29,17 @@ from megarl.telemetry.trackers import check_trackers
 
 # columns besides prompt and answer, by what the stage learns
 READ = {
-    "answers": {"completion"},
-    "feedback": {"chosen", "rejected", "margin", "responses", "ranks", "scores"},
+    "answers": ("completion",),
+    "feedback": (
+        "chosen",
+        "rejected",
+        "margin",
+        "responses",
+        "ranks",
+        "scores",
+        "completions",
+        "labels",
+    ),
 }
 MAX_ENCODED = 200  # problems of a source, evenly spaced, whose tokens are checked
 
@@ -152,9 +161,7 @@ class ProblemCheck:
     def _check_columns(self, problem: Problem, learns: str) -> None:
         """Notes the columns of a source's first row that no model sees."""
         names = {name for name, value in problem.extra.items() if not callable(value)}
-        if self.config.reward_model.process:
-            names -= {"completions", "labels"}
-        names -= READ.get(learns, set())
+        names.difference_update(READ.get(learns, ()))
         if names - self.unread:
             readers = "only rewards read" if learns == "prompts" else "nothing reads"
             self.notes.append(
@@ -167,9 +174,7 @@ class ProblemCheck:
         """Returns the tokens of a problem with what is learned; 0 if its prompt is skipped."""
         tokens, mask = self.encoder(learns)(problem)
         texts = []
-        if learns == "feedback" and self.config.reward_model.process:
-            texts = [" ".join(step for step, _ in labelled_steps(problem.extra, problem.where))]
-        elif learns == "feedback":
+        if learns == "feedback" and not self.config.reward_model.process:
             texts = ranked_responses(problem.extra, problem.text, problem.where)[0]
         elif learns == "answers" and not mask:
             texts = [reference_text(problem.answer)]

@@ -55,38 +55,41 @@ def ranked_responses(
     """
     response = partial(_response, prompt=text, ignore_media=ignore_media)
     keys = [key for key in ("chosen", "rejected", "responses") if extra.get(key) is not None]
+    margin = 0.0
+    sign = 1.0
     if keys == ["chosen", "rejected"]:
-        margin = 0.0
+        values = [extra[key] for key in keys]
+        numbers = [0.0, 1.0]
         if extra.get("margin") is not None:
             margin = _numbers([extra["margin"]], 1, f"{where}: margin")[0]
-        chosen, rejected = (response(extra[key], f"{where}: {key}") for key in keys)
-        return [chosen, rejected], [0.0, float(chosen != rejected)], margin
-    if keys != ["responses"]:
+    elif keys == ["responses"]:
+        values = extra["responses"]
+        if not isinstance(values, Sequence) or isinstance(values, str) or len(values) < 2:
+            raise ValueError(
+                f"{where}: responses must be a list of two or more, best first, not "
+                f"{str(values)[:60]!r}"
+            )
+        orders = [key for key in ("ranks", "scores") if extra.get(key) is not None]
+        if len(orders) > 1:
+            raise ValueError(
+                f"{where} has ranks and scores, which may contradict each other; keep one"
+            )
+        keys *= len(values)
+        numbers = range(len(values))
+        for key in orders:
+            numbers = _numbers(extra[key], len(values), f"{where}: {key}")
+            sign = -1.0 if key == "scores" else 1.0
+    else:
         raise ValueError(
             f"{where} has {' and '.join(keys) or 'no responses'}, but preferences are learned from "
             "`chosen` and `rejected`, or from `responses`; write one or the other in every row of "
             "the task"
         )
-    values = extra["responses"]
-    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) < 2:
-        raise ValueError(
-            f"{where}: responses must be a list of two or more, best first, not "
-            f"{str(values)[:60]!r}"
-        )
-    orders = [key for key in ("ranks", "scores") if extra.get(key) is not None]
-    if len(orders) > 1:
-        raise ValueError(f"{where} has ranks and scores, which may contradict each other; keep one")
-    numbers = (
-        _numbers(extra[orders[0]], len(values), f"{where}: {orders[0]}")
-        if orders
-        else range(len(values))
-    )
-    sign = -1.0 if orders == ["scores"] else 1.0
-    texts = [response(value, f"{where}: responses") for value in values]
+    texts = [response(value, f"{where}: {key}") for key, value in zip(keys, values, strict=True)]
     ranks = {}
     for text, number in zip(texts, numbers, strict=True):
         ranks.setdefault(text, sign * number)
-    return texts, [ranks[text] for text in texts], 0.0
+    return texts, [ranks[text] for text in texts], margin
 
 
 def _numbers(values: Any, count: int, where: str) -> list[float]:

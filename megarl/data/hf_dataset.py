@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import Field
 
 from megarl.data.media import FEATURE, refuse_media
 from megarl.data.rows import (
     BadRow,
-    Columns,
     Problem,
     Source,
+    StoredOptions,
     listed,
     read_problem,
     read_rows,
@@ -38,23 +37,10 @@ FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "cs
 EMPTY = ("corresponds to no data", "BatchSize must be greater than 0", "StopIteration")
 BATCH = 1000  # rows read at once in a scan
 SHORT_FLOATS = ("float16", "float32")  # read as float64, with digits that nobody wrote
-Rows = Iterable[tuple[str, Any]]
-
-
-class DatasetOptions(Columns):
-    """task.options of an `hf:` task."""
-
-    split: str = "train"  # may be sliced, as in train[:1000]
-    eval_split: str | None = None  # None: some problems of `split` are held out
-    held_out: float = Field(default=0.05, ge=0, lt=1)  # their share, without eval_split
-    config: str | None = None  # a subset, as datasets.load_dataset's `name`
-    # branch, tag or commit of a hub id; None: main. A run records the commit
-    revision: str | None = None
-    data_files: str | None = None  # a glob: reads, and downloads, only these files
 
 
 def load_rows(
-    name: str, options: DatasetOptions, split: str, *, ignore_media: bool = False
+    name: str, options: StoredOptions, split: str, *, ignore_media: bool = False
 ) -> Source:
     """Loads one split. Raises ValueError or FileNotFoundError with the value and the remedy."""
     dataset = _read(name, options, split)
@@ -91,7 +77,7 @@ def _read_batches(dataset: Any) -> Iterator[dict[str, Any]]:
             yield dict(zip(batch, row, strict=True))
 
 
-def _read(name: str, options: DatasetOptions, split: str) -> Any:
+def _read(name: str, options: StoredOptions, split: str) -> Any:
     """Returns the rows of a split: of JSON and CSV as a list, with their places."""
     folder = resolve(name, options)
     import datasets
@@ -132,7 +118,7 @@ def _read(name: str, options: DatasetOptions, split: str) -> Any:
 
 
 def _read_files(
-    read: Callable[..., Rows], files: Mapping[str, Sequence[str]], split: Any
+    read: Callable[..., Iterable[tuple[str, Any]]], files: Mapping[str, Sequence[str]], split: Any
 ) -> list[tuple[str, Any]]:
     rows = {}
     for part, names in zip(map(str, files), files.values(), strict=True):
@@ -155,7 +141,7 @@ def _open(file: str) -> Iterator[bytes]:
         yield from lines
 
 
-def resolve(name: str, options: DatasetOptions) -> Path:
+def resolve(name: str, options: StoredOptions) -> Path:
     """Returns the local file or folder, or downloads a hub id; returns its folder, named by the
     commit.
     """

@@ -1,6 +1,6 @@
 """Rows of files and datasets, as problems. No torch.
 
-    bytes --read_rows | read_table--> (where, row) --read_problem, by Columns--> Problem
+    bytes --read_rows | read_table--> (where, row) --read_problem, by StoredOptions--> Problem
 
 What a row may have is listed here; the rest is refused with its file and line, as a prompt that
 has lost a part is another prompt.
@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from functools import reduce
 from itertools import chain, compress
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator
 
 from megarl.config.section import Pattern, Section, did_you_mean
 from megarl.data.media import MEDIA, PLACEHOLDER, refuse_media
@@ -49,7 +49,6 @@ ENCODINGS = {
     b"PA": "it is Parquet: name it hf:FILE.parquet",
 }
 csv.field_size_limit(1 << 30)
-AnySection = TypeVar("AnySection", bound=Section)
 
 
 class BadRow(ValueError):
@@ -107,14 +106,25 @@ class Source:
         )
 
 
-class Columns(Section):
-    """The options of a stored task that name its columns."""
+COLUMNS = ("prompt", "answer", "answer_pattern")
+
+
+class StoredOptions(Section):
+    """task.options of a `jsonl:` task (the first four), or of an `hf:` task (the others)."""
 
     prompt: str | list[str] | None = None  # text or chat messages; several columns are joined
     # None: `answer`, if it exists. A dot enters a struct, as in reward_model.ground_truth
     answer: str | None = None
     # a regular expression; group 1 of its last match is the answer
     answer_pattern: Pattern | None = None
+    eval_file: str | None = None
+    split: str = "train"  # may be sliced, as in train[:1000]
+    eval_split: str | None = None  # None: some problems of `split` are held out
+    held_out: float = Field(default=0.05, ge=0, lt=1)  # their share, without eval_split
+    config: str | None = None  # a subset, as datasets.load_dataset's `name`
+    # branch, tag or commit of a hub id; None: main. A run records the commit
+    revision: str | None = None
+    data_files: str | None = None  # a glob: reads, and downloads, only these files
 
     @field_validator("answer_pattern")
     @classmethod
@@ -143,28 +153,37 @@ class Columns(Section):
             )
 
 
+NO_OPTIONS = StoredOptions()
+
+
 def _enter(value: Any, key: str) -> Any:
     return value.get(key) if isinstance(value, Mapping) else None
 
 
-def parse_options(kind: type[AnySection], name: str, options: Mapping[str, Any]) -> AnySection:
-    """Raises ValueError for an unknown option or a wrong value."""
+def parse_options(name: str, options: Mapping[str, Any]) -> StoredOptions:
+    """Raises ValueError for a wrong value, or an option that the task `name` does not take."""
+    known = [*COLUMNS, "eval_file"]
+    if name.startswith("hf:"):
+        known = [key for key in StoredOptions.model_fields if key != "eval_file"]
+    for key in options.keys() - {*known}:
+        remedy = did_you_mean(key, known, f"it takes {', '.join(known)} only; remove {key}")
+        raise ValueError(f"task.options.{key} is not an option of task.name={name}; {remedy}")
     try:
-        return kind.model_validate(options)
+        return StoredOptions.model_validate(options)
     except ValidationError as error:
         first = error.errors()[0]
-        key = str(first["loc"][0])
-        problem = first["msg"].removeprefix("Value error, ")
-        if first["type"] == "extra_forbidden":
-            known = kind.model_fields
-            problem = did_you_mean(key, known, f"it takes {', '.join(known)} only; remove {key}")
         raise ValueError(
-            f"task.options.{key}={first['input']!r} of task.name={name}: {problem}"
+            f"task.options.{first['loc'][0]}={first['input']!r} of task.name={name}: "
+            f"{first['msg'].removeprefix('Value error, ')}"
         ) from None
 
 
 def listed(
-    rows: Iterable[tuple[str, Any]], columns: Columns, name: object, *, ignore_media: bool = False
+    rows: Iterable[tuple[str, Any]],
+    columns: StoredOptions,
+    name: object,
+    *,
+    ignore_media: bool = False,
 ) -> Source:
     """Returns the problems of rows with their places, of the file or dataset `name`."""
     rows = [*rows]
@@ -228,7 +247,7 @@ def utf8_lines(lines: Iterable[bytes], file: object) -> Iterator[tuple[str, str]
 
 
 def read_table(
-    lines: Iterable[bytes], file: object, columns: Columns
+    lines: Iterable[bytes], file: object, columns: StoredOptions
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the place and the cells of each row of CSV: numbers and, of columns that are read,
     texts; an empty cell is None. Raises ValueError with file and line.
@@ -253,7 +272,7 @@ def read_table(
 
 
 def read_problem(
-    row: Any, where: str, columns: Columns | None = None, *, ignore_media: bool = False
+    row: Any, where: str, columns: StoredOptions = NO_OPTIONS, *, ignore_media: bool = False
 ) -> Problem:
     """Makes a problem of a row; all fields but question and answer go into `extra`.
 
@@ -261,7 +280,6 @@ def read_problem(
     """
     if not isinstance(row, Mapping):
         raise ValueError(f"{where} is a {type(row).__name__}, not an object; write {EXAMPLE}")
-    columns = columns or Columns()
     present = [str(key) for key, value in row.items() if value is not None]
     keys = columns.prompts or [key for key in PROMPT_TEXTS if key in present]
     keys = keys or [key for key in ("messages",) if key in present]

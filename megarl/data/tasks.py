@@ -22,10 +22,9 @@ from typing import Any, Literal
 
 from megarl.config.schema import Eval, EvalSet, Task
 from megarl.config.section import did_you_mean
-from megarl.data.hf_dataset import FORMATS, DatasetOptions, load_rows
+from megarl.data.hf_dataset import FORMATS, load_rows
 from megarl.data.rows import (
     EXAMPLE,
-    Columns,
     Problem,
     Source,
     errors_of,
@@ -217,7 +216,7 @@ def hash31(text: str) -> int:
 
 def _dataset(name: str, task: Task, split: Split) -> Source:
     """A hash of the question decides what is held out, unless there is an `eval_split`."""
-    options = parse_options(DatasetOptions, task.name, task.options)
+    options = parse_options(task.name, task.options)
     stored = (split == "eval" and options.eval_split) or options.split
     source = load_rows(name, options, stored, ignore_media=task.ignore_media)
     if options.eval_split is not None:
@@ -236,14 +235,8 @@ def _dataset(name: str, task: Task, split: Split) -> Source:
     return source.select(is_eval)
 
 
-class FileOptions(Columns):
-    """task.options of a `jsonl:` task."""
-
-    eval_file: str | None = None
-
-
 def _jsonl(file: str, task: Task, split: Split) -> Source:
-    options = parse_options(FileOptions, task.name, task.options)
+    options = parse_options(task.name, task.options)
     path = Path(file)
     if split == "eval":
         if options.eval_file is None:

@@ -30,7 +30,6 @@ Encode = Callable[[TextOrMessages], tuple[int, ...]]
 Example = tuple[tuple[int, ...], tuple[bool, ...]]
 # variables of a chat template that task.template_args cannot set
 ALWAYS_GIVEN = {"messages", "add_generation_prompt"}
-OPTIONAL_KEYS = "name reasoning reasoning_content thinking tool_calls tool_call_id"  # of messages
 
 TEMPLATE_TIMEOUT_S = 10.0  # for one prompt
 MAX_PROMPT_CHARACTERS = 1 << 24
@@ -146,15 +145,12 @@ def prompt_encoder(tokenizer: Tokenizer, task: Task) -> Encode:
     """Returns the function that encodes questions; ValueError for a setting that the chat template
     would ignore.
     """
-    chat = {
-        key: value for key in ("system_prompt", "template_args") if (value := getattr(task, key))
-    }
+    settings = {"system_prompt": task.system_prompt, "template_args": task.template_args}
+    chat = {key: value for key, value in settings.items() if value}
     if chat and (task.template == "plain" or not tokenizer.chat_template):
-        reason = (
-            "task.template is plain"
-            if task.template == "plain"
-            else "the model's tokenizer has none"
-        )
+        reason = "the model's tokenizer has none"
+        if task.template == "plain":
+            reason = "task.template is plain"
         raise ValueError(
             f"task.{next(iter(chat))} needs a chat template, but {reason}; remove it, or use a "
             "chat model"
@@ -221,9 +217,8 @@ def pad_token(tokenizer: Tokenizer) -> tuple[int, str | None]:
     if isinstance(tokenizer, TokenIds):
         return next(token for token in reversed(range(tokenizer.vocab)) if token not in end), None
     inner = tokenizer.inner
-    first = (inner.pad_token_id, inner.unk_token_id, inner.bos_token_id, *inner.all_special_ids)
-    others = reversed(range(len(inner)))
-    pad = next(token for token in (*first, *others) if token not in (None, *end))
+    tokens = (inner.pad_token_id, inner.unk_token_id, inner.bos_token_id, *range(len(inner)))
+    pad = next(token for token in tokens if token not in (None, *end))
     return pad, inner.convert_ids_to_tokens(pad)
 
 
@@ -270,29 +265,31 @@ class HfTokenizer:
         self.is_plain = is_plain
         self.exceeds_model = max(inner.get_vocab().values()) >= vocab > 0
 
-    @cached_property
+    @property
     def turn_end(self) -> tuple[int, ...]:
         """The tokens that the chat template writes after an assistant's turn; () if unknown."""
-        return self._sample[1]
+        return self._around[1]
 
     @cached_property
     def marks(self) -> list[str]:
-        """The special tokens that the chat template writes around a user's and an answer's text."""
+        """The special tokens that the chat template writes around a question and an answer."""
         added = self.inner.added_tokens_decoder
-        tokens = dict.fromkeys(chain.from_iterable(self._sample))
+        tokens = dict.fromkeys(chain.from_iterable(self._around))
         return [added[token].content for token in tokens if token in added and added[token].special]
 
     @cached_property
-    def _sample(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The tokens before the question, and after the answer, of a conversation of two turns."""
+    def _around(self) -> list[tuple[int, ...]]:
         if self.is_plain or not self.chat_template:
-            return (), ()
+            return [(), ()]
         turns = [("user", "question"), ("assistant", "answer")]
         try:
             text = self._render([{"role": role, "content": text} for role, text in turns])
         except ValueError:
-            return (), ()
-        return self.encode(text.partition("question")[0]), self.encode(text.rpartition("answer")[2])
+            return [(), ()]
+        return [
+            self.encode(text.partition("question")[0]),
+            self.encode(text.rpartition("answer")[2]),
+        ]
 
     def encode(self, text: str, *, special: bool = False) -> tuple[int, ...]:
         """Encodes a text; with `special`, as the tokenizer's post-processor completes it."""
@@ -335,12 +332,10 @@ class HfTokenizer:
         if system_prompt:
             messages = [{"role": "system", "content": system_prompt}, *messages]
         text = self.render(messages, generation=True, **(template_args or {}))
-        self._check_contents(messages, text, system_prompt)
+        self._check_contents(messages, text)
         return self.encode(text)
 
-    def _check_contents(
-        self, messages: Sequence[Mapping[str, Any]], text: str, system_prompt: str | None = None
-    ) -> None:
+    def _check_contents(self, messages: Sequence[Mapping[str, Any]], text: str) -> None:
         """Raises ValueError for a message that the rendered `text` lacks."""
         for message in messages:
             role = message["role"]
@@ -348,12 +343,9 @@ class HfTokenizer:
             if role == "assistant":  # earlier answers may be rendered without their thoughts
                 content = re.split(r"[>\]\n]\s*", content)[-1]
             if content not in text:
-                name = f"the {role} message "
-                if system_prompt and role == "system":
-                    name = "task.system_prompt="
                 raise ValueError(
-                    f"{name}{message['content']!r} is not in the prompt, because the model's chat "
-                    f"template ignores {role} messages; put it into the questions"
+                    f"the {role} message {message['content']!r} is not in the prompt, because the "
+                    f"model's chat template ignores it; put it into the questions"
                 )
 
     def render(
@@ -392,10 +384,9 @@ class HfTokenizer:
                     )
         for key in chain.from_iterable(messages):
             if key not in ("role", "content") and key not in template:
-                known = [name for name in OPTIONAL_KEYS.split() if name in template]
                 raise ValueError(
-                    f"a message has {key!r}, which the model's chat template never reads; it reads "
-                    f"{', '.join(['role', 'content', *known])}; remove {key!r} from the messages"
+                    f"a message has {key!r}, which the model's chat template never reads; remove "
+                    f"{key!r} from the messages"
                 )
 
     def encode_tagged(self, messages: list[Any], **kw: Any) -> Example:

@@ -20,6 +20,7 @@ from megarl.rewards.time_limit import call_with_time_limit
 
 MATHS = JudgePool("megarl.rewards.maths:make_judge", "megarl.rewards.maths:import_math_verify")
 PARSER = "antlr4-python3-runtime"
+MAX_NAME = 24  # characters before the \boxed{} of a reference, as "x = "
 
 
 @cache
@@ -85,11 +86,19 @@ class Accuracy:
 
     def check(self, answer: object, extra: Mapping[str, Any]) -> None:
         """Raises ScoreError for a problem that cannot be scored."""
-        if not callable(extra.get("score")):
-            texts_of(answer)
+        texts = [] if callable(extra.get("score")) else texts_of(answer)
+        for text in texts:
+            if "#### " in text or text.find("\\boxed") > MAX_NAME:
+                raise ScoreError(
+                    "error",
+                    f"the answer is a whole solution, {text[-40:]!r}, which no final answer "
+                    "equals; set task.options.answer_pattern, for example to '#### (.+)' or "
+                    r"'\\boxed\{(.+)\}', or write the answer alone",
+                )
 
     def _compare(self, text: str, answer: object) -> Score | list[Equality]:
         try:
+            self.check(answer, {})
             result = compare(text, answer)
         except ScoreError as error:
             return Score(None, error.cause, str(error))

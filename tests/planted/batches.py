@@ -139,8 +139,8 @@ BATCHES = [
     ),
     (
         "commands/downloads.py",
-        '        options = {**part.options, "revision": commit}',
-        "        options = dict(part.options)",
+        'options["revision"] = _commit(',
+        "_commit(",
         f"{DATASETS}::test_a_dataset_of_the_hub_is_pinned_to_its_commit_and_read_offline",
     ),
     (

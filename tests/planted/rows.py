@@ -24,14 +24,14 @@ ROWS = [
     ),
     (
         "data/rows.py",
-        "name in PROMPT_PARTS and extra[name]",
-        "False",
+        "if extra.get(name):\n            raise",
+        "if False:\n            raise",
         f"{CORPUS}[messages_with_a_system_column]",
     ),
     (
         "data/rows.py",
-        "name in MEDIA and extra[name]",
-        "False",
+        "for name in MEDIA if extra.get(name)",
+        "for name in ()",
         f"{CORPUS}[media_column_of_images]",
     ),
     (
@@ -42,8 +42,8 @@ ROWS = [
     ),
     (
         "data/hf_dataset.py",
-        'type(builder).__module__.endswith(".json")',
-        "False",
+        '{"json": read_rows, "csv":',
+        '{"csv":',
         f"{CORPUS}[reference_is_a_date_in_json]",
     ),
     (
@@ -96,8 +96,8 @@ ROWS = [
     ),
     (
         "commands/preflight.py",
-        "PromptStream([source], self._encode, limit).take(1)",
-        "PromptStream([source], self._encode, limit)",
+        "            PromptStream([source], self.encoder(learns), limit).take(1)",
+        "            PromptStream([source], self.encoder(learns), limit)",
         f"{CORPUS}[nothing_learned_every_prompt_too_long]",
     ),
     (

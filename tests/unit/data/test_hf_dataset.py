@@ -239,7 +239,11 @@ BAD: dict[str, bytes] = {
         ("good.jsonl", {"split": "dev"}, "task.options.split=dev and config=None"),
         ("good.jsonl", {"split": "dev"}, "['train']"),
         ("good.jsonl", {"eval_split": "test"}, "task.options.eval_split=test"),
-        ("good.jsonl", {"split": "train[:0]"}, "has no rows; correct its files, or task.options.split=train[:0]"),
+        (
+            "good.jsonl",
+            {"split": "train[:0]"},
+            "has no rows; correct its files, or task.options.split=train[:0]",
+        ),
         (
             "good.jsonl",
             {"prompt": "problem"},
@@ -258,7 +262,7 @@ BAD: dict[str, bytes] = {
             {},
             "roles.jsonl: line 1: the prompt: message 1 is {'from': 'human'",
         ),
-        ("good.jsonl", {"prompts": "a"}, "task.options.prompts='a' of task.name=hf:"),
+        ("good.jsonl", {"prompts": "a"}, "task.options.prompts is not an option of task.name=hf:"),
         ("good.jsonl", {"prompts": "a"}, "did you mean prompt?"),
         ("good.jsonl", {"held_out": 2}, "task.options.held_out=2 of task.name=hf:"),
         (
@@ -414,7 +418,7 @@ def test_mistakes_with_a_hub(hub: Hub, tmp_path: Path) -> None:
         "task.name=hf:no such": "cannot be downloaded (",
         "task.options.revision=v9": "task.name=hf:org/sums has no revision v9; set task.options.revision to",
         "task.options.config=more": "['many', 'few']); correct its files, or task.options.eval_split=test and config=more",
-        "task.options.split=dev": "['train', 'test']); correct its files, or task.options.split=dev",
+        "task.options.split=dev": "['train', 'test'].); correct its files, or task.options.split=dev",
     }
     for (override, says), (code, out, err) in zip(
         cases.items(), dry_runs(hub, tmp_path, *([override] for override in cases)), strict=True

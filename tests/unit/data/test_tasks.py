@@ -84,10 +84,13 @@ def test_a_generator_that_is_a_list_wraps_round():
             Task(name="no_such_package:problems"),
             "cannot be imported (No module named 'no_such_package')",
         ),
-        (Task(name="megarl.data.tasks:no_such"), "has no 'no_such'; it has"),
+        (Task(name="megarl.data.tasks:no_such"), "has no 'no_such'; name a function"),
         (Task(name="megarl.data.tasks:ATTEMPTS"), "is a int, not a function"),
         (Task(name="jsonl:nowhere.jsonl"), "nowhere.jsonl does not exist"),
-        (Task(name="jsonl:x.jsonl", options={"vocab": 67}), "it takes prompt, answer, answer_pattern, eval_file only; remove vocab"),
+        (
+            Task(name="jsonl:x.jsonl", options={"vocab": 67}),
+            "it takes prompt, answer, answer_pattern, eval_file only; remove vocab",
+        ),
         (
             Task(name="megarl.data.tasks:random_tokens"),
             "megarl.data.tasks:random_tokens rejects task.options={}",
