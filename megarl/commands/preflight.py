@@ -153,9 +153,8 @@ class ProblemCheck:
         if self.is_encoded or is_long:
             from megarl.data.prompts import PromptStream  # imports torch
 
-            PromptStream([source], self.encoder(learns), limit).take(
-                1
-            )  # raises if all are too long
+            stream = PromptStream([source], self.encoder(learns), limit)
+            stream.take(1)  # raises if all are too long
         self._check_lengths(lengths)
 
     def _check_columns(self, problem: Problem, learns: str) -> None:

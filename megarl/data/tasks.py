@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
@@ -178,14 +179,8 @@ def _reasoning_gym(name: str, task: Task, split: Split) -> Source:
             name, DATASETS, f"it has {len(DATASETS)} others, such as chain_sum", most=3
         )
         raise ValueError(f"task.name={task.name!r}: reasoning-gym has no {name!r}; {remedy}")
-    try:
-        options = {"seed": 0} | task.options
-        dataset = reasoning_gym.create_dataset(name, **options)
-    except (TypeError, AssertionError, ValueError) as error:
-        raise ValueError(
-            f"reasoning_gym:{name} rejects task.options={task.options}: "
-            f"{str(error) or type(error).__name__}"
-        ) from None
+    options = {"seed": 0} | task.options
+    dataset = _call(task, partial(reasoning_gym.create_dataset, name), options)
     num_indices = len(dataset)
     if "size" not in task.options:
         with suppress(IndexError, KeyError):  # nearly all accept any index, a few are lists
@@ -252,18 +247,22 @@ def _jsonl(file: str, task: Task, split: Split) -> Source:
         return listed(read_rows(lines, path), options, path, ignore_media=task.ignore_media)
 
 
+def _call(task: Task, function: Callable[..., Any], options: dict[str, Any]) -> Any:
+    try:
+        return function(**options)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{task.name} rejects task.options={task.options}: "
+            f"{str(error) or type(error).__name__}; change them"
+        ) from None
+
+
 def _user_function(task: Task, split: Split) -> Source:
     """``f(split=..., **options)`` returns a sequence of rows like those of a jsonl file, which may
     be lazy.
     """
     function = import_function(task.name, setting="task.name")
-    try:
-        rows = function(split=split, **task.options)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"{task.name} rejects task.options={task.options}: "
-            f"{str(error) or type(error).__name__}; change them"
-        ) from None
+    rows = _call(task, function, {"split": split} | task.options)
     if not isinstance(rows, Sequence) or isinstance(rows, str | bytes):
         raise ValueError(
             f"task.name={task.name!r} returned a {type(rows).__name__}; return a sequence of rows, "

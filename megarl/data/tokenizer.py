@@ -57,10 +57,6 @@ def check_tokenizer(folder: Path, *, trust_remote_code: bool) -> None:
         require(str(file), *packages)
 
 
-def _files(folder: Path) -> list[str]:
-    return [name for name in FILES if (folder / name).is_file()]
-
-
 def _vocabulary(folder: Path) -> tuple[int, set[int]]:
     """Returns the size of the model's vocabulary, 0 if unknown, and the end tokens of the folder.
 
@@ -94,7 +90,7 @@ def load_tokenizer(
     folder = Path(path)
     check_tokenizer(folder, trust_remote_code=trust_remote_code)
     vocab, eos = _vocabulary(folder)
-    files = _files(folder)
+    files = [name for name in FILES if (folder / name).is_file()]
     if not files:
         return TokenIds(tuple(sorted(eos)), vocab)
     import transformers
@@ -119,10 +115,8 @@ def load_tokenizer(
     if isinstance(templates, dict) and "default" not in templates:
         raise ValueError(f"{folder}: name a chat template default, of {', '.join(templates)}")
     if inner.vocab_size > vocab > 0:
-        raise ValueError(
-            f"{folder}: the tokenizer has a vocabulary of {inner.vocab_size}, but config.json has "
-            f"vocab_size={vocab}; use the tokenizer of this model"
-        )
+        sizes = f"a vocabulary of {inner.vocab_size}, but config.json has vocab_size={vocab}"
+        raise ValueError(f"{folder}: the tokenizer has {sizes}; use the tokenizer of this model")
     own: Any = inner.eos_token_id
     ends = tuple(sorted(eos | {own} - {None}))
     tokenizer = HfTokenizer(inner, ends, stop, vocab=vocab, is_plain=template == "plain")

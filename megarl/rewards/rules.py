@@ -88,7 +88,7 @@ class Accuracy:
         """Raises ScoreError for a problem that cannot be scored."""
         texts = [] if callable(extra.get("score")) else texts_of(answer)
         for text in texts:
-            if "#### " in text or text.find("\\boxed") > MAX_NAME:
+            if text.find("#### ") > 0 or text.find("\\boxed") > MAX_NAME:
                 raise ScoreError(
                     "error",
                     f"the answer is a whole solution, {text[-40:]!r}, which no final answer "

@@ -89,10 +89,8 @@ BATCHES = [
     ),
     (
         "data/prompts.py",
-        "            parts = islice(\n"
-        "                interleave([source.weight for source in self.sources]), self.position - 1, None\n"
-        "            )\n",
-        "            parts = islice(interleave([source.weight for source in self.sources]), 0, None)\n",
+        "number * size + part for part, number in fresh",
+        "number * size for part, number in fresh",
         f"{TASKS}::test_a_mixture_is_the_same_on_every_rank_and_after_a_resume",
     ),
     (
