@@ -4,7 +4,6 @@ Sources -> mixture (by weight) -> order (a fresh permutation each epoch) -> toke
 Prompt(prompt_id = position)
 """
 
-import heapq
 import logging
 import math
 import random
@@ -12,7 +11,6 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import count as count_from
 from itertools import islice
 from typing import Any
 
@@ -33,10 +31,11 @@ def interleave(weights: Sequence[float]) -> Iterator[tuple[int, int]]:
     part's count is always within half the number of parts of its exact share.
     """
 
-    def due(part: int, weight: float) -> Iterator[tuple[float, int, int]]:
-        return (((number + 0.5) / weight, part, number) for number in count_from())
-
-    return ((part, number) for _, part, number in heapq.merge(*map(due, count_from(), weights)))
+    counts = [0] * len(weights)
+    while True:
+        part = min(range(len(weights)), key=lambda part: (counts[part] + 0.5) / weights[part])
+        yield part, counts[part]
+        counts[part] += 1
 
 
 @dataclass

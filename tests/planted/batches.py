@@ -95,8 +95,8 @@ BATCHES = [
     ),
     (
         "data/prompts.py",
-        "((number + 0.5) / weight, part, number)",
-        "(number + 0.5, part, number)",
+        "(counts[part] + 0.5) / weights[part])",
+        "counts[part])",
         f"{TASKS}::test_a_mixture_keeps_its_proportions_at_every_length",
     ),
     (
