@@ -97,7 +97,9 @@ def _read(name: str, options: StoredOptions, split: str) -> Any:
     try:
         builder = datasets.load_dataset_builder(path, options.config, data_files=data_files)
         files: Any = builder.config.data_files
-        readers = {"json": read_rows, "csv": partial(read_table, columns=options)}
+        separator = getattr(builder.config, "sep", ",")
+        read_cells = partial(read_table, columns=options, separator=separator)
+        readers = {"json": read_rows, "csv": read_cells}
         read = readers.get(type(builder).__module__.rpartition(".")[2])
         if read:
             return _read_files(read, files, datasets.ReadInstruction.from_spec(split))

@@ -247,13 +247,14 @@ def utf8_lines(lines: Iterable[bytes], file: object) -> Iterator[tuple[str, str]
 
 
 def read_table(
-    lines: Iterable[bytes], file: object, columns: StoredOptions
+    lines: Iterable[bytes], file: object, columns: StoredOptions, separator: str = ","
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the place and the cells of each row of CSV: numbers and, of columns that are read,
     texts; an empty cell is None. Raises ValueError with file and line.
     """
     texts = {*PROMPT_TEXTS, *columns.prompts, columns.answer or "answer"}
-    table = csv.DictReader((text for _, text in utf8_lines(lines, file)), strict=True)
+    texts_of_lines = (text for _, text in utf8_lines(lines, file))
+    table = csv.DictReader(texts_of_lines, delimiter=separator, strict=True)
     try:
         for cells in table:
             where = f"{file}: line {table.line_num}"

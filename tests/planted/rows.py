@@ -42,8 +42,8 @@ ROWS = [
     ),
     (
         "data/hf_dataset.py",
-        '{"json": read_rows, "csv":',
-        '{"csv":',
+        '{"json": read_rows, "csv": read_cells}',
+        '{"csv": read_cells}',
         f"{CORPUS}[reference_is_a_date_in_json]",
     ),
     (
