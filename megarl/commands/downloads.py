@@ -23,7 +23,8 @@ import yaml
 
 from megarl.config.run_dir import resumed_run
 from megarl.config.schema import Config
-from megarl.data.hf_dataset import hub_id, parse_options, resolve
+from megarl.data.hf_dataset import hub_id, resolve
+from megarl.data.rows import parse_options
 from megarl.models.hub import CODE, SMALL, WEIGHTS, download, is_hub_id, split_revision
 from megarl.platform.env import Env
 from megarl.processes.exit_codes import say
@@ -101,27 +102,26 @@ def resolve_datasets(config: Config, env: Env) -> Config:
 
     Raises ValueError.
     """
+    values = config.model_dump()
     commits = _commits_to_resume(config)
+    for name, options in _hub_datasets(values):
+        fetch = partial(_fetch_dataset, name, options)
+        options["revision"] = _commit(env, name, options.get("revision"), commits, fetch)
+    return Config.model_validate(values)
 
-    def pinned(part: Any, name: str | None) -> Any:
-        """Returns the section `part`, whose dataset is `name`, with its commit."""
-        dataset = hub_id(name or "")
-        if not name or not dataset:
-            return part
 
-        def fetch(revision: str | None) -> Path:
-            options = {**part.options, "revision": revision}
-            return resolve(dataset, parse_options(dataset, options))
+def _fetch_dataset(name: str, options: Mapping[str, Any], revision: str | None) -> Path:
+    return resolve(hub_id(name) or "", parse_options(name, {**options, "revision": revision}))
 
-        commit = _commit(env, name, part.options.get("revision"), commits, fetch)
-        options = {**part.options, "revision": commit}
-        return part.model_copy(update={"options": options})
 
-    mixture = tuple(pinned(part, part.name) for part in config.task.mixture)
-    sets = tuple(pinned(part, part.task) for part in config.eval.sets)
-    task = pinned(config.task, config.task.name).model_copy(update={"mixture": mixture})
-    evaluated = config.eval.model_copy(update={"sets": sets})
-    return config.model_copy(update={"task": task, "eval": evaluated})
+def _hub_datasets(values: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the name and the options of each task that is a dataset on the hub."""
+    task = values.get("task") or {}
+    evaluated = values.get("eval") or {}
+    for part in (task, *(task.get("mixture") or ()), *(evaluated.get("sets") or ())):
+        name = part.get("task") or part.get("name") or ""
+        if hub_id(name):
+            yield name, part.setdefault("options", {})
 
 
 def _commit(
@@ -147,12 +147,8 @@ def _commits_to_resume(config: Config) -> dict[str, str]:
         return {}
     values = yaml.safe_load((run / "config.yaml").read_text())
     commits = {model.label: model.revision for model in _hub_models(values) if model.revision}
-    task = values.get("task") or {}
-    evaluated = values.get("eval") or {}
-    for part in (task, *(task.get("mixture") or ()), *(evaluated.get("sets") or ())):
-        name = part.get("task") or part.get("name")
-        options = part.get("options") or {}
-        if name and options.get("revision"):
+    for name, options in _hub_datasets(values):
+        if options.get("revision"):
             commits[name] = options["revision"]
     return commits
 

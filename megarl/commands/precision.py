@@ -5,7 +5,6 @@ A line of the table is a kind of module, by its Hugging Face name, and the layer
 
 import re
 from collections.abc import Sequence
-from itertools import groupby
 
 from megarl.config.precision import is_in_fp8
 from megarl.config.schema import Config, Fp8
@@ -13,6 +12,7 @@ from megarl.models.formats import FORMATS
 from megarl.models.fp8 import SCALE, scale_shapes
 from megarl.models.registry import fp32_tensors, hf_shapes
 from megarl.models.shape import ModelShape
+from megarl.platform.ranges import ranges_of
 from megarl.weights.plan.from_config import rollout_format
 
 HEADER = ("module", "layers", "trainer", "engine")
@@ -72,11 +72,5 @@ def _ranges(numbers: Sequence[int]) -> str:
     """[0, 1, 2, 5] -> "0-2, 5"; [OUTSIDE] -> "-"."""
     if numbers == [OUTSIDE]:
         return "-"
-    parts = []
-    for _, pairs in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
-        run = [number for _, number in pairs]
-        part = str(run[0])
-        if len(run) > 1:
-            part += f"-{run[-1]}"
-        parts.append(part)
-    return ", ".join(parts)
+    ranges = ("-".join(map(str, dict.fromkeys(ends))) for ends in ranges_of(numbers))
+    return ", ".join(ranges)

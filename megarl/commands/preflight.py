@@ -4,21 +4,21 @@
 Neither imports torch, except for the model's tokenizer, which is loaded if something needs it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 from megarl.config.load import resolved_yaml, run_dir
 from megarl.config.schema import Config, Create
 from megarl.config.stages import needs_engine
 from megarl.config.validate import Job, check_config
-from megarl.data.conversations import problem_encoder
-from megarl.data.feedback import check_feedback
+from megarl.data.conversations import example_encoder
+from megarl.data.feedback import check_feedback, ranked_responses
 from megarl.data.media import check_model_media
-from megarl.data.rows import Problem, Source, errors_of
+from megarl.data.rows import Problem, Source, errors_of, reference_text
 from megarl.data.tasks import check_tasks
-from megarl.data.tokenizer import Example, Tokenizer, end_warnings, load_tokenizer, may_not_fit
+from megarl.data.tokenizer import Example, Tokenizer, end_warnings, load_tokenizer
 from megarl.models.hub import copied_files, is_hub_id, model_folder
 from megarl.models.registry import check_architectures
 from megarl.models.weights import check_weights
@@ -27,6 +27,20 @@ from megarl.platform.packages import require
 from megarl.rewards.catalog import check_problems, make_rewards
 from megarl.telemetry.trackers import check_trackers
 
+# columns besides prompt and answer, by what the stage learns
+READ = {
+    "answers": ("completion",),
+    "feedback": (
+        "chosen",
+        "rejected",
+        "margin",
+        "responses",
+        "ranks",
+        "scores",
+        "completions",
+        "labels",
+    ),
+}
 MAX_ENCODED = 200  # problems of a source, evenly spaced, whose tokens are checked
 
 
@@ -60,12 +74,19 @@ def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
         copied_files(folder)
     is_evaluated = command == "eval" or config.eval.every > 0
     check = ProblemCheck(config, folder, command)
-    notes += tuple(check_tasks(config.task, config.eval, held_out=is_evaluated, check=check))
+    notes += tuple(
+        check_tasks(
+            config.task,
+            config.eval,
+            held_out=is_evaluated,
+            check=check,
+            check_set=partial(check, learns="prompts"),
+        )
+    )
     notes += tuple(check.notes)
     if engine:
-        sources = check.sources[: len(config.task.mixture) or 1]  # others are evaluated on
         for rewards in (config.rewards, config.iterative.reward_model.labels):
-            notes += tuple(check_problems(make_rewards(rewards), lambda: sources))
+            notes += tuple(check_problems(make_rewards(rewards), lambda: check.sources))
     if command == "train" and env.is_main:
         check_trackers(config.telemetry)
     return replace(job, warnings=job.warnings + notes)
@@ -76,35 +97,34 @@ class ProblemCheck:
     each shape (roles of the messages, and types of what is learned); or of all, if the tokenizer
     has tokens that the model does not have.
 
-    `notes` are warnings. The tokenizer is loaded only if something needs it.
+    `notes` are warnings. The tokenizer of a random model is loaded only if something needs it.
     """
 
     def __init__(self, config: Config, folder: Path | None, command: str) -> None:
         self.config = config
         self.folder = folder
-        self.learns = config.stage_spec.learns
-        self.has_feedback = self.learns == "feedback" and command == "train"
+        self.learns: str = config.stage_spec.learns
+        if self.learns == "feedback" and command != "train":
+            self.learns = "prompts"
         self.sources: list[Source] = []
         self.notes: list[str] = []
+        self.unread: set[str] = set()
+        self.encoder = cache(self._encoder)
         task = config.task
-        settings = (task.system_prompt, task.template_args, config.rollout.stop)
-        self.is_encoded = bool(
-            (folder and may_not_fit(folder))
-            or self.learns == "answers"
-            or task.template == "chat"
-            or any(settings)
-        )
+        settings = (folder, task.system_prompt, task.template_args, config.rollout.stop)
+        self.is_encoded = self.learns == "answers" or task.template == "chat" or any(settings)
         if self.is_encoded:
             self.notes += end_warnings(self._tokenizer, config.rollout.stop)
-            _ = self._encode  # raises for settings
+            self.encoder(self.learns)  # raises for settings
         if task.ignore_media:
             self.notes.append("task.ignore_media: images, audio and video are left out")
 
-    def __call__(self, source: Source) -> None:
-        """Raises ValueError, with file and line."""
+    def __call__(self, source: Source, learns: str = "") -> None:
+        """Raises ValueError, with file and line. `learns` prompts: it is only evaluated on."""
         self.sources.append(source)
         config = self.config
-        if self.has_feedback:
+        learns = learns or self.learns
+        if learns == "feedback":
             self.notes += check_feedback(
                 source,
                 steps=config.reward_model.process,
@@ -114,9 +134,12 @@ class ProblemCheck:
         if self.is_encoded and self._tokenizer.exceeds_model:
             every = 1
         shapes = set()
+        lengths = {}  # by place
         limit = config.rollout.max_prompt_tokens
         is_long = True
         for number, problem in enumerate(source.problems()):
+            if not number:
+                self._check_columns(problem, learns)
             roles = ()
             if not isinstance(problem.question, str):
                 roles = tuple(message["role"] for message in problem.question)
@@ -124,13 +147,54 @@ class ProblemCheck:
             is_chosen = number % every == 0 or shape not in shapes
             shapes.add(shape)
             is_long = is_long and len(problem.text) > limit
-            if is_chosen and (self.is_encoded or roles):
+            if is_chosen and (self.is_encoded or roles or learns == "feedback"):
                 with errors_of(problem.where):
-                    self._encode(problem)
+                    lengths[problem.where] = self._length(problem, learns)
         if self.is_encoded or is_long:
             from megarl.data.prompts import PromptStream  # imports torch
 
-            PromptStream([source], self._encode, limit).take(1)  # raises if all are too long
+            stream = PromptStream([source], self.encoder(learns), limit)
+            stream.take(1)  # raises if all are too long
+        self._check_lengths(lengths)
+
+    def _check_columns(self, problem: Problem, learns: str) -> None:
+        """Notes the columns of a source's first row that no model sees."""
+        names = {name for name, value in problem.extra.items() if not callable(value)}
+        names.difference_update(READ.get(learns, ()))
+        if names - self.unread:
+            readers = "only rewards read" if learns == "prompts" else "nothing reads"
+            self.notes.append(
+                f"{problem.where}: {readers} {', '.join(sorted(names))}; if they are parts of the "
+                "prompt, list all columns of it in task.options.prompt"
+            )
+        self.unread |= names
+
+    def _length(self, problem: Problem, learns: str) -> int:
+        """Returns the tokens of a problem with what is learned; 0 if its prompt is skipped."""
+        tokens, mask = self.encoder(learns)(problem)
+        texts = []
+        if learns == "feedback" and not self.config.reward_model.process:
+            texts = ranked_responses(problem.extra, problem.text, problem.where)[0]
+        elif learns == "answers" and not mask:
+            texts = [reference_text(problem.answer)]
+        if len(tokens) > self.config.rollout.max_prompt_tokens:
+            return 0
+        longest = max((len(self._tokenizer.encode_answer(text)) for text in texts), default=0)
+        return len(tokens) + longest
+
+    def _check_lengths(self, lengths: Mapping[str, int]) -> None:
+        rollout = self.config.rollout
+        most = rollout.max_prompt_tokens + rollout.max_tokens
+        long = [where for where, length in lengths.items() if length > most]
+        if long:
+            note = (
+                f"{long[0]} has {lengths[long[0]]} tokens, prompt and response, as {len(long)} of "
+                f"the {len(lengths)} rows that were encoded have more than "
+                f"rollout.max_prompt_tokens + rollout.max_tokens = {most}"
+            )
+            if len(long) == len(lengths):
+                raise ValueError(f"{note}; raise them, or shorten the responses")
+            self.notes.append(note)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -145,11 +209,9 @@ class ProblemCheck:
 
         return random_tokenizer(config.model.create or Create())
 
-    @cached_property
-    def _encode(self) -> Callable[[Problem], Example]:
-        config = self.config
-        roles = config.sft.roles if self.learns == "answers" else ()
-        return problem_encoder(self._tokenizer, config.task, roles)
+    def _encoder(self, learns: str) -> Callable[[Problem], Example]:
+        roles = self.config.sft.roles if learns == "answers" else ()
+        return example_encoder(self._tokenizer, self.config.task, roles)
 
 
 def describe(config: Config, job: Job) -> str:

@@ -62,7 +62,9 @@ def _refuse_misread(cls: type[BaseModel], value: Any, info: ValidationInfo) -> A
     for item in value if isinstance(value, list | tuple) else (value,):
         if isinstance(item, bool) and "bool" not in kind and "Any" not in kind:
             raise ValueError("it should be a number or text, not true or false")
-        if isinstance(item, float) and "str" in kind and "float" not in kind:
+        is_float = isinstance(item, float) and "float" not in kind
+        is_id = type(item) is int and item is not value and "int" not in kind and "Any" not in kind
+        if "str" in kind and (is_float or is_id):
             raise ValueError("it should be text; put it in quotes")
         if not isinstance(item, str) or "://" in item:  # URLs are checked where they are used
             continue

@@ -4,6 +4,8 @@ which are learned.
     {"messages": [...]}                       the turns of sft.roles
     {"prompt": [...], "completion": [...]}    those in it; of texts, it and the end token
 
+As in TRL, a completion, or messages that end with the assistant's, are learned instead of `answer`.
+
 A row of which no token would be learned is refused.
 
 A template may render a turn differently once others follow. So the rendered turns before, and up
@@ -17,13 +19,13 @@ from functools import partial
 from itertools import pairwise
 
 from megarl.config.schema import Task
-from megarl.data.rows import Problem, messages_of, read_messages, reference_text, short
+from megarl.data.rows import Problem, messages_of, read_content, reference_text, short
 from megarl.data.tokenizer import Example, HfTokenizer, Tokenizer, prompt_encoder
 
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\b")
 
 
-def problem_encoder(
+def example_encoder(
     tokenizer: Tokenizer, task: Task, roles: Sequence[str] = ()
 ) -> Callable[[Problem], Example]:
     """Returns the encoder of prompts; with `roles` (stage sft), also of whole examples."""
@@ -31,27 +33,29 @@ def problem_encoder(
 
     def example(problem: Problem) -> Example:
         question = problem.question
-        completion = problem.extra.get("completion")
-        if roles and problem.answer is not None:
-            reference_text(problem.answer)  # raises for a list
-        if not roles or problem.answer is not None:
+        if not roles:
             return encode(question), ()
-        if completion is None and isinstance(question, str):
-            raise ValueError(
-                "it has no answer, but stage: sft trains on answers; write `answer`, `completion` "
-                f"or `messages` (it has {', '.join(problem.extra) or 'no more'})"
-            )
-        if isinstance(completion, str):
-            prompt = encode(question)
-            answer = tokenizer.encode_answer(completion)
-            return _learned((*prompt, *answer), (False,) * len(prompt) + (True,) * len(answer))
-        if completion is not None and not isinstance(completion, list):
-            raise ValueError(
-                f"completion must be text or a list of messages, not {str(completion)[:60]!r}"
-            )
+        completion = problem.extra.get("completion") or None
+        is_answered = not isinstance(question, str) and question[-1]["role"] in roles
+        if completion is None and not is_answered:
+            if problem.answer is not None:
+                reference_text(problem.answer)  # raises for a list
+                return encode(question), ()
+            if isinstance(question, str):
+                raise ValueError(
+                    "it has no answer, but stage: sft trains on answers; write `answer`, "
+                    f"`completion` or `messages` (it has {', '.join(problem.extra) or 'no more'})"
+                )
         messages = messages_of(question)
-        first = len(messages) if completion else 0
-        messages += read_messages(completion or (), "completion", ignore_media=task.ignore_media)
+        first = 0
+        if completion is not None:
+            content = read_content(completion, "completion", ignore_media=task.ignore_media)
+            if isinstance(content, str):
+                prompt = encode(question)
+                answer = tokenizer.encode_answer(content)
+                return _learned((*prompt, *answer), (False,) * len(prompt) + (True,) * len(answer))
+            first = len(messages)
+            messages += content
         if task.system_prompt and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": task.system_prompt}, *messages]
             first += 1
@@ -70,7 +74,7 @@ def problem_encoder(
             raise ValueError("a conversation needs a chat template; use a chat model")
         if (
             GENERATION_TAG.search(tokenizer.chat_template)
-            and not completion
+            and completion is None
             and tuple(roles) == ("assistant",)
         ):
             return _learned(*tokenizer.encode_tagged(messages, **task.template_args))

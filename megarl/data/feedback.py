@@ -17,8 +17,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
-from megarl.data.rows import messages_of, read_messages, short
-from megarl.data.tasks import Source
+from megarl.data.rows import Source, messages_of, read_content, short
 
 
 def check_feedback(source: Source, *, steps: bool, ignore_media: bool = False) -> list[str]:
@@ -56,38 +55,41 @@ def ranked_responses(
     """
     response = partial(_response, prompt=text, ignore_media=ignore_media)
     keys = [key for key in ("chosen", "rejected", "responses") if extra.get(key) is not None]
+    margin = 0.0
+    sign = 1.0
     if keys == ["chosen", "rejected"]:
-        margin = 0.0
+        values = [extra[key] for key in keys]
+        numbers = [0.0, 1.0]
         if extra.get("margin") is not None:
             margin = _numbers([extra["margin"]], 1, f"{where}: margin")[0]
-        chosen, rejected = (response(extra[key], f"{where}: {key}") for key in keys)
-        return [chosen, rejected], [0.0, float(chosen != rejected)], margin
-    if keys != ["responses"]:
+    elif keys == ["responses"]:
+        values = extra["responses"]
+        if not isinstance(values, Sequence) or isinstance(values, str) or len(values) < 2:
+            raise ValueError(
+                f"{where}: responses must be a list of two or more, best first, not "
+                f"{str(values)[:60]!r}"
+            )
+        orders = [key for key in ("ranks", "scores") if extra.get(key) is not None]
+        if len(orders) > 1:
+            raise ValueError(
+                f"{where} has ranks and scores, which may contradict each other; keep one"
+            )
+        keys *= len(values)
+        numbers = range(len(values))
+        for key in orders:
+            numbers = _numbers(extra[key], len(values), f"{where}: {key}")
+            sign = -1.0 if key == "scores" else 1.0
+    else:
         raise ValueError(
             f"{where} has {' and '.join(keys) or 'no responses'}, but preferences are learned from "
             "`chosen` and `rejected`, or from `responses`; write one or the other in every row of "
             "the task"
         )
-    values = extra["responses"]
-    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) < 2:
-        raise ValueError(
-            f"{where}: responses must be a list of two or more, best first, not "
-            f"{str(values)[:60]!r}"
-        )
-    orders = [key for key in ("ranks", "scores") if extra.get(key) is not None]
-    if len(orders) > 1:
-        raise ValueError(f"{where} has ranks and scores, which may contradict each other; keep one")
-    numbers = (
-        _numbers(extra[orders[0]], len(values), f"{where}: {orders[0]}")
-        if orders
-        else range(len(values))
-    )
-    sign = -1.0 if orders == ["scores"] else 1.0
-    texts = [response(value, f"{where}: responses") for value in values]
+    texts = [response(value, f"{where}: {key}") for key, value in zip(keys, values, strict=True)]
     ranks = {}
     for text, number in zip(texts, numbers, strict=True):
         ranks.setdefault(text, sign * number)
-    return texts, [ranks[text] for text in texts], 0.0
+    return texts, [ranks[text] for text in texts], margin
 
 
 def _numbers(values: Any, count: int, where: str) -> list[float]:
@@ -103,17 +105,19 @@ def _numbers(values: Any, count: int, where: str) -> list[float]:
 
 def _response(value: Any, where: str, *, prompt: str, ignore_media: bool) -> str:
     """The text of a response. Messages before the assistant's last one must be the prompt's."""
-    if isinstance(value, str):
-        value = [{"role": "assistant", "content": value}]
-    messages = []
-    if isinstance(value, Sequence):
-        messages = [*read_messages(value, where, ignore_media=ignore_media)]
-    if not messages or messages[-1]["role"] != "assistant" or not messages[-1]["content"].strip():
+    content = read_content(value, where, ignore_media=ignore_media)
+    *before, last = messages_of(content, "assistant")
+    if last["role"] != "assistant" or not last["content"].strip():
         raise ValueError(
             f"{where} must be text, or messages that end with the assistant's, not "
             f"{short(value)}; correct it"
         )
-    *before, last = messages
+    others = sorted(last.keys() - {"role", "content"})
+    if others:
+        raise ValueError(
+            f"{where} has a message with {', '.join(others)}, which would not be learned; write it "
+            "into the content, as the model writes it, or remove it"
+        )
     both = "\n".join(f"{message['role']}: {message['content']}" for message in before)
     if before and before != messages_of(prompt) and prompt != both:
         raise ValueError(

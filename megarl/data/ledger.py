@@ -19,6 +19,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
+from megarl.platform.ranges import ranges_of
 from megarl.roles import Prompts
 from megarl.types import Prompt
 
@@ -46,7 +47,7 @@ class Ledger:
             "start",
             step=step,
             position=state["position"],
-            settled=_runs(state.get("settled", ())),
+            settled=ranges_of(state.get("settled", ())),
             max_staleness=max_staleness,
         )
 
@@ -64,7 +65,7 @@ class Ledger:
         after = self.stream.state()
         self._write(
             "taken",
-            ids=_runs(prompt.prompt_id for prompt in prompts),
+            ids=ranges_of(prompt.prompt_id for prompt in prompts),
             start=before["position"],
             to=after["position"],
             too_long=after.get("skipped", 0) - before.get("skipped", 0),
@@ -76,7 +77,7 @@ class Ledger:
         if not prompts:
             return
         self._carried |= {prompt.prompt_id: self._open.pop(prompt.prompt_id) for prompt in prompts}
-        self._write("carried", ids=_runs(prompt.prompt_id for prompt in prompts))
+        self._write("carried", ids=ranges_of(prompt.prompt_id for prompt in prompts))
         behind = max([self._last, *self._open])
         last = [number for number in sorted(self._carried) if number > behind]
         if last:
@@ -84,7 +85,7 @@ class Ledger:
 
     def note(self, event: str, step: int, ids: Iterable[int], **values: int) -> None:
         """Records that prompts are `generating` or `complete`."""
-        self._write(event, step=step, ids=_runs(ids), **values)
+        self._write(event, step=step, ids=ranges_of(ids), **values)
 
     def settle(
         self, step: int, outcomes: Mapping[str, Sequence[int]], **values: int | str | None
@@ -99,7 +100,7 @@ class Ledger:
         self._last = max([self._last, *ids])
         first = min([*self._open, *self._carried, self.stream.state()["position"]])
         self._settled = {number for number in self._settled | ids if number >= first}
-        runs = {name: _runs(numbers) for name, numbers in outcomes.items() if numbers}
+        runs = {name: ranges_of(numbers) for name, numbers in outcomes.items() if numbers}
         self._write("settled", step=step, outcomes=runs, **values)
         if self._file is not None:
             os.fsync(self._file.fileno())
@@ -126,14 +127,3 @@ class Ledger:
         if self._file is not None:
             self._file.write(json.dumps({"event": event, **values}) + "\n")
             self._file.flush()
-
-
-def _runs(ids: Iterable[int]) -> list[list[int]]:
-    """Returns [first, last] of each run of consecutive numbers."""
-    runs = []
-    for number in sorted(ids):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return runs

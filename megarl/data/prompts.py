@@ -4,15 +4,13 @@ Sources -> mixture (by weight) -> order (a fresh permutation each epoch) -> toke
 Prompt(prompt_id = position)
 """
 
-import heapq
 import logging
 import math
 import random
-from collections import deque
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import count as count_from
 from itertools import islice
 from typing import Any
 
@@ -24,7 +22,6 @@ from megarl.types import Prompt
 log = logging.getLogger(__name__)
 
 MAX_SKIPS = 1000  # consecutive prompts that are too long
-RECENT = 1 << 16  # positions that are found again without counting from the start
 
 
 def interleave(weights: Sequence[float]) -> Iterator[tuple[int, int]]:
@@ -34,10 +31,11 @@ def interleave(weights: Sequence[float]) -> Iterator[tuple[int, int]]:
     part's count is always within half the number of parts of its exact share.
     """
 
-    def due(part: int, weight: float) -> Iterator[tuple[float, int, int]]:
-        return (((number + 0.5) / weight, part, number) for number in count_from())
-
-    return ((part, number) for _, part, number in heapq.merge(*map(due, count_from(), weights)))
+    counts = [0] * len(weights)
+    while True:
+        part = min(range(len(weights)), key=lambda part: (counts[part] + 0.5) / weights[part])
+        yield part, counts[part]
+        counts[part] += 1
 
 
 @dataclass
@@ -45,7 +43,7 @@ class PromptStream:
     """roles.Prompts. Depends on the tasks and the seed alone, so it is the same on every rank."""
 
     sources: Sequence[Source]  # several: a mixture
-    encode: Callable[[Problem], Example]  # conversations.problem_encoder
+    encode: Callable[[Problem], Example]  # conversations.example_encoder
     max_tokens: int  # longer prompts are skipped and counted
     seed: int = 0
     position: int = 0
@@ -54,10 +52,8 @@ class PromptStream:
     accepts_changes: bool = False  # data that differ from those of the restored state
     # part -> epoch, permutation
     _orders: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
-    # from a position on
-    _parts: tuple[int, Iterator[tuple[int, int]]] = (-1, iter(()))
-    # before it
-    _recent: deque[tuple[int, int]] = field(default_factory=partial(deque, maxlen=RECENT))
+    # part and number within it, of each position so far of a mixture: number x parts + part
+    _drawn: array[int] = field(default_factory=partial(array, "q"))
 
     def take(self, count: int, *, repeat: bool = True) -> list[Prompt]:
         """The next `count` prompts.
@@ -146,20 +142,18 @@ class PromptStream:
         self.skipped = int(state["skipped"])
         self.kept.update(state.get("kept", {}))
 
+    @cached_property
+    def _parts(self) -> Iterator[tuple[int, int]]:
+        return interleave([source.weight for source in self.sources])
+
     def _next(self) -> tuple[int, int]:
         """The part at `position`, and the position within that part's own stream; moves on."""
-        position, parts = self._parts
+        size = len(self.sources)
         self.position += 1
-        if 0 <= (behind := position - self.position) < len(self._recent):  # put back
-            return self._recent[-1 - behind]
-        if position != self.position - 1:  # the start, or restored
-            parts = islice(
-                interleave([source.weight for source in self.sources]), self.position - 1, None
-            )
-            self._recent.clear()
-        self._parts = (self.position, parts)
-        self._recent.append(next(parts))
-        return self._recent[-1]
+        fresh = islice(self._parts, max(self.position - len(self._drawn), 0))
+        self._drawn.extend(number * size + part for part, number in fresh)
+        number, part = divmod(self._drawn[self.position - 1], size)
+        return part, number
 
     def _index(self, part: int, number: int) -> int:
         """Index of a part's problem; a finite source is shuffled each epoch, an

@@ -1,28 +1,54 @@
 """Rows of files and datasets, as problems. No torch.
 
-    bytes --read_rows--> (where, row) --read_problem--> Problem
+    bytes --read_rows | read_table--> (where, row) --read_problem, by StoredOptions--> Problem
 
 What a row may have is listed here; the rest is refused with its file and line, as a prompt that
 has lost a part is another prompt.
 """
 
+import csv
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
-from itertools import compress
+from functools import reduce
+from itertools import chain, compress
 from typing import Any
 
+from pydantic import Field, ValidationError, field_validator
+
+from megarl.config.section import Pattern, Section, did_you_mean
 from megarl.data.media import MEDIA, PLACEHOLDER, refuse_media
 from megarl.platform.json_text import parse_json
 
-Question = str | tuple[Mapping[str, str], ...]  # text, or chat messages
-QUESTION_KEYS = ("prompt", "question", "problem", "messages")
+TextOrMessages = str | tuple[Mapping[str, Any], ...]
+PROMPT_TEXTS = ("prompt", "question", "problem")  # or else `messages`
 # columns that are parts of the prompt, which no template would get
-PROMPT_PARTS = ("system", "system_prompt", "history", "tools", "functions")
+PROMPT_PARTS = (
+    "system",
+    "system_prompt",
+    "history",
+    "tools",
+    "functions",
+    "documents",
+    "chat_template_kwargs",
+)
 EXAMPLE = '{"prompt": "1 + 1 =", "answer": "2"}'
 MESSAGES = '[{"role": "user", "content": "1 + 1 ="}, ...]'
+MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
+NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,14})(\.[0-9]+)?")  # a cell of CSV that is one
+# remedies for files that are not UTF-8, by their first bytes
+UTF_16 = "it is UTF-16: convert it with iconv -f UTF-16 -t UTF-8"
+ENCODINGS = {
+    b"\xff\xfe": UTF_16,
+    b"\xfe\xff": UTF_16,
+    b"\x1f\x8b": "it is compressed: gunzip it",
+    b"\x28\xb5": "it is compressed: unzstd it",
+    b"PA": "it is Parquet: name it hf:FILE.parquet",
+}
+csv.field_size_limit(1 << 30)
 
 
 class BadRow(ValueError):
@@ -35,7 +61,7 @@ class Problem:
     task's own judge.
     """
 
-    question: Question
+    question: TextOrMessages
     answer: Any = None  # text; or a boolean, a list or an object, as the file has it
     extra: Mapping[str, Any] = field(default_factory=dict)
     where: str = field(default="a generated problem", compare=False)  # file and line, for errors
@@ -54,19 +80,18 @@ class Source:
 
     problem: Callable[[int], Problem]
     size: int | None  # None: endless
-    # all problems in order, faster than one by one; if the argument is False, only their questions
-    scan: Callable[[bool], Iterable[Problem]] | None = None
+    scan: Callable[[], Iterable[Problem]] | None = None  # all in order, faster than one by one
     weight: float = 1.0  # in a mixture
     held_out: int = 0  # training problems that were removed because they are evaluated on
 
-    def problems(self, whole: bool = True) -> Iterable[Problem]:
-        """All problems of a finite source, or only their questions; the first of an endless one."""
-        return self.scan(whole) if self.scan else map(self.problem, range(self.size or 1))
+    def problems(self) -> Iterable[Problem]:
+        """All problems of a finite source; the first of an endless one."""
+        return self.scan() if self.scan else map(self.problem, range(self.size or 1))
 
     def digest(self) -> str:
         """Hashes the questions in order; "" for those that are generated."""
         total = hashlib.sha256()
-        for problem in self.problems(whole=False) if self.scan else ():
+        for problem in self.scan() if self.scan else ():
             total.update(f"{len(problem.text)} {problem.text}".encode())
         return total.hexdigest()[:16] if self.scan else ""
 
@@ -77,12 +102,102 @@ class Source:
             self,
             problem=lambda index: self.problem(indices[index]),
             size=len(indices),
-            scan=lambda whole: compress(self.problems(whole), keep),
+            scan=lambda: compress(self.problems(), keep),
         )
 
 
-def listed(problems: list[Problem]) -> Source:
-    return Source(problems.__getitem__, len(problems), lambda whole: problems)
+COLUMNS = ("prompt", "answer", "answer_pattern")
+
+
+class StoredOptions(Section):
+    """task.options of a `jsonl:` task (the first four), or of an `hf:` task (the others)."""
+
+    prompt: str | list[str] | None = None  # text or chat messages; several columns are joined
+    # None: `answer`, if it exists. A dot enters a struct, as in reward_model.ground_truth
+    answer: str | None = None
+    # a regular expression; group 1 of its last match is the answer
+    answer_pattern: Pattern | None = None
+    eval_file: str | None = None
+    split: str = "train"  # may be sliced, as in train[:1000]
+    eval_split: str | None = None  # None: some problems of `split` are held out
+    held_out: float = Field(default=0.05, ge=0, lt=1)  # their share, without eval_split
+    config: str | None = None  # a subset, as datasets.load_dataset's `name`
+    # branch, tag or commit of a hub id; None: main. A run records the commit
+    revision: str | None = None
+    data_files: str | None = None  # a glob: reads, and downloads, only these files
+
+    @field_validator("answer_pattern")
+    @classmethod
+    def _pattern(cls, value: str | None) -> str | None:
+        if value is not None and not re.compile(value).groups:
+            raise ValueError("has no group; put parentheses around the answer")
+        return value
+
+    @property
+    def prompts(self) -> list[str]:
+        return [self.prompt] if isinstance(self.prompt, str) else self.prompt or []
+
+    def answer_in(self, row: Mapping[str, Any]) -> Any:
+        name = self.answer or "answer"
+        return reduce(_enter, (name,) if name in row else name.split("."), row)
+
+    def check(self, known: Mapping[str, Any], name: object) -> None:
+        """Raises ValueError for a column that `known`, the columns of the file `name`, lacks."""
+        absent = [f"prompt={column}" for column in self.prompts if column not in known]
+        if (self.answer or self.answer_pattern) and self.answer_in(known) is None:
+            absent.append(f"answer={self.answer or 'answer'}")
+        if absent:
+            raise ValueError(
+                f"task.options.{absent[0]} is not a column of {name}; choose from: "
+                f"{', '.join(known)}"
+            )
+
+
+NO_OPTIONS = StoredOptions()
+
+
+def _enter(value: Any, key: str) -> Any:
+    return value.get(key) if isinstance(value, Mapping) else None
+
+
+def parse_options(name: str, options: Mapping[str, Any]) -> StoredOptions:
+    """Raises ValueError for a wrong value, or an option that the task `name` does not take."""
+    known = [*COLUMNS, "eval_file"]
+    if name.startswith("hf:"):
+        known = [key for key in StoredOptions.model_fields if key != "eval_file"]
+    for key in options.keys() - {*known}:
+        remedy = did_you_mean(key, known, f"it takes {', '.join(known)} only; remove {key}")
+        raise ValueError(f"task.options.{key} is not an option of task.name={name}; {remedy}")
+    try:
+        return StoredOptions.model_validate(options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(
+            f"task.options.{first['loc'][0]}={first['input']!r} of task.name={name}: "
+            f"{first['msg'].removeprefix('Value error, ')}"
+        ) from None
+
+
+def listed(
+    rows: Iterable[tuple[str, Any]],
+    columns: StoredOptions,
+    name: object,
+    *,
+    ignore_media: bool = False,
+) -> Source:
+    """Returns the problems of rows with their places, of the file or dataset `name`."""
+    rows = [*rows]
+    if not rows:
+        raise ValueError(
+            f"{name} has no problems; write one JSON object per line, such as {EXAMPLE}"
+        )
+    known = {}
+    for _, row in rows:
+        if isinstance(row, Mapping):
+            known |= {key: value for key, value in row.items() if value is not None}
+    columns.check(known, name)
+    problems = [read_problem(row, where, columns, ignore_media=ignore_media) for where, row in rows]
+    return Source(problems.__getitem__, len(problems), lambda: problems)
 
 
 @contextmanager
@@ -123,62 +238,84 @@ def utf8_lines(lines: Iterable[bytes], file: object) -> Iterator[tuple[str, str]
         try:
             yield where, line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
+            remedy = "convert the file, for example: iconv -f CP1252 -t UTF-8"
+            if number == 1:
+                remedy = ENCODINGS.get(line[:2], remedy)
             raise BadRow(
-                f"{where} is not UTF-8 (byte 0x{line[error.start]:02x} at {error.start}); convert "
-                "the file, for example: iconv -f CP1252 -t UTF-8"
+                f"{where} is not UTF-8 (byte 0x{line[error.start]:02x} at {error.start}); {remedy}"
             ) from None
 
 
-def read_problem(row: Any, where: str, *, ignore_media: bool = False) -> Problem:
+def read_table(
+    lines: Iterable[bytes], file: object, columns: StoredOptions, separator: str = ","
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the place and the cells of each row of CSV: numbers and, of columns that are read,
+    texts; an empty cell is None. Raises ValueError with file and line.
+    """
+    texts = {*PROMPT_TEXTS, *columns.prompts, columns.answer or "answer"}
+    texts_of_lines = (text for _, text in utf8_lines(lines, file))
+    table = csv.DictReader(texts_of_lines, delimiter=separator, strict=True)
+    try:
+        for cells in table:
+            where = f"{file}: line {table.line_num}"
+            if None in cells:
+                raise BadRow(
+                    f"{where} has {len(cells[None])} cells more than the header names, first "
+                    f"{short(cells[None][0])}; put a text with commas or line breaks in quotes"
+                )
+            row = {}
+            for key, cell in cells.items():
+                is_number = key not in texts and NUMBER.fullmatch(cell or "")
+                row[key] = parse_json(cell, where) if is_number else cell or None
+            yield where, row
+    except csv.Error as error:
+        raise BadRow(f"{file}: line {table.line_num} is not CSV ({error}); correct it") from None
+
+
+def read_problem(
+    row: Any, where: str, columns: StoredOptions = NO_OPTIONS, *, ignore_media: bool = False
+) -> Problem:
     """Makes a problem of a row; all fields but question and answer go into `extra`.
 
     A null counts as absent. Raises ValueError.
     """
     if not isinstance(row, Mapping):
         raise ValueError(f"{where} is a {type(row).__name__}, not an object; write {EXAMPLE}")
-    keys = [key for key in QUESTION_KEYS if row.get(key) is not None]
-    if len(keys) != 1:
-        present = [str(key) for key, value in row.items() if value is not None]
+    present = [str(key) for key, value in row.items() if value is not None]
+    keys = columns.prompts or [key for key in PROMPT_TEXTS if key in present]
+    keys = keys or [key for key in ("messages",) if key in present]
+    if len(keys) != 1 and not columns.prompt:
         raise ValueError(
-            f"{where} needs exactly one of {', '.join(QUESTION_KEYS)}; it has "
-            f"{', '.join(keys or present) or 'nothing'}; write text, or {MESSAGES}"
+            f"{where} needs exactly one of {', '.join(PROMPT_TEXTS)}, messages; it has "
+            f"{', '.join(keys or present) or 'nothing'}; write text, or {MESSAGES}, or set "
+            "task.options.prompt to the columns of the prompt"
         )
-    extra = {str(key): value for key, value in row.items() if key not in (keys[0], "answer")}
-    return make_problem(row[keys[0]], row.get("answer"), extra, where, ignore_media=ignore_media)
-
-
-def make_problem(
-    question: Any,
-    answer: Any,
-    extra: Mapping[str, Any],
-    where: str,
-    *,
-    ignore_media: bool = False,
-    is_chosen: bool = False,
-) -> Problem:
-    """`is_chosen`: the columns of the prompt are configured, so that no other is a part of it."""
-    for name in () if is_chosen else extra:
-        if name in PROMPT_PARTS and extra[name]:
+    extra = {str(key): row[key] for key in row if key not in (*keys, columns.answer or "answer")}
+    for name in () if columns.prompt else PROMPT_PARTS:
+        if extra.get(name):
             raise ValueError(
                 f"{where} has {name}={short(extra[name])}, which would not be in the prompt; write "
-                "it into the prompt, as the first of its messages, for one (of an hf: task, set "
+                "it into the prompt, as the first of its messages, for one (or set "
                 "task.options.prompt to all columns of the prompt), or rename the column if only "
                 "rewards read it"
             )
-    media = [name for name in extra if name in MEDIA and extra[name]]
-    refuse_media(where, media, ignore=ignore_media)
-    if isinstance(question, list) and question:
-        question = tuple(read_messages(question, where, ignore_media=ignore_media))
-    elif not isinstance(question, str) or not question.strip():
-        raise ValueError(
-            f"{where}: the prompt must be text, or messages {MESSAGES}, not {short(question)}"
-        )
-    elif ignore_media:
-        question = PLACEHOLDER.sub("", question)
-    judged = extra.get("reward_model")
-    if answer is None and isinstance(judged, Mapping):  # as verl has it
-        answer = judged.get("ground_truth")
-    problem = Problem(question, reference(answer), extra, where)
+    refuse_media(where, [name for name in MEDIA if extra.get(name)], ignore=ignore_media)
+    question = _joined([row.get(key) for key in keys])
+    question = read_content(question, f"{where}: the prompt", ignore_media=ignore_media)
+    answer = columns.answer_in(row)
+    if columns.answer_pattern:
+        matches = [*re.finditer(columns.answer_pattern, "" if answer is None else str(answer))]
+        if not matches:
+            raise ValueError(
+                f"{where}: task.options.answer_pattern={columns.answer_pattern!r} does not match "
+                f"the answer {str(answer)[-60:]!r}; change the pattern"
+            )
+        answer = matches[-1][1].strip()
+    if answer is None:  # as verl has it
+        answer = _enter(extra.get("reward_model"), "ground_truth")
+    with errors_of(f"{where}: the answer"):
+        answer = reference(answer)
+    problem = Problem(question, answer, extra, where)
     try:
         f"{problem.text} {problem.answer}".encode()
     except UnicodeEncodeError as error:
@@ -189,20 +326,46 @@ def make_problem(
     return problem
 
 
+def _joined(values: list[Any]) -> Any:
+    """Joins the texts of several columns by an empty line, or concatenates their messages."""
+    values = [value for value in values if value]  # Alpaca's input may be empty
+    if len(values) > 1 and all(isinstance(value, list) for value in values):
+        return [*chain.from_iterable(values)]
+    if len(values) > 1 and all(isinstance(value, str) for value in values):
+        return "\n\n".join(values)
+    return values[0] if len(values) == 1 else values or None
+
+
+def read_content(value: Any, where: str, *, ignore_media: bool = False) -> TextOrMessages:
+    """Returns text that is not blank, or messages. Raises ValueError for anything else."""
+    if isinstance(value, list) and value:
+        return tuple(read_messages(value, where, ignore_media=ignore_media))
+    if not isinstance(value, str) or not value.strip() or MESSAGES_AS_TEXT.match(value):
+        raise ValueError(
+            f"{where} must be text, or messages {MESSAGES} (a list, not its text), not "
+            f"{short(value)}"
+        )
+    return PLACEHOLDER.sub("", value) if ignore_media else value
+
+
 def reference(value: Any) -> Any:
     """Returns a reference as text: a number without exponent, as exact as it was read.
 
-    Booleans, lists and objects stay; null and NaN are None.
+    Booleans, lists and objects stay; null, NaN and empty texts are None. Raises ValueError.
     """
+    if value is None or value != value or value == "":
+        return None
     if isinstance(value, str | bool | list | Mapping):
         return value
-    if value is None or value != value:
-        return None
     if isinstance(value, float):
-        value = Decimal(repr(value).removesuffix(".0"))
-    if isinstance(value, Decimal):
-        return f"{value:f}"
-    return str(value).removesuffix(" 00:00:00")  # of a date
+        value = Decimal(repr(float(value)).removesuffix(".0"))
+    text = f"{value:f}" if isinstance(value, Decimal) else str(value)
+    if isinstance(value, bytes) or "Infinity" in text:
+        raise ValueError(
+            f"{short(value)} is neither text nor a finite number; write it, or store its column, "
+            "as text"
+        )
+    return text.removesuffix(" 00:00:00")  # of a date
 
 
 def reference_text(answer: Any) -> str:
@@ -253,8 +416,8 @@ def read_messages(
         yield {**message, "content": content}
 
 
-def messages_of(question: Question) -> list[Mapping[str, str]]:
-    return [{"role": "user", "content": question}] if isinstance(question, str) else [*question]
+def messages_of(content: TextOrMessages, role: str = "user") -> list[Mapping[str, Any]]:
+    return [{"role": role, "content": content}] if isinstance(content, str) else [*content]
 
 
 def short(value: Any) -> str:

@@ -16,13 +16,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
 from megarl.config.schema import Eval, EvalSet, Task
 from megarl.config.section import did_you_mean
-from megarl.data.hf_dataset import load_rows, parse_options
+from megarl.data.hf_dataset import FORMATS, load_rows
 from megarl.data.rows import (
     EXAMPLE,
     Problem,
@@ -30,6 +31,7 @@ from megarl.data.rows import (
     errors_of,
     listed,
     messages_of,
+    parse_options,
     read_problem,
     read_rows,
 )
@@ -84,7 +86,7 @@ def load_task(task: Task, split: Split = "train", eval_tasks: Sequence[Task] = (
     kind, _, rest = task.name.partition(":")
     if load := {"reasoning_gym": _reasoning_gym, "jsonl": _jsonl, "hf": _dataset}.get(kind):
         source = load(rest, task, split)
-    elif is_dotted(task.name):
+    elif is_dotted(task.name) and Path(task.name).suffix not in FORMATS:
         source = _user_function(task, split)
     else:
         raise ValueError(
@@ -98,11 +100,9 @@ def load_task(task: Task, split: Split = "train", eval_tasks: Sequence[Task] = (
             for other in (task, *eval_tasks)
             if other.options.keys() & {"eval_file", "eval_split"}
         ]
-        held_out = set(
-            map(_words_of, chain.from_iterable(part.problems(whole=False) for part in stored))
-        )
+        held_out = set(map(_words_of, chain.from_iterable(part.problems() for part in stored)))
         if held_out:
-            keep = [_words_of(problem) not in held_out for problem in source.problems(whole=False)]
+            keep = [_words_of(problem) not in held_out for problem in source.problems()]
             source = replace(source.select(keep), held_out=source.held_out + keep.count(False))
     if source.size == 0:
         reason = f", as {source.held_out} are held out" if source.held_out else ""
@@ -113,7 +113,7 @@ def load_task(task: Task, split: Split = "train", eval_tasks: Sequence[Task] = (
         return source
     size = min(task.size, source.size or task.size)
     scan = source.scan
-    return replace(source, size=size, scan=scan and (lambda whole: islice(scan(whole), size)))
+    return replace(source, size=size, scan=scan and (lambda: islice(scan(), size)))
 
 
 def read_all(source: Source) -> None:
@@ -127,43 +127,35 @@ def check_tasks(
     *,
     held_out: bool = False,
     check: Callable[[Source], object] = read_all,
+    check_set: Callable[[Source], object] = read_all,
 ) -> Iterator[str]:
     """Loads everything once, so that errors surface before anything starts; yields what the user
     should know.
 
-    `held_out`: whether the command evaluates; `check`: of the task's sources. Raises like
-    `load_task`.
+    `held_out`: the command evaluates; `check`: of the task's sources; `check_set`: of those of
+    evaluation sets. Raises like `load_task`.
     """
     eval_tasks = [eval_task(task, part) for part in evaluated.sets]
-    notes = []
+    sets = [("eval.size", evaluated.size, task, check)] if evaluated.size else []
+    for part, other in zip(evaluated.sets, eval_tasks, strict=True):
+        sets.append((f"eval.sets: {part.name} has size", part.size, other, check_set))
     # first, because training problems are compared with these
-    for part, other in zip(evaluated.sets, eval_tasks, strict=True) if held_out else ():
-        where = f"eval.sets: {part.name}"
-        with errors_of("" if other is task else where):
-            notes += _check_eval(other, f"{where} has size", part.size)
-    for part, source in zip(
-        task.mixture or [task], load_sources(task, eval_tasks=eval_tasks), strict=True
-    ):
+    for key, size, other, check_one in sets if held_out else ():
+        with errors_of("" if other is task else key.removesuffix(" has size")):
+            sources = load_sources(other, "eval")
+            for source in sources:
+                check_one(source)
+        sizes = [source.size or size for source in sources]  # None: endless
+        if sum(sizes) < size:
+            yield f"{key}={size}, but there are {sum(sizes)} problems: all are used"
+    sources = load_sources(task, eval_tasks=eval_tasks)
+    for part, source in zip(task.mixture or [task], sources, strict=True):
         check(source)
         if source.held_out:
             yield (
                 f"{part.name}: {source.held_out} of {source.held_out + (source.size or 0)} "
                 "problems are held out for evaluation, and never trained on"
             )
-    if held_out and evaluated.size:
-        yield from _check_eval(task, "eval.size", evaluated.size, check)
-    yield from notes
-
-
-def _check_eval(
-    task: Task, key: str, size: int, check: Callable[[Source], object] = read_all
-) -> Iterator[str]:
-    sources = load_sources(task, "eval")
-    for source in sources:
-        check(source)
-    sizes = [source.size for source in sources if source.size is not None]
-    if len(sizes) == len(sources) and sum(sizes) < size:
-        yield f"{key}={size}, but there are {sum(sizes)} problems: all are used"
 
 
 def _words_of(problem: Problem) -> str:
@@ -187,14 +179,8 @@ def _reasoning_gym(name: str, task: Task, split: Split) -> Source:
             name, DATASETS, f"it has {len(DATASETS)} others, such as chain_sum", most=3
         )
         raise ValueError(f"task.name={task.name!r}: reasoning-gym has no {name!r}; {remedy}")
-    try:
-        options = {"seed": 0} | task.options
-        dataset = reasoning_gym.create_dataset(name, **options)
-    except (TypeError, AssertionError, ValueError) as error:
-        raise ValueError(
-            f"reasoning_gym:{name} rejects task.options={task.options}: "
-            f"{str(error) or type(error).__name__}"
-        ) from None
+    options = {"seed": 0} | task.options
+    dataset = _call(task, partial(reasoning_gym.create_dataset, name), options)
     num_indices = len(dataset)
     if "size" not in task.options:
         with suppress(IndexError, KeyError):  # nearly all accept any index, a few are lists
@@ -225,14 +211,14 @@ def hash31(text: str) -> int:
 
 def _dataset(name: str, task: Task, split: Split) -> Source:
     """A hash of the question decides what is held out, unless there is an `eval_split`."""
-    options = parse_options(name, task.options)
+    options = parse_options(task.name, task.options)
     stored = (split == "eval" and options.eval_split) or options.split
     source = load_rows(name, options, stored, ignore_media=task.ignore_media)
     if options.eval_split is not None:
         return source
     is_eval = [
         hash31(f"held out? {_words_of(problem)}") < options.held_out * 2**31
-        for problem in source.problems(whole=False)
+        for problem in source.problems()
     ]
     if split == "train":
         return replace(source.select([not value for value in is_eval]), held_out=sum(is_eval))
@@ -245,31 +231,30 @@ def _dataset(name: str, task: Task, split: Split) -> Source:
 
 
 def _jsonl(file: str, task: Task, split: Split) -> Source:
-    if names := ", ".join(sorted(task.options.keys() - {"eval_file"})):
-        raise ValueError(
-            f"task.options has {names}, but task.name={task.name!r} takes eval_file only; remove "
-            f"{names}"
-        )
-    held_out = task.options.get("eval_file")
-    if split == "eval" and held_out is None:
-        raise ValueError(
-            f"task.name={task.name!r} has no held-out problems; set task.options.eval_file=FILE"
-        )
-    path = Path(file if split == "train" else str(held_out))
+    options = parse_options(task.name, task.options)
+    path = Path(file)
+    if split == "eval":
+        if options.eval_file is None:
+            raise ValueError(
+                f"task.name={task.name!r} has no held-out problems; set task.options.eval_file=FILE"
+            )
+        path = Path(options.eval_file)
     if not path.is_file():
         raise FileNotFoundError(
             f"task file {path} does not exist; use a file with one JSON object per line"
         )
     with path.open("rb") as lines:
-        problems = [
-            read_problem(row, where, ignore_media=task.ignore_media)
-            for where, row in read_rows(lines, path)
-        ]
-    if not problems:
+        return listed(read_rows(lines, path), options, path, ignore_media=task.ignore_media)
+
+
+def _call(task: Task, function: Callable[..., Any], options: dict[str, Any]) -> Any:
+    try:
+        return function(**options)
+    except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{path} has no problems; write one JSON object per line, such as {EXAMPLE}"
-        )
-    return listed(problems)
+            f"{task.name} rejects task.options={task.options}: "
+            f"{str(error) or type(error).__name__}; change them"
+        ) from None
 
 
 def _user_function(task: Task, split: Split) -> Source:
@@ -277,13 +262,7 @@ def _user_function(task: Task, split: Split) -> Source:
     be lazy.
     """
     function = import_function(task.name, setting="task.name")
-    try:
-        rows = function(split=split, **task.options)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"{task.name} rejects task.options={task.options}: "
-            f"{str(error) or type(error).__name__}; change them"
-        ) from None
+    rows = _call(task, function, {"split": split} | task.options)
     if not isinstance(rows, Sequence) or isinstance(rows, str | bytes):
         raise ValueError(
             f"task.name={task.name!r} returned a {type(rows).__name__}; return a sequence of rows, "

@@ -5,6 +5,7 @@ If a model folder has no tokenizer, as with tiny test models, texts are lists of
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any
 from jinja2 import meta
 
 from megarl.config.schema import Task
-from megarl.data.rows import Question, messages_of
+from megarl.data.rows import TextOrMessages, messages_of, short
 from megarl.models.config_json import ConfigReader, read_config
 from megarl.platform.alarm import Alarm, alarm
 from megarl.platform.packages import require
@@ -24,12 +25,11 @@ from megarl.platform.packages import require
 # vocabularies that transformers converts with the help of a package
 MODELS = ("tokenizer.model", "tiktoken.model")
 FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", *MODELS)
-Encode = Callable[[Question], tuple[int, ...]]
+Encode = Callable[[TextOrMessages], tuple[int, ...]]
 # tokens of a whole example, and which of them are learned
 Example = tuple[tuple[int, ...], tuple[bool, ...]]
 # variables of a chat template that task.template_args cannot set
 ALWAYS_GIVEN = {"messages", "add_generation_prompt"}
-OPTIONAL_KEYS = "name reasoning reasoning_content thinking tool_calls tool_call_id"  # of messages
 
 TEMPLATE_TIMEOUT_S = 10.0  # for one prompt
 MAX_PROMPT_CHARACTERS = 1 << 24
@@ -57,10 +57,6 @@ def check_tokenizer(folder: Path, *, trust_remote_code: bool) -> None:
         require(str(file), *packages)
 
 
-def _files(folder: Path) -> list[str]:
-    return [name for name in FILES if (folder / name).is_file()]
-
-
 def _vocabulary(folder: Path) -> tuple[int, set[int]]:
     """Returns the size of the model's vocabulary, 0 if unknown, and the end tokens of the folder.
 
@@ -79,24 +75,6 @@ def _vocabulary(folder: Path) -> tuple[int, set[int]]:
     return vocab, eos
 
 
-def may_not_fit(folder: Path) -> bool:
-    """Returns False if tokenizer.json has only ids of the model, and the chat template writes an
-    end token, or if there is no tokenizer. Imports nothing heavy.
-    """
-    vocab, eos = _vocabulary(folder)
-    settings = read_config(folder / "tokenizer_config.json").raw
-    template = str(settings.get("chat_template"))
-    if (folder / "chat_template.jinja").is_file():
-        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    tokenizer = read_config(folder / "tokenizer.json").raw
-    added = {token["id"]: token["content"] for token in tokenizer.get("added_tokens") or ()}
-    pieces = (tokenizer.get("model") or {}).get("vocab") or ()
-    ends = ["eos_token", settings.get("eos_token"), *map(added.get, eos)]
-    has_end = any(str(end) in template for end in ends if end)
-    fits = added and has_end and not max(len(pieces) - 1, *added) >= vocab > 0
-    return not fits and bool(_files(folder))
-
-
 def load_tokenizer(
     path: str | Path,
     *,
@@ -112,7 +90,7 @@ def load_tokenizer(
     folder = Path(path)
     check_tokenizer(folder, trust_remote_code=trust_remote_code)
     vocab, eos = _vocabulary(folder)
-    files = _files(folder)
+    files = [name for name in FILES if (folder / name).is_file()]
     if not files:
         return TokenIds(tuple(sorted(eos)), vocab)
     import transformers
@@ -137,10 +115,8 @@ def load_tokenizer(
     if isinstance(templates, dict) and "default" not in templates:
         raise ValueError(f"{folder}: name a chat template default, of {', '.join(templates)}")
     if inner.vocab_size > vocab > 0:
-        raise ValueError(
-            f"{folder}: the tokenizer has a vocabulary of {inner.vocab_size}, but config.json has "
-            f"vocab_size={vocab}; use the tokenizer of this model"
-        )
+        sizes = f"a vocabulary of {inner.vocab_size}, but config.json has vocab_size={vocab}"
+        raise ValueError(f"{folder}: the tokenizer has {sizes}; use the tokenizer of this model")
     own: Any = inner.eos_token_id
     ends = tuple(sorted(eos | {own} - {None}))
     tokenizer = HfTokenizer(inner, ends, stop, vocab=vocab, is_plain=template == "plain")
@@ -163,15 +139,12 @@ def prompt_encoder(tokenizer: Tokenizer, task: Task) -> Encode:
     """Returns the function that encodes questions; ValueError for a setting that the chat template
     would ignore.
     """
-    chat = {
-        key: value for key in ("system_prompt", "template_args") if (value := getattr(task, key))
-    }
+    settings = {"system_prompt": task.system_prompt, "template_args": task.template_args}
+    chat = {key: value for key, value in settings.items() if value}
     if chat and (task.template == "plain" or not tokenizer.chat_template):
-        reason = (
-            "task.template is plain"
-            if task.template == "plain"
-            else "the model's tokenizer has none"
-        )
+        reason = "the model's tokenizer has none"
+        if task.template == "plain":
+            reason = "task.template is plain"
         raise ValueError(
             f"task.{next(iter(chat))} needs a chat template, but {reason}; remove it, or use a "
             "chat model"
@@ -238,9 +211,8 @@ def pad_token(tokenizer: Tokenizer) -> tuple[int, str | None]:
     if isinstance(tokenizer, TokenIds):
         return next(token for token in reversed(range(tokenizer.vocab)) if token not in end), None
     inner = tokenizer.inner
-    first = (inner.pad_token_id, inner.unk_token_id, inner.bos_token_id, *inner.all_special_ids)
-    others = reversed(range(len(inner)))
-    pad = next(token for token in (*first, *others) if token not in (None, *end))
+    tokens = (inner.pad_token_id, inner.unk_token_id, inner.bos_token_id, *range(len(inner)))
+    pad = next(token for token in tokens if token not in (None, *end))
     return pad, inner.convert_ids_to_tokens(pad)
 
 
@@ -287,17 +259,31 @@ class HfTokenizer:
         self.is_plain = is_plain
         self.exceeds_model = max(inner.get_vocab().values()) >= vocab > 0
 
-    @cached_property
+    @property
     def turn_end(self) -> tuple[int, ...]:
         """The tokens that the chat template writes after an assistant's turn; () if unknown."""
+        return self._around[1]
+
+    @cached_property
+    def marks(self) -> list[str]:
+        """The special tokens that the chat template writes around a question and an answer."""
+        added = self.inner.added_tokens_decoder
+        tokens = dict.fromkeys(chain.from_iterable(self._around))
+        return [added[token].content for token in tokens if token in added and added[token].special]
+
+    @cached_property
+    def _around(self) -> list[tuple[int, ...]]:
         if self.is_plain or not self.chat_template:
-            return ()
+            return [(), ()]
         turns = [("user", "question"), ("assistant", "answer")]
         try:
-            text = self.render([{"role": role, "content": text} for role, text in turns])
+            text = self._render([{"role": role, "content": text} for role, text in turns])
         except ValueError:
-            return ()
-        return self.encode(text.rpartition("answer")[2])
+            return [(), ()]
+        return [
+            self.encode(text.partition("question")[0]),
+            self.encode(text.rpartition("answer")[2]),
+        ]
 
     def encode(self, text: str, *, special: bool = False) -> tuple[int, ...]:
         """Encodes a text; with `special`, as the tokenizer's post-processor completes it."""
@@ -305,7 +291,7 @@ class HfTokenizer:
 
     def encode_prompt(
         self,
-        question: Question,
+        question: TextOrMessages,
         template: str | None,
         *,
         system_prompt: str | None = None,
@@ -340,18 +326,21 @@ class HfTokenizer:
         if system_prompt:
             messages = [{"role": "system", "content": system_prompt}, *messages]
         text = self.render(messages, generation=True, **(template_args or {}))
+        self._check_contents(messages, text)
+        return self.encode(text)
+
+    def _check_contents(self, messages: Sequence[Mapping[str, Any]], text: str) -> None:
+        """Raises ValueError for a message that the rendered `text` lacks."""
         for message in messages:
             role = message["role"]
-            # earlier answers may be rendered without their thoughts
-            if role != "assistant" and message["content"].strip() not in text:
-                name = f"the {role} message "
-                if system_prompt and role == "system":
-                    name = "task.system_prompt="
+            content = message["content"].strip()
+            if role == "assistant":  # earlier answers may be rendered without their thoughts
+                content = re.split(r"[>\]\n]\s*", content)[-1]
+            if content not in text:
                 raise ValueError(
-                    f"{name}{message['content']!r} is not in the prompt, because the model's chat "
-                    f"template ignores {role} messages; put it into the questions"
+                    f"the {role} message {message['content']!r} is not in the prompt, because the "
+                    f"model's chat template ignores it; put it into the questions"
                 )
-        return self.encode(text)
 
     def render(
         self,
@@ -363,32 +352,42 @@ class HfTokenizer:
         """Renders messages in the chat template; with `generation`, up to the start of the
         assistant's next turn.
         """
-        self._check_keys(messages)
+        self._check_messages(messages)
+        return self._render(messages, add_generation_prompt=generation, **template_args)
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], **template_args: Any) -> str:
         with _limited("rejects the prompt"):
-            text = self.inner.apply_chat_template(
-                list(messages), add_generation_prompt=generation, tokenize=False, **template_args
-            )
+            text = self.inner.apply_chat_template(list(messages), tokenize=False, **template_args)
             if len(text) > MAX_PROMPT_CHARACTERS:
                 raise ValueError(
                     f"it makes {len(text)} characters of it, more than {MAX_PROMPT_CHARACTERS}"
                 )
         return text
 
-    def _check_keys(self, messages: Sequence[Mapping[str, Any]]) -> None:
+    def _check_messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Raises ValueError for what the template does not read, or writes itself."""
         template = self.chat_template or ""
+        for message in messages:
+            content = message["content"].strip()
+            for mark in self.marks:
+                if content.startswith(mark) or content.endswith(mark):
+                    raise ValueError(
+                        f"the {message['role']} message {short(content)} has {mark!r} at its start "
+                        "or end, which the model's chat template writes itself; remove it, or, if "
+                        "the prompts are rendered already, set task.template=plain"
+                    )
         for key in chain.from_iterable(messages):
             if key not in ("role", "content") and key not in template:
-                known = [name for name in OPTIONAL_KEYS.split() if name in template]
                 raise ValueError(
-                    f"a message has {key!r}, which the model's chat template never reads; it reads "
-                    f"{', '.join(['role', 'content', *known])}; remove {key!r} from the messages"
+                    f"a message has {key!r}, which the model's chat template never reads; remove "
+                    f"{key!r} from the messages"
                 )
 
     def encode_tagged(self, messages: list[Any], **kw: Any) -> Example:
         """Encodes a conversation; returns its tokens, and which are between the template's {%
         generation %} tags.
         """
-        self._check_keys(messages)
+        self._check_contents(messages, self.render(messages, **kw))
         with _limited("rejects the conversation"):
             turns = self.inner.apply_chat_template(
                 messages, return_dict=True, return_assistant_tokens_mask=True, **kw
@@ -407,12 +406,16 @@ class HfTokenizer:
         return sorted(variables - ALWAYS_GIVEN - set(self.inner.special_tokens_map))
 
     def encode_answer(self, text: str) -> tuple[int, ...]:
-        """Encodes the text and adds the end token, as in a finished response: that of a turn in the
-        chat template, if it is one of the ends, otherwise the tokenizer's own.
+        """Encodes the text and adds the end token, unless the text has one, as in a finished
+        response: that of a turn in the chat template, if it is one of the ends, otherwise the
+        tokenizer's own.
         """
+        tokens = self.encode(text)
+        if tokens and tokens[-1] in self.eos:
+            return tokens
         ends = [end for end in self.turn_end if end in self.eos]
         ends += [end for end in (self.inner.eos_token_id, *self.eos) if end is not None]
-        return (*self.encode(text), *ends[:1])
+        return (*tokens, *ends[:1])
 
     def split(self, text: str) -> list[tuple[int, str]]:
         """The tokens of `text`: the id and the text of each."""
@@ -454,7 +457,7 @@ class TokenIds:
     eos: tuple[int, ...]
     vocab: int
 
-    def encode_prompt(self, question: Question, template: str | None) -> tuple[int, ...]:
+    def encode_prompt(self, question: TextOrMessages, template: str | None) -> tuple[int, ...]:
         if template == "chat" or not isinstance(question, str):
             raise ValueError(
                 "without a tokenizer there is no chat template; use task.template: plain and text "

@@ -39,15 +39,7 @@ def import_function(path: str, *, setting: str) -> Callable[..., Any]:
         ) from None
     for name in function_name.split("."):
         if not hasattr(function, name):
-            known = [
-                key
-                for key, value in vars(function).items()
-                if callable(value) and not key.startswith("_")
-            ]
-            raise ValueError(
-                f"{setting}={path!r}: {module_name} has no {name!r}; "
-                f"it has {', '.join(known[:10]) or 'no functions'}"
-            )
+            raise ValueError(f"{setting}={path!r}: {module_name} has no {name!r}; name a function")
         function = getattr(function, name)
     if not callable(function):
         raise ValueError(

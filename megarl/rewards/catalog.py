@@ -92,11 +92,11 @@ def check_problems(
         problems = [source.problem(n) for n in range(min(source.size or 1, MAX_CHECKED))]
         for name, check in checks:
             refused = []
-            for index, problem in enumerate(problems):
+            for problem in problems:
                 try:
                     check(problem.answer, problem.extra)
                 except ScoreError as error:
-                    refused.append(f"problem {index}: {error.cause}: {error}")
+                    refused.append(f"{problem.where}: {error.cause}: {error}")
             if not refused:
                 continue
             summary = (

@@ -146,8 +146,11 @@ class _Code:
                 "unjudgeable", f"the solution would judge itself ({field}): {error}"
             ) from None
         except ValueError as error:
+            remedy = ""
+            if field not in extra:
+                remedy = f"; set options.tests to their column, of: {', '.join(extra)}"
             raise ScoreError(
-                "bad_tests", f"cannot read the problem's tests ({field}): {error}"
+                "bad_tests", f"cannot read the problem's tests ({field}): {error}{remedy}"
             ) from None
 
     def _score(self, request: ScoreRequest, deadline: float) -> Score:

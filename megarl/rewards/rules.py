@@ -20,6 +20,7 @@ from megarl.rewards.time_limit import call_with_time_limit
 
 MATHS = JudgePool("megarl.rewards.maths:make_judge", "megarl.rewards.maths:import_math_verify")
 PARSER = "antlr4-python3-runtime"
+MAX_NAME = 24  # characters before the \boxed{} of a reference, as "x = "
 
 
 @cache
@@ -73,6 +74,7 @@ class Accuracy:
                 scores[row] = try_score(self._call, judge, text)
             else:
                 try:
+                    self.check(request.answer, {})
                     result = compare(text, request.answer)
                 except ScoreError as error:
                     scores[row] = Score(None, error.cause, str(error))
@@ -89,8 +91,15 @@ class Accuracy:
 
     def check(self, answer: object, extra: Mapping[str, Any]) -> None:
         """Raises ScoreError for a problem that cannot be scored."""
-        if not callable(extra.get("score")):
-            texts_of(answer)
+        texts = [] if callable(extra.get("score")) else texts_of(answer)
+        for text in texts:
+            if text.find("#### ") > 0 or text.find("\\boxed") > MAX_NAME:
+                raise ScoreError(
+                    "error",
+                    f"the answer is a whole solution, {text[-40:]!r}, which no final answer "
+                    "equals; set task.options.answer_pattern, for example to '#### (.+)' or "
+                    r"'\\boxed\{(.+)\}', or write the answer alone",
+                )
 
     def _call(self, judge: Callable[[str], float], text: str) -> Score:
         return Score(float(call_with_time_limit(partial(judge, text), timeout_s=self.timeout_s)))

@@ -16,6 +16,10 @@ TAGS = {
     "[THINK]": "[/THINK]",
     "<|START_THINKING|>": "<|END_THINKING|>",
     "<|begin_of_thought|>": "<|end_of_thought|>",
+    "<|inner_prefix|>": "<|inner_suffix|>",
+    "<longcat_think>": "</longcat_think>",
+    "<reasoning>": "</reasoning>",
+    "\u25c1think\u25b7": "\u25c1/think\u25b7",
     "<|channel>thought": "<channel|>",
     # harmony, of gpt-oss
     "<|channel|>analysis<|message|>": "<|channel|>final<|message|>",
@@ -25,7 +29,7 @@ PROMPT_TOKENS = 100  # at the end of a prompt, where its open tag is
 _OPENING = "|".join(map(re.escape, TAGS))
 _CLOSING = "|".join(map(re.escape, dict.fromkeys(TAGS.values())))
 # at the end of the prompt, or at the start of a line that the template begins for the model
-_OPENED = re.compile(rf"({_OPENING})\s*\Z|(?<=[>\]\n])({_OPENING})[^<\[]*\Z")
+_OPENED = re.compile(rf"({_OPENING})\s*\Z|(?<=[>\]\n\u25b7])({_OPENING})[^<\[]*\Z")
 _TAG = re.compile(rf"({_OPENING})|({_CLOSING})")
 
 

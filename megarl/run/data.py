@@ -4,7 +4,7 @@ from contextlib import nullcontext
 from functools import partial
 
 from megarl.config.schema import Task
-from megarl.data.conversations import problem_encoder
+from megarl.data.conversations import example_encoder
 from megarl.data.ledger import Ledger
 from megarl.data.prompts import PromptStream
 from megarl.data.tasks import Split, eval_task, load_sources
@@ -40,7 +40,7 @@ def make_prompts(rank: Rank, split: Split = "train", task: Task | None = None) -
     roles = config.sft.roles if config.stage_spec.learns == "answers" else ()
     return PromptStream(
         load_sources(task, split, held_out),
-        problem_encoder(rank.tokenizer, task, roles),
+        example_encoder(rank.tokenizer, task, roles),
         max_tokens=config.rollout.max_prompt_tokens,
         seed=config.run.seed,
         accepts_changes=get_env(RESUME_CHANGED) is not None,

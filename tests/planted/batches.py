@@ -89,16 +89,14 @@ BATCHES = [
     ),
     (
         "data/prompts.py",
-        "            parts = islice(\n"
-        "                interleave([source.weight for source in self.sources]), self.position - 1, None\n"
-        "            )\n",
-        "            parts = islice(interleave([source.weight for source in self.sources]), 0, None)\n",
+        "number * size + part for part, number in fresh",
+        "number * size for part, number in fresh",
         f"{TASKS}::test_a_mixture_is_the_same_on_every_rank_and_after_a_resume",
     ),
     (
         "data/prompts.py",
-        "((number + 0.5) / weight, part, number)",
-        "(number + 0.5, part, number)",
+        "(counts[part] + 0.5) / weights[part])",
+        "counts[part])",
         f"{TASKS}::test_a_mixture_keeps_its_proportions_at_every_length",
     ),
     (
@@ -139,8 +137,8 @@ BATCHES = [
     ),
     (
         "commands/downloads.py",
-        '        options = {**part.options, "revision": commit}',
-        "        options = dict(part.options)",
+        'options["revision"] = _commit(',
+        "_commit(",
         f"{DATASETS}::test_a_dataset_of_the_hub_is_pinned_to_its_commit_and_read_offline",
     ),
     (

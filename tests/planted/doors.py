@@ -132,8 +132,8 @@ DOORS = [
     ),
     (
         "rewards/rules.py",
-        'if not callable(extra.get("score")):',
-        "if True:",
+        'texts = [] if callable(extra.get("score")) else texts_of(answer)',
+        "texts = texts_of(answer)",
         f"{CATALOG}::test_accuracy_needs_an_answer_or_a_judge",
     ),
     (
@@ -145,8 +145,8 @@ DOORS = [
     ("config/section.py", "if isinstance(item, bool) and", "if False and", REFUSED),
     (
         "config/section.py",
-        'if isinstance(item, float) and "str" in kind',
-        'if False and "str" in kind',
+        'if "str" in kind and (is_float or is_id):',
+        'if "str" in kind and is_id:',
         REFUSED,
     ),
     ("config/load.py", "if key in lines:", "if False:", REFUSED),

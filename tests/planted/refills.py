@@ -46,12 +46,5 @@ REFILLS = [
         f"{SCHEDULE}::test_where_every_group_is_kept_no_more_than_the_batch_is_asked_for",
     ),
     ("data/prompts.py", "self.skipped -= self.position - first - len(prompts)", "pass", PUT_BACK),
-    ("data/prompts.py", "return self._recent[-1 - behind]", "return self._recent[-1]", PUT_BACK),
-    ("data/prompts.py", "self._recent.clear()", "pass", PUT_BACK),
-    (
-        "data/prompts.py",
-        "< len(self._recent):",
-        "< 0:",
-        f"{STREAM}::test_a_resume_far_into_a_mixture_takes_seconds",
-    ),
+    ("data/prompts.py", "self._drawn[self.position - 1]", "self._drawn[-1]", PUT_BACK),
 ]

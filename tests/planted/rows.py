@@ -24,14 +24,14 @@ ROWS = [
     ),
     (
         "data/rows.py",
-        "name in PROMPT_PARTS and extra[name]",
-        "False",
+        "if extra.get(name):\n            raise",
+        "if False:\n            raise",
         f"{CORPUS}[messages_with_a_system_column]",
     ),
     (
         "data/rows.py",
-        "name in MEDIA and extra[name]",
-        "False",
+        "for name in MEDIA if extra.get(name)",
+        "for name in ()",
         f"{CORPUS}[media_column_of_images]",
     ),
     (
@@ -42,8 +42,8 @@ ROWS = [
     ),
     (
         "data/hf_dataset.py",
-        'type(builder).__module__.endswith(".json")',
-        "False",
+        '{"json": read_rows, "csv": read_cells}',
+        '{"csv": read_cells}',
         f"{CORPUS}[reference_is_a_date_in_json]",
     ),
     (
@@ -57,12 +57,6 @@ ROWS = [
         "prompt != both:",
         "False:",
         f"{CORPUS}[pair_context_has_a_system_message]",
-    ),
-    (
-        "data/feedback.py",
-        "float(chosen != rejected)",
-        "1.0",
-        f"{CORPUS}[nothing_learned_pair_of_equal_responses]",
     ),
     (
         "data/conversations.py",
@@ -84,8 +78,8 @@ ROWS = [
     ),
     (
         "data/tokenizer.py",
-        'if role != "assistant" and message',
-        'if role == "system" and message',
+        "if content not in text:",
+        'if role == "system" and content not in text:',
         f"{CORPUS}[messages_of_a_role_that_the_template_drops]",
     ),
     (
@@ -96,8 +90,8 @@ ROWS = [
     ),
     (
         "commands/preflight.py",
-        "PromptStream([source], self._encode, limit).take(1)",
-        "PromptStream([source], self._encode, limit)",
+        "stream.take(1)",
+        "pass",
         f"{CORPUS}[nothing_learned_every_prompt_too_long]",
     ),
     (
@@ -135,5 +129,47 @@ ROWS = [
         'if key not in ("role", "content") and key not in template:',
         "if False:",
         f"{CORPUS}[messages_with_a_weight]",
+    ),
+    (
+        "data/rows.py",
+        " or MESSAGES_AS_TEXT.match(value):",
+        ":",
+        f"{CORPUS}[messages_as_json_text]",
+    ),
+    (
+        "data/rows.py",
+        "if None in cells:",
+        "if False:",
+        f"{CORPUS}[table_with_a_field_too_many]",
+    ),
+    (
+        "data/feedback.py",
+        "    if others:",
+        "    if False:",
+        f"{CORPUS}[pair_with_reasoning_content]",
+    ),
+    (
+        "data/conversations.py",
+        "if completion is None and not is_answered:",
+        "if problem.answer is not None or completion is None and not is_answered:",
+        f"{CORPUS}[answer_beside_a_completion]",
+    ),
+    (
+        "data/tokenizer.py",
+        "        if tokens and tokens[-1] in self.eos:",
+        "        if False:",
+        f"{CORPUS}[turn_end_in_the_response]",
+    ),
+    (
+        "data/tokenizer.py",
+        "if content.startswith(mark) or content.endswith(mark):",
+        "if False:",
+        f"{CORPUS}[prompt_rendered_already]",
+    ),
+    (
+        "commands/preflight.py",
+        "            if len(long) == len(lengths):",
+        "            if False:",
+        f"{CORPUS}[pair_of_responses_that_are_all_too_long]",
     ),
 ]

@@ -139,8 +139,8 @@ SYSTEM = [
     ),
     (
         "commands/preflight.py",
-        "(folder and may_not_fit(folder))",
-        "False",
+        "settings = (folder, ",
+        "settings = (",
         "unit/commands/test_preflight.py::test_a_tokenizer_that_cannot_be_loaded_is_refused_before_a_process_starts",
     ),
     (

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.schema import Task
-from megarl.data.conversations import problem_encoder
+from megarl.data.conversations import example_encoder
 from megarl.data.prompts import PromptStream
 from megarl.data.rows import Problem
 from megarl.data.tasks import load_sources
@@ -45,7 +45,7 @@ def learned(folder: Path) -> list[str]:
     """What is learned of each row: its text, with special tokens."""
     task = task_of(folder)
     tokenizer = load_tokenizer(folder / "model", template=task.template)
-    example = problem_encoder(tokenizer, task, ("assistant",))
+    example = example_encoder(tokenizer, task, ("assistant",))
     texts = []
     for problem in problems(folder):
         tokens, mask = example(problem)

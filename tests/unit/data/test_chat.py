@@ -132,8 +132,8 @@ def test_template_arguments_reach_the_template() -> None:
         (
             DROPPING,
             {"system_prompt": "Add."},
-            "task.system_prompt='Add.' is not in the prompt, because the model's chat template ignores system "
-            "messages; put it into the questions",
+            "the system message 'Add.' is not in the prompt, because the model's chat template ignores it; put it "
+            "into the questions",
         ),
         (
             "{% for m in messages %}{{ m.content }}",

@@ -12,7 +12,7 @@ import pytest
 from megarl.commands.random_model import random_tokenizer
 from megarl.config.schema import Create, Task
 from megarl.data.collate import supervised_batch
-from megarl.data.conversations import problem_encoder
+from megarl.data.conversations import example_encoder
 from megarl.data.prompts import PromptStream
 from megarl.data.tasks import Problem, load_sources
 from megarl.data.tokenizer import HfTokenizer, TokenIds, prompt_encoder
@@ -51,7 +51,7 @@ def learned(
 ) -> str:
     """The text of the example, learned parts in brackets."""
     tokenizer = tokenizer_of(chat_template)
-    example = problem_encoder(tokenizer, Task(**task), roles)(problem)
+    example = example_encoder(tokenizer, Task(**task), roles)(problem)
     assert example is not None
     shown, inside = "", False
     for token, is_learned in zip(*example, strict=True):
@@ -102,11 +102,11 @@ def test_the_end_token_is_the_last_that_is_learned() -> None:
 
 def test_a_single_turn_is_the_prompt_and_the_answer_of_a_task() -> None:
     tokenizer = tokenizer_of()
-    tokens, _ = problem_encoder(tokenizer, Task(), ("assistant",))(of(*TURNS[:2]))
+    tokens, _ = example_encoder(tokenizer, Task(), ("assistant",))(of(*TURNS[:2]))
     assert tokens == (*prompt_encoder(tokenizer, Task())("a?"), *tokenizer.encode_answer("b."))
     prompt = (prompt_encoder(tokenizer, Task())("a?"), ())
-    assert problem_encoder(tokenizer, Task(), ("assistant",))(Problem("a?", "b.")) == prompt
-    assert problem_encoder(tokenizer, Task())(Problem("a?", None, {"completion": "b."})) == prompt
+    assert example_encoder(tokenizer, Task(), ("assistant",))(Problem("a?", "b.")) == prompt
+    assert example_encoder(tokenizer, Task())(Problem("a?", None, {"completion": "b."})) == prompt
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_single_turn_is_the_prompt_and_the_answer_of_a_task() -> None:
         (
             Problem("a?", None, {"completion": 5}),
             "",
-            "completion must be text or a list of messages, not '5'",
+            "completion must be text, or messages",
         ),
     ],
 )
@@ -135,7 +135,7 @@ def test_what_cannot_be_determined_is_refused(
 
 def test_a_model_without_a_tokenizer_has_no_conversations() -> None:
     with pytest.raises(ValueError, match="needs a chat template"):
-        problem_encoder(TokenIds((2,), 67), Task(), ("assistant",))(of(*TURNS))
+        example_encoder(TokenIds((2,), 67), Task(), ("assistant",))(of(*TURNS))
 
 
 def test_rows_of_a_file_become_a_batch(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_rows_of_a_file_become_a_batch(tmp_path: Path) -> None:
     ]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     tokenizer, task = tokenizer_of(), Task(name=f"jsonl:{tmp_path}/rows.jsonl")
-    encode = problem_encoder(tokenizer, task, ("assistant",))
+    encode = example_encoder(tokenizer, task, ("assistant",))
     stream = PromptStream(load_sources(task), encode, max_tokens=64)
     batch = supervised_batch(tokenizer, stream.take(4))
     end = tokenizer.eos[0]

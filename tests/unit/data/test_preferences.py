@@ -129,7 +129,7 @@ ERRORS = [
     ),
     (
         {"chosen": "3", "rejected": 4},
-        "rejected must be text, or messages that end with the assistant's, not 4",
+        "rejected must be text, or messages",
     ),
     ({"chosen": "3", "rejected": [QUESTION]}, "messages that end with the assistant's"),
     (

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from megarl import cli
 from megarl.config.schema import Eval, Task
 from megarl.config.task import MixturePart
-from megarl.data.conversations import problem_encoder
+from megarl.data.conversations import example_encoder
 from megarl.data.prompts import PromptStream, interleave
 from megarl.data.tasks import check_tasks, load_sources, load_task, random_tokens
 from megarl.data.tokenizer import TokenIds
@@ -84,10 +84,13 @@ def test_a_generator_that_is_a_list_wraps_round():
             Task(name="no_such_package:problems"),
             "cannot be imported (No module named 'no_such_package')",
         ),
-        (Task(name="megarl.data.tasks:no_such"), "has no 'no_such'; it has"),
+        (Task(name="megarl.data.tasks:no_such"), "has no 'no_such'; name a function"),
         (Task(name="megarl.data.tasks:ATTEMPTS"), "is a int, not a function"),
         (Task(name="jsonl:nowhere.jsonl"), "nowhere.jsonl does not exist"),
-        (Task(name="jsonl:x.jsonl", options={"vocab": 67}), "takes eval_file only; remove vocab"),
+        (
+            Task(name="jsonl:x.jsonl", options={"vocab": 67}),
+            "it takes prompt, answer, answer_pattern, eval_file only; remove vocab",
+        ),
         (
             Task(name="megarl.data.tasks:random_tokens"),
             "megarl.data.tasks:random_tokens rejects task.options={}",
@@ -264,7 +267,7 @@ LISTED = Task(
 
 def stream(task: Task = LISTED, **more) -> PromptStream:
     return PromptStream(
-        load_sources(task), problem_encoder(TokenIds((2,), 67), task), **({"max_tokens": 8} | more)
+        load_sources(task), example_encoder(TokenIds((2,), 67), task), **({"max_tokens": 8} | more)
     )
 
 

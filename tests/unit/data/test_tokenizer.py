@@ -15,7 +15,7 @@ from tokenizers import ByteLevelBPETokenizer
 from megarl.commands.random_model import create_model
 from megarl.config.schema import Create, Task
 from megarl.data.collate import supervised_batch
-from megarl.data.conversations import problem_encoder
+from megarl.data.conversations import example_encoder
 from megarl.data.tasks import Problem
 from megarl.data.tokenizer import TokenIds, check_tokenizer, load_tokenizer
 from megarl.platform import packages
@@ -228,7 +228,7 @@ def test_examples_learn_the_answer_and_its_end_only():
 
 
 def test_an_example_without_an_answer_is_refused(made):
-    encode = problem_encoder(load_tokenizer(made), Task(), ("assistant",))
+    encode = example_encoder(load_tokenizer(made), Task(), ("assistant",))
     with pytest.raises(
         ValueError, match=re.escape("has no answer, but stage: sft trains on answers")
     ):
@@ -242,7 +242,7 @@ def test_a_conversation_with_a_token_beyond_the_vocabulary(made):
     tokenizer = load_tokenizer(made)
     tokenizer.inner.add_tokens(["<tool>"])
     vocab = tokenizer.vocab
-    encode = problem_encoder(tokenizer, Task(), ("assistant",))
+    encode = example_encoder(tokenizer, Task(), ("assistant",))
     turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
     assert encode(Problem(tuple(turns)))
     with pytest.raises(ValueError, match=rf"'<tool>' as {vocab}, .*vocab_size={vocab};"):

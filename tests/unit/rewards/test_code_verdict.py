@@ -442,11 +442,11 @@ def test_problems_that_cannot_be_judged_are_named_at_the_start():
 
     assert list(check_problems(rewards, sources(0))) == []
     assert list(check_problems(rewards, sources(0, 1, 2))) == [
-        "rewards: name='code' cannot score 2 of 3 problems; problem 1: unjudgeable: the solution would judge itself "
+        "rewards: name='code' cannot score 2 of 3 problems; a generated problem: unjudgeable: the solution would judge itself "
         "(tests): f(1) == g(1): both sides are the solution's; their samples are left out"
     ]
     with pytest.raises(
         ValueError,
-        match=r"cannot score 1 of 1 problems; problem 0: bad_tests: .*; correct them",
+        match=r"cannot score 1 of 1 problems; a generated problem: bad_tests: .*; correct them",
     ):
         list(check_problems(rewards, sources(2)))
