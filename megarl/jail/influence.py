@@ -61,6 +61,8 @@ FAILURES = _words("AssertionError Exception BaseException")
 RETURNING = (ast.Return, ast.Yield, ast.YieldFrom)
 ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 FAILING = (ast.Assert, ast.Raise)
+# end what an exception would have ended, and the exception
+ENDING = (ast.Return, ast.Break, ast.Continue)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 # share nothing with their operands
 FRESH = (ast.Compare, ast.JoinedStr, ast.Lambda, ast.Call)
@@ -431,7 +433,7 @@ class Influence:
             case ast.BoolOp(values=[_, *later]) if self.of(node):
                 return bool(_mentioned(*later) & {*MUTATORS, *self.functions} - self.names)
             case ast.Try(body=body, orelse=other, handlers=handlers):
-                is_ended = _ends_failure(handlers)
+                is_ended = _ends_failure(handlers) or bool(nodes(ast.Module(node.finalbody), ENDING))
                 if not self.of(*body):
                     return is_ended and not self.asserting.isdisjoint(_mentioned(*body))
                 if all(isinstance(handler.body[-1], ast.Raise) for handler in handlers):

@@ -510,6 +510,7 @@ ATTACKS = {
             "def h():\n    assert f(1) == 2\ndef run(t):\n    try:\n        t()\n    except AssertionError:\n        print('FAIL')\nrun(h)",
             "def h():\n    assert f(1) == 2\nfor t in [h]:\n    try:\n        t()\n    except Exception as e:\n        print(e)",
             "def h():\n    assert f(1) == 2\ntry:\n    h()\nexcept:\n    pass",
+            "def h():\n    assert f(1) == 2\ndef run():\n    try:\n        h()\n    finally:\n        return\nrun()",
             "try:\n    f(-1)\n    assert False\nexcept Exception:\n    pass",
             CASE.format("try:\n            f(-1)\n            self.fail('x')\n        except Exception:\n            pass"),
             "import pytest\nwith pytest.raises(AssertionError):\n    assert f(1) == 2",
