@@ -85,9 +85,7 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
     if config.stage_spec.needs_engine:
         rows *= rollout.samples_per_prompt
     longest = rollout.max_prompt_tokens + rollout.max_tokens
-    replicas = world // rollout.tensor
-    if is_split:
-        replicas = rollout.replicas or 1
+    replicas = (rollout.replicas or 1) if is_split else world // rollout.tensor
     warnings = (*_warnings(config, shape, layout, rows, longest, gpus), *unsafe)
     return Job(world, gpus, layout, replicas, shape, rows, longest, warnings)
 

@@ -304,9 +304,7 @@ def slices_of(
     `chunk<n>.`."""
     slices: list[ShardSlice] = []
     for group in _groups(table, shape, layout, mtp=mtp):
-        axis = layout.etp
-        if group.experts is None:
-            axis = layout.tp
+        axis = layout.tp if group.experts is None else layout.etp
         for rule in group.rules:
             parts = list(rule.slices(axis))
             numel = sum(part.numel for part in parts)
@@ -389,9 +387,7 @@ class ElementSizes:
 
     @property
     def unit(self) -> int:
-        if self.fp8:
-            return 1
-        return self.usual
+        return 1 if self.fp8 else self.usual
 
     def units(self, name: str) -> int:
         if name in self.fp32:

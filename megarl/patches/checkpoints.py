@@ -96,9 +96,7 @@ def load_object(stream: IO[bytes], file: object) -> Any:
         if name:
             raise UnsafePickleError.of(file, name[1]) from None
         raise ValueError(f"{file} cannot be read ({str(error).partition('. ')[0]})") from None
-    parts = value
-    if not isinstance(value, list):
-        parts = [value]
+    parts = value if isinstance(value, list) else [value]
     for part in parts:
         if isinstance(part, torch.Tensor) and part.dtype == torch.uint8 and part.numel():
             raise ValueError(

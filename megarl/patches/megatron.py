@@ -95,9 +95,7 @@ def _all_to_all_single(
 
 
 def _as_integers(sizes: Any) -> list[int] | None:
-    if sizes is None:
-        return None
-    return list(map(int, sizes))
+    return None if sizes is None else list(map(int, sizes))
 
 
 def _all_gather(
@@ -135,9 +133,7 @@ def _reduce_scatter(
 def _type_name(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     """`tensor.type()` returns the name of the CUDA type; with arguments it converts as usual."""
     result = tensor.type(*args, **kwargs)
-    if args or kwargs:
-        return result
-    return result.replace("torch.", "torch.cuda.", 1)
+    return result if args or kwargs else result.replace("torch.", "torch.cuda.", 1)
 
 
 _FACTORIES = """

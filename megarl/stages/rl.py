@@ -144,9 +144,7 @@ def train_policy(
         weights = rank_publisher(rank, trainer, engine, parity)
         weights.span = phases.part
         policy_of(learner).span = phases.part
-        updated = learner
-        if select is not None:
-            updated = SelectingLearner(learner, select)
+        updated = SelectingLearner(learner, select) if select is not None else learner
         run = make_run(rank, exchange, ledger, telemetry, start, state)(
             rollouts=make_rollouts(rank, exchange, ledger),
             learner=updated,

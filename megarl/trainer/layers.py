@@ -288,6 +288,4 @@ def _layer_spec(
 
 def _submodules(spec: Any) -> Any:
     """Returns the submodules of a ModuleSpec, or of the partial of megatron-core 0.19."""
-    if isinstance(spec, ModuleSpec):
-        return spec.submodules
-    return spec.keywords["submodules"]
+    return spec.submodules if isinstance(spec, ModuleSpec) else spec.keywords["submodules"]

@@ -66,9 +66,7 @@ def transformer_config(
     )
     settings |= FAMILIES[shape.family].megatron(shape)
     settings["activation_func"] = ACTIVATIONS[settings["activation_func"]]
-    if shape.latent:
-        return MLATransformerConfig(**settings)
-    return TransformerConfig(**settings)
+    return MLATransformerConfig(**settings) if shape.latent else TransformerConfig(**settings)
 
 
 def te_kernels() -> frozenset[str]:

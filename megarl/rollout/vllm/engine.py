@@ -109,9 +109,7 @@ class Engine:
         if fp8:
             weights = weights.in_fp8(scale_shapes(read_model(folder), fp8))
         capture = capture_of(llm, model, rollout, eager=eager)
-        reset_cache = llm.reset_prefix_cache
-        if capture:
-            reset_cache = capture.reset_cache
+        reset_cache = capture.reset_cache if capture else llm.reset_prefix_cache
         with unwrapped(model):
             receiver = LayerReceiver(model, weights, reset_cache)
         if adapters:
@@ -174,9 +172,7 @@ class Engine:
             )
             for request in requests
         ]
-        capture = None
-        if self._rollout.router_replay == "engine":
-            capture = self._capture
+        capture = self._capture if self._rollout.router_replay == "engine" else None
         samples = {}
         for outputs in self._steps(prompts, params):
             new = {}
@@ -317,9 +313,7 @@ def _in_order(values: dict[int, T]) -> list[T]:
 
 
 def _free_bytes() -> int:
-    if not torch.cuda.is_available():
-        return 0
-    return torch.cuda.mem_get_info()[0]
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
 
 
 def _prepare(env: Env) -> str:
@@ -345,6 +339,4 @@ def _prepare(env: Env) -> str:
 
 def _compiler(eager: bool) -> AbstractContextManager[Any]:
     """Compiles nothing if `eager`: vLLM still would, two sampling helpers, 4-17 s on a CPU."""
-    if eager:
-        return torch.compiler.set_stance("force_eager")
-    return nullcontext()
+    return torch.compiler.set_stance("force_eager") if eager else nullcontext()

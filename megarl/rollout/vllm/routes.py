@@ -116,9 +116,7 @@ def capture_of(
     """
     is_replayed = rollout.router_replay == "engine"
     on_gpu = torch.cuda.is_available()
-    is_visible = eager
-    if on_gpu:
-        is_visible = is_replayed
+    is_visible = is_replayed if on_gpu else eager
     if not is_visible:
         return None
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner

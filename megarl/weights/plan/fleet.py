@@ -28,9 +28,7 @@ class Fleet:
 
     @property
     def first_receiver(self) -> int:
-        if self.is_split:
-            return self.trainers
-        return 0
+        return self.trainers if self.is_split else 0
 
     @property
     def world(self) -> int:
@@ -42,9 +40,7 @@ class Fleet:
 
     def engine_layout(self, rank: int) -> Layout:
         """Returns the layout, within its replica, of global rank `rank`."""
-        expert_tensor = self.tensor
-        if self.expert > 1:
-            expert_tensor = 1
+        expert_tensor = 1 if self.expert > 1 else self.tensor
         sizes = Parallel(tensor=self.tensor, expert=self.expert, expert_tensor=expert_tensor)
         size = self.ranks_per_replica
         return Layout.of(sizes, size, (rank - self.first_receiver) % size)

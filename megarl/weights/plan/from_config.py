@@ -87,9 +87,7 @@ def plan_of(
 
 
 def _itemsize(config: Config) -> int:
-    if config.train.dtype == "fp32":
-        return 4
-    return 2
+    return 4 if config.train.dtype == "fp32" else 2
 
 
 def rollout_format(config: Config, shape: ModelShape) -> BlockFormat | None:
@@ -167,9 +165,7 @@ def describe_weights(figures: Mapping[str, Any]) -> str:
     trainer = figures["trainer"]
     engine = figures["engine"]
     gb = {name: value / 1e9 for name, value in figures.items() if isinstance(value, int)}
-    where = "on the same GPUs"
-    if figures["topology"] == "split":
-        where = "on separate GPUs"
+    where = "on separate GPUs" if figures["topology"] == "split" else "on the same GPUs"
     replicas = f"vLLM {engine['replicas']} x tp{engine['tensor']}"
     if engine["expert"] > 1:
         replicas += f" ep{engine['expert']}"

@@ -159,9 +159,7 @@ class PlanExecutor:
 
     def device_room(self) -> int:
         memory = device_bytes(self._device)
-        if memory is None:
-            return self.bytes_arriving
-        return max(0, memory[0] - SPARE_BYTES)
+        return self.bytes_arriving if memory is None else max(0, memory[0] - SPARE_BYTES)
 
     def memory_fault(self, ranks_per_node: int) -> str | None:
         """Describes a shortage of host memory for `receive`. All ranks of a node need about as much

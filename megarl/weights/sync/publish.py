@@ -75,9 +75,7 @@ class WeightFormat:
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Returns the dtype of a tensor in the trainer."""
-        if name in self.fp32:
-            return torch.float32
-        return self.dtype
+        return torch.float32 if name in self.fp32 else self.dtype
 
     @property
     def sizes(self) -> ElementSizes:
@@ -86,9 +84,7 @@ class WeightFormat:
     @property
     def unit(self) -> torch.dtype:
         """The dtype in which the plan counts elements, and in which messages are."""
-        if self.fp8:
-            return torch.uint8
-        return self.dtype
+        return torch.uint8 if self.fp8 else self.dtype
 
     def in_fp8(self, scales: Mapping[str, Shape]) -> WeightFormat:
         """Returns the format of a model whose weights with `scales` (models.fp8.scale_shapes) are
@@ -309,9 +305,7 @@ class Publisher:
             if is_staged:
                 problem = problem or self.executor.memory_fault(self._ranks_per_node)
             self._agree(problem)
-            staged = None
-            if is_staged:
-                staged = self._stage(parameters)
+            staged = self._stage(parameters) if is_staged else None
         prove = not self._is_proven or (self.probe is not None and self.probe.always)
         with _stating(REFUSES, self.abort, self.transport.leave):
             if self.receiver:
