@@ -15,7 +15,7 @@ from torch import Tensor
 from megarl.algorithms.objective import loss_weights, supervised_loss
 from megarl.data.collate import token_batch
 from megarl.data.packing import plan_microbatches
-from megarl.layout import Layout, Parallel
+from megarl.layout import AXES, Layout, Parallel
 from megarl.parity.sublayers import record_outputs, transformer_layers
 from megarl.trainer.trainer import Trainer
 from megarl.types import Prompt, TokenBatch
@@ -29,14 +29,6 @@ TOLERANCE = {
     "mxfp8": 0.1,
     "tensorwise": 0.2,
     "delayed": 0.2,
-}
-AXES = {
-    "tp": "tensor",
-    "pp": "pipeline",
-    "vpp": "virtual_pipeline",
-    "cp": "context",
-    "ep": "expert",
-    "etp": "expert_tensor",
 }
 
 

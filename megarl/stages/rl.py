@@ -99,12 +99,12 @@ def train(run: RlRun) -> None:
 
 def run(rank: Rank) -> None:
     """Runs stage rl on this rank."""
-    export(rank, train_policy(rank, make_engine))
+    export(rank, train_policy(rank))
 
 
 def train_policy(
     rank: Rank,
-    start_engine: Callable[[Rank], Engine],
+    start_engine: Callable[[Rank], Engine] = make_engine,
     objective: Objective | None = None,  # None: the section `algorithm`
     select: SelectRows | None = None,  # the samples of a prompt to train on; None: all of them
     *,

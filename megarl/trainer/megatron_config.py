@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megarl.layout import Axis, Layout, stage_layers
 from megarl.models.registry import FAMILIES
-from megarl.models.shape import ModelShape
+from megarl.models.shape import ModelShape, Settings
 from megarl.trainer.parallel_groups import megatron_sizes
 from megarl.trainer.rope import yarn_factor
 
@@ -104,7 +104,7 @@ def run_settings(
     dtype: torch.dtype,
     dispatcher: Dispatcher,
     use_te: bool,
-) -> dict[str, Any]:
+) -> Settings:
     """Returns the settings of every model: layout, numerics, and no random initialisation."""
     return {
         "attention_dropout": 0.0,
@@ -139,7 +139,7 @@ def run_settings(
     }
 
 
-def _moe_settings(shape: ModelShape, *, use_te: bool) -> dict[str, Any]:
+def _moe_settings(shape: ModelShape, *, use_te: bool) -> Settings:
     router = shape.router
     settings = {
         "num_moe_experts": shape.experts,
@@ -160,7 +160,7 @@ def _moe_settings(shape: ModelShape, *, use_te: bool) -> dict[str, Any]:
     return settings
 
 
-def router_settings(*, use_te: bool) -> dict[str, Any]:
+def router_settings(*, use_te: bool) -> Settings:
     """Returns the settings of every router: fp32, without Megatron's own balancing terms."""
     return {
         "moe_router_dtype": "fp32",

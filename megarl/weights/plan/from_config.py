@@ -17,14 +17,13 @@ import numpy as np
 from megarl.config.model import check_model
 from megarl.config.schema import Config
 from megarl.config.validate import model_shape
-from megarl.layout import smallest_world
+from megarl.layout import Fleet, smallest_world
 from megarl.models.formats import BlockFormat
 from megarl.models.fp8 import fp8_format
 from megarl.models.registry import fp32_tensors, hf_shapes, padded_vocab
 from megarl.models.shape import ModelShape
 from megarl.models.shards import ElementSizes, LayerSpec, shapes_in_units
 from megarl.weights.plan.cost import LINKS, Cost, estimate_cost
-from megarl.weights.plan.fleet import Fleet
 from megarl.weights.plan.plan import Plan, plan_transfers
 from megarl.weights.plan.tables import sums_at
 

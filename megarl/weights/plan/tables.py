@@ -16,7 +16,7 @@ from math import gcd
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.layout import Axis, stage_layers
+from megarl.layout import Axis, Fleet, stage_layers
 from megarl.models.shape import ModelShape
 from megarl.models.shards import (
     ElementSizes,
@@ -28,7 +28,6 @@ from megarl.models.shards import (
     in_units,
     of_expert,
 )
-from megarl.weights.plan.fleet import Fleet
 from megarl.weights.plan.groups import ByCoordinate, Located, TransferGroup, transfer_groups
 
 Ints = NDArray[np.integer]

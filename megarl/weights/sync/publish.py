@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, compress, islice
@@ -171,7 +171,10 @@ def plan_slices(
         for part in chain.from_iterable(sources)
         if len(part.shape) > len(shapes[part.name])
     }
-    destinations = [_paired(slices, paired) for slices in destinations]
+    destinations = [
+        [as_pairs(part) if part.name in paired else part for part in slices]
+        for slices in destinations
+    ]
     holders = {"the trainer": sources}
     receivers = [rank for rank, slices in enumerate(destinations) if slices]
     for ranks in _by_replica(receivers, ranks_per_replica):
@@ -198,15 +201,6 @@ def plan_slices(
 def _by_replica(ranks: Sequence[int], ranks_per_replica: int) -> list[Sequence[int]]:
     starts = range(0, len(ranks), ranks_per_replica)
     return [ranks[first : first + ranks_per_replica] for first in starts]
-
-
-def _paired(slices: Slices, names: Collection[str]) -> list[ShardSlice]:
-    """Returns the slices, those of the tensors in `names` viewed as pairs."""
-    parts = list(slices)
-    for index, part in enumerate(parts):
-        if part.name in names:
-            parts[index] = as_pairs(part)
-    return parts
 
 
 class Publisher:
