@@ -84,7 +84,7 @@ def read_headers(folder: Path) -> dict[str, HfTensor]:
             f"{folder} has {WHOLE}, which transformers reads, and {INDEX}, which vLLM reads and "
             "which does not list it; remove the one that is not the model"
         )
-    tensors: dict[str, HfTensor] = {}
+    tensors = {}
     for file in files:
         header = _read_header(folder / file)
         twice = min(tensors.keys() & header, default=None)

@@ -282,7 +282,7 @@ def _groups(
 
 def shapes_of(table: Table, shape: ModelShape, *, mtp: bool = False) -> dict[str, Shape]:
     """Returns the full shape of every tensor of the HF checkpoint, in the checkpoint's order."""
-    shapes: dict[str, Shape] = {}
+    shapes = {}
     for group in _groups(table, shape, Layout.of(Parallel(), 1, 0), mtp=mtp):
         for rule in group.rules:
             for name, size in rule.shapes().items():
@@ -302,7 +302,7 @@ def slices_of(
 ) -> list[ShardSlice]:
     """Returns one rank's slices of all HF tensors. With virtual stages, parameter names begin with
     `chunk<n>.`."""
-    slices: list[ShardSlice] = []
+    slices = []
     for group in _groups(table, shape, layout, mtp=mtp):
         axis = layout.tp if group.experts is None else layout.etp
         for rule in group.rules:
@@ -428,7 +428,7 @@ def first_mismatch(table: Iterable[ShardSlice], recorded: Iterable[ShardSlice]) 
     table, or None."""
     expected = set(map(_without_idle_strides, table))
     by_name = {part.name: part for part in expected}
-    loaded: set[ShardSlice] = set()
+    loaded = set()
     for whole in recorded:
         if whole.numel:  # not only padding
             parts = _split_like(whole, by_name.get(whole.name, whole))

@@ -32,7 +32,6 @@ from megarl.platform.env import Env, get_env, set_env
 from megarl.processes.shared_memory import lock_shm, shm_prefix, unlink_dead, unlink_shm
 from megarl.roles import Finished
 from megarl.rollout.vllm import arguments
-from megarl.rollout.vllm.arguments import engine_settings
 from megarl.rollout.vllm.routes import RouteCapture, capture_of
 from megarl.types import CheckFailed, Request, Routes, Sample
 from megarl.weights.sync.publish import WeightFormat
@@ -94,7 +93,7 @@ class Engine:
         from megarl.rollout.vllm.weight_loader import LayerReceiver
 
         eager = arguments.is_eager(rollout)
-        settings = engine_settings(
+        settings = arguments.engine_settings(
             folder, rollout, weights.dtype, fp8, trust_remote_code=trust_remote_code
         )
         if adapters:
