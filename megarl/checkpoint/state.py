@@ -92,7 +92,7 @@ class Checkpoints:
         self._models = {"": self.trained, **self.further.models}  # by prefix
         self._now = _Boundary(0, state, self.prompts.state())
         self._saved = 0  # step of the newest checkpoint; step 0 is the model itself
-        self._writing: tuple[int, Writing] | None = None  # step
+        self._writing = None  # step
 
     def maybe_save(self, step: int, state: ObjectiveState, *, last: bool = False) -> None:
         """Saves if it is time. Called once a step, between update and publish.

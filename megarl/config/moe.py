@@ -25,10 +25,6 @@ class Moe(Section):
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"
     """Token dispatcher; allgather pads micro-batches to equal length."""
 
-    @property
-    def changes_router(self) -> bool:
-        return self.aux_loss > 0 or self.z_loss > 0 or self.bias_update_rate > 0
-
 
 def check_moe(config: Config, shape: ModelShape) -> None:
     """Raises ValueError for router losses that the model's routers do not have."""

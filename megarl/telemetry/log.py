@@ -159,7 +159,7 @@ class ProgressDisplay:
         self._steps = steps
         self._start = start
         self._name = name
-        self._pace_s: float | None = None  # of a step, smoothed
+        self._pace_s = None  # of a step, smoothed
         self._last = time.monotonic()
         self._bar = Progress(
             SpinnerColumn(),

@@ -85,7 +85,7 @@ def _means_by_name(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
     """How many versions the weights of each sampled token are behind those that are trained."""
-    behind = list[int]()
+    behind = []
     for group in groups:
         for sample in group.samples:
             behind += (version - sample.versions[sample.trainable]).tolist()

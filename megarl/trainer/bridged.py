@@ -82,9 +82,7 @@ class Bridged:
         """
         auto = _auto_bridge(shape)
         provider = auto.to_megatron_provider(load_weights=False)
-        settings = run_settings(
-            shape.layers, layout, dtype=dtype, dispatcher=dispatcher, use_te=use_te
-        )
+        settings = run_settings(shape.layers, layout, dtype, dispatcher, use_te)
         if use_te:
             # Bridge knows whether the family's activation has a fused kernel
             del settings["bias_activation_fusion"]

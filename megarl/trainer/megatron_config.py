@@ -57,13 +57,7 @@ def transformer_config(
         settings["softmax_scale"] = factor**2 / math.sqrt(shape.head_dim)
     if shape.is_moe:
         settings |= _moe_settings(shape, use_te=use_te)
-    settings |= run_settings(
-        shape.layers,
-        layout,
-        dtype=dtype,
-        dispatcher=dispatcher,
-        use_te=use_te,
-    )
+    settings |= run_settings(shape.layers, layout, dtype, dispatcher, use_te)
     settings |= FAMILIES[shape.family].megatron(shape)
     settings["activation_func"] = ACTIVATIONS[settings["activation_func"]]
     return MLATransformerConfig(**settings) if shape.latent else TransformerConfig(**settings)
@@ -100,7 +94,6 @@ def fusions(config: Any, kernels: frozenset[str]) -> dict[str, bool]:
 def run_settings(
     layers: int,
     layout: Layout,
-    *,
     dtype: torch.dtype,
     dispatcher: Dispatcher,
     use_te: bool,

@@ -33,7 +33,7 @@ class RouteCapture:
         """Finds the cache; `routers`: vLLM's, by layer; `is_returned`: vLLM shows routes itself."""
         self._llm = llm
         self._routers = routers
-        self._table: Tensor | None = None  # [slots, layers, K]; None: vLLM returns them
+        self._table = None  # [slots, layers, K]; None: vLLM returns them
         self._dtype = route_dtype(routers[0].global_num_experts)
         if is_returned:
             return

@@ -43,8 +43,8 @@ def assign_senders(placement: Placement) -> Hops:
         lane = node * lanes + index % period * lanes // period
         even = placement.total * lane // (len(nodes) * lanes)
         offsets[rank] = starts[np.searchsorted(starts, even, side="right") - 1]
-    hops = [np.zeros((6, 0), dtype=np.int64)]
-    relays = [np.zeros((2, 0), dtype=np.int64)]
+    hops: list[Ints] = [np.zeros((6, 0), dtype=np.int64)]
+    relays: list[Ints] = [np.zeros((2, 0), dtype=np.int64)]
     count = 0
     for columns, far, others in _hops(placement, nodes):
         hops.append(np.stack(columns))

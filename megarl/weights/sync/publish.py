@@ -267,7 +267,7 @@ class Publisher:
     def publish(self, *, version: int) -> PublishReport:
         """Raises CheckFailed, on all ranks, if data is missing or changed; the message gives the
         engine's state."""
-        before: PublishReport | None = None
+        before = None
         if self.base is not None:
             self.base.span = self.span
             before = self.base.publish(version=version)
