@@ -106,7 +106,7 @@ class VocabularyHead(Head):
         return replace(outputs, extra_labels_TK=top_SK)
 
 
-class ValueHead(Head):
+class ValueHead:
     """A critic: a linear layer, initialised to 0, that reads the final norm's output.
 
     It returns one value at each trained position. Its `value_head.weight` and `.bias` are
@@ -120,6 +120,9 @@ class ValueHead(Head):
 
     def fields(self, *, entropy: bool) -> tuple[str, ...]:
         return ("values_T", "gates_T")[: self.outputs]
+
+    def positions(self, batch: TokenBatch) -> Tensor:
+        return batch.mask
 
     def attach(self, model: GPTModel) -> None:
         weight = next(model.parameters())
