@@ -215,7 +215,7 @@ def measure(model: str, offload: str, folder: Path) -> dict[str, int]:
     from megarl.checkpoint.state import Checkpoints
     from megarl.commands.random_model import create_model
     from megarl.config.schema import Create, Train
-    from megarl.layout import Axis, Layout, Parallel
+    from megarl.layout import Axis, Fleet, Layout, Parallel
     from megarl.models.engine import engine_table
     from megarl.models.registry import hf_shapes, padded_vocab, read_model
     from megarl.models.shards import slices_of
@@ -224,7 +224,6 @@ def measure(model: str, offload: str, folder: Path) -> dict[str, int]:
     from megarl.stages.sft import train_supervised
     from megarl.trainer.trainer import Trainer
     from megarl.types import ObjectiveState, Prompt, Request, TokenBatch
-    from megarl.weights.plan.fleet import Fleet
     from megarl.weights.plan.plan import plan_transfers
     from megarl.weights.sync.publish import Publisher, WeightFormat, WeightSender
     from megarl.weights.sync.transports.collective import Collective

@@ -9,6 +9,15 @@ from dataclasses import dataclass
 from functools import cache
 from math import lcm, prod
 
+AXES = {  # of a Layout -> of Parallel
+    "tp": "tensor",
+    "pp": "pipeline",
+    "vpp": "virtual_pipeline",
+    "cp": "context",
+    "ep": "expert",
+    "etp": "expert_tensor",
+}
+
 
 @dataclass(frozen=True)
 class Parallel:
@@ -100,16 +109,11 @@ class Layout:
 
     @property
     def sizes(self) -> Parallel:
-        return Parallel(
-            *(axis.size for axis in (self.tp, self.pp, self.vpp, self.cp, self.ep, self.etp))
-        )
+        return Parallel(**{name: getattr(self, axis).size for axis, name in AXES.items()})
 
     def __str__(self) -> str:
-        names = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
-        return (
-            " ".join(f"{name}{size}" for name in names if (size := getattr(self, name).size) > 1)
-            or "1"
-        )
+        sizes = {name: getattr(self, name).size for name in (*AXES, "dp")}
+        return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "1"
 
 
 def smallest_world(parallel: Parallel, rollout_tensor: int) -> int:
@@ -136,3 +140,44 @@ def stage_layers(num_layers: int, layout: Layout) -> tuple[range, ...]:
     return tuple(
         range(starts[chunk], starts[chunk + 1]) for chunk in range(layout.pp.rank, count, size)
     )
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Ranks of trainer and engines, numbered node by node. In a split fleet the engines' ranks
+    follow the trainer's."""
+
+    parallel: Parallel
+    trainers: int
+    tensor: int  # ranks of an engine replica along its tensor axis
+    replicas: int
+    expert: int = 1  # expert parallelism of an engine replica, over its data x tensor ranks
+    ranks_per_node: int = 8
+    is_split: bool = True  # False: rank r of the engines is rank r of the trainer
+
+    @property
+    def ranks_per_replica(self) -> int:
+        return max(self.tensor, self.expert)
+
+    @property
+    def receivers(self) -> int:
+        return self.replicas * self.ranks_per_replica
+
+    @property
+    def first_receiver(self) -> int:
+        return self.trainers if self.is_split else 0
+
+    @property
+    def world(self) -> int:
+        return max(self.trainers, self.first_receiver + self.receivers)
+
+    def trainer_layout(self, rank: int) -> Layout:
+        """Raises ValueError if the number of trainer ranks does not fit the parallel sizes."""
+        return Layout.of(self.parallel, self.trainers, rank)
+
+    def engine_layout(self, rank: int) -> Layout:
+        """Returns the layout, within its replica, of global rank `rank`."""
+        expert_tensor = 1 if self.expert > 1 else self.tensor
+        sizes = Parallel(tensor=self.tensor, expert=self.expert, expert_tensor=expert_tensor)
+        size = self.ranks_per_replica
+        return Layout.of(sizes, size, (rank - self.first_receiver) % size)

@@ -34,6 +34,7 @@ from megarl.types import (
     TrainBatch,
 )
 
+Values = Mapping[str, Any]  # by name
 SpanContext = Callable[[str], AbstractContextManager[Any]]  # times what is done in it, by a name
 
 
@@ -41,7 +42,7 @@ class Stateful(Protocol):
     """Plain data that checkpoints save and restore."""
 
     def state(self) -> dict[str, Any]: ...
-    def restore(self, state: Mapping[str, Any]) -> None: ...
+    def restore(self, state: Values) -> None: ...
 
 
 class Prompts(Stateful, Protocol):
@@ -184,7 +185,7 @@ class Checkpoint(Protocol):
 class Evaluation(Protocol):
     """Measures the policy on held-out problems after `step` steps, when an evaluation is due."""
 
-    def maybe_run(self, step: int) -> Mapping[str, Any] | None: ...
+    def maybe_run(self, step: int) -> Values | None: ...
 
 
 class Record(Protocol):
@@ -206,5 +207,8 @@ class Telemetry(Protocol):
 
     def step(self, step: int) -> AbstractContextManager[Record]: ...
     def span(self, name: str) -> AbstractContextManager[None]: ...
-    def evaluated(self, step: int, results: Mapping[str, Any]) -> None: ...
-    def add(self, metrics: Mapping[str, Any]) -> None: ...
+    def evaluated(self, step: int, results: Values) -> None:
+        """Takes the results of an evaluation after `step` steps; by default ignores them."""
+
+    def add(self, metrics: Values) -> None:
+        """Adds metrics of the current step; by default ignores them."""

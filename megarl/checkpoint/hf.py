@@ -60,9 +60,7 @@ def export_hf(
             copy_model_files(origin, staging)
         for name, values in (changes or {}).items():
             file = staging / name
-            old = {}
-            if file.is_file():
-                old = read_json(file)
+            old = read_json(file) if file.is_file() else {}
             write_json(file, old | dict(values))
         if not storage.names:
             drop_quantization(staging)

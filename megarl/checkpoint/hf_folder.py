@@ -58,9 +58,7 @@ class HfFolder:
         check_tensors(self.folder, self.tensors, shapes, fmt, ignored=ignored)
 
     def dtype(self, name: str) -> torch.dtype:
-        if name in self.quantized:
-            return torch.bfloat16
-        return DTYPES[self.tensors[name].dtype]
+        return torch.bfloat16 if name in self.quantized else DTYPES[self.tensors[name].dtype]
 
     def storage(self) -> Storage:
         """Returns how this folder's tensors are stored.

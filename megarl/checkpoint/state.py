@@ -12,7 +12,7 @@ of a step, the boundary before it can still be saved.
 import math
 import random
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, InitVar, asdict, dataclass, field
 from itertools import chain
@@ -32,7 +32,7 @@ from megarl.checkpoint.pickles import check_pickles
 from megarl.checkpoint.torch_dist import REFERENCE, stored_objects
 from megarl.checkpoint.writer import Writing
 from megarl.processes.files import write_atomic
-from megarl.roles import Stateful
+from megarl.roles import Stateful, Values
 from megarl.types import ObjectiveState
 from megarl.weights.sync.transports.values import gather_values
 
@@ -68,7 +68,7 @@ class _Boundary:
 
     step: int
     state: ObjectiveState
-    prompts: Mapping[str, Any]
+    prompts: Values
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Checkpoints:
         self._models = {"": self.trained, **self.further.models}  # by prefix
         self._now = _Boundary(0, state, self.prompts.state())
         self._saved = 0  # step of the newest checkpoint; step 0 is the model itself
-        self._writing: tuple[int, Writing] | None = None  # step
+        self._writing = None  # step
 
     def maybe_save(self, step: int, state: ObjectiveState, *, last: bool = False) -> None:
         """Saves if it is time. Called once a step, between update and publish.
@@ -202,7 +202,7 @@ class Checkpoints:
         self._saved = self._now.step
         return self._now.step, state
 
-    def _load_tensors(self, source: Path, saved: Mapping[str, Any]) -> None:
+    def _load_tensors(self, source: Path, saved: Values) -> None:
         """Loads weights and optimizers. Raises ValueError, on every rank, naming what differs."""
         error = ""
         try:
@@ -221,15 +221,15 @@ class Checkpoints:
                 "it was saved from, or start over with checkpoint.resume=never"
             )
 
-    def _load_objects(self, source: Path, common: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _load_objects(self, source: Path, common: Values) -> Values:
         """Loads FP8 and schedule states; returns random states, in a world of the same size."""
         objects = self._objects()
         if common["world"] == dist.get_world_size():
             objects |= _sharded_random()
         loaded: Any = dist_checkpointing.load(objects, str(source))
+        for name, _, chunk in self._numbered():
+            chunk.load_state_dict(loaded.get(name, {}), strict=False)
         for prefix, trained in self._models.items():
-            for number, chunk in enumerate(_chunks(trained)):
-                chunk.load_state_dict(loaded.get(f"{prefix}objects{number}", {}), strict=False)
             trained.scheduler.step = common[f"{prefix}schedule"]["step"]
         return loaded.get("random", {})
 
@@ -261,11 +261,13 @@ class Checkpoints:
         return None
 
     def _objects(self) -> dict[str, Any]:
-        objects = {}
+        return {name: stored_objects(x, prefix=prefix) for name, prefix, x in self._numbered()}
+
+    def _numbered(self) -> Iterator[tuple[str, str, Any]]:
+        """Yields the chunks of all models, with the key of their objects and their prefix."""
         for prefix, trained in self._models.items():
             for number, chunk in enumerate(_chunks(trained)):
-                objects[f"{prefix}objects{number}"] = stored_objects(chunk, prefix=prefix)
-        return objects
+                yield f"{prefix}objects{number}", prefix, chunk
 
 
 def _chunks(trained: Trained) -> list[Any]:
@@ -275,7 +277,7 @@ def _chunks(trained: Trained) -> list[Any]:
 def _load(
     trained: Trained,
     source: Path,
-    saved: Mapping[str, Any],
+    saved: Values,
     prefix: str,
 ) -> None:
     """Loads weights and optimizer. Raises ValueError, naming what differs from this model."""

@@ -295,12 +295,8 @@ class MegatronTarget:
     ) -> list[WriteResult]:
         writer = FileSystemWriter(folder)
         plan = writer.prepare_global_plan(self._plans)[self.files.index(file)]
-        return writer.write_data(plan, _StreamedChunks(self._tensors(params))).wait()
-
-    def _tensors(self, params: Iterator[tuple[str, Tensor]]) -> Iterator[Tensor]:
-        for param, flat in params:
-            for box in self._chunks(param):
-                yield strided_view(flat, box)
+        chunks = (strided_view(flat, box) for param, flat in params for box in self._chunks(param))
+        return writer.write_data(plan, _StreamedChunks(chunks)).wait()
 
     def rounded(self, param: str, flat: Tensor) -> Tensor:
         return flat

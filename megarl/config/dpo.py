@@ -9,7 +9,6 @@ from pydantic import Field, PositiveFloat
 from megarl.config.algorithm import Algorithm
 from megarl.config.presets import PRESETS
 from megarl.config.section import Config, Section, refuse
-from megarl.models.shape import ModelShape
 
 # of `algorithm`: what shapes the samples before they are compared
 READ_BEFORE = {"truncated", "truncated_reward", "overlong", "filter_zero_std", "max_refills"}
@@ -48,34 +47,21 @@ def check_dpo_section(config: Config) -> None:
         )
 
 
-def check_dpo(config: Config, shape: ModelShape) -> None:
+def check_dpo(config: Config) -> None:
     """Raises ValueError for settings that stage dpo would ignore."""
     epochs = config.train.epochs_per_batch
     refuse(
-        (
-            config.dpo.reference == "previous",
-            "dpo.reference=previous needs rounds, which stage: dpo lacks; use stage: iterative_dpo",
-        ),
-        (
-            epochs > 1,
-            f"train.epochs_per_batch={epochs} has no effect in stage: dpo; "
-            "raise train.steps instead",
-        ),
+        config.dpo.reference == "previous",
+        "dpo.reference=previous needs rounds, which stage: dpo lacks; use stage: iterative_dpo",
+        epochs > 1,
+        f"train.epochs_per_batch={epochs} has no effect in stage: dpo; raise train.steps instead",
     )
 
 
-def check_iterative_dpo(config: Config, shape: ModelShape) -> None:
-    """Raises ValueError for settings that stage iterative_dpo would ignore."""
-    _check_comparison(config, READ_BEFORE)
-
-
-def check_best_of_n(config: Config, shape: ModelShape) -> None:
-    """Raises ValueError for settings that stage best_of_n would ignore."""
-    _check_comparison(config, READ_BEFORE | {"aggregation"})
-
-
-def _check_comparison(config: Config, read: set[str]) -> None:
+def check_comparison(config: Config) -> None:
+    """Raises ValueError for settings that the stages iterative_dpo and best_of_n would ignore."""
     stage = config.stage
+    read = READ_BEFORE | {"aggregation"} if stage == "best_of_n" else READ_BEFORE
     if config.rollout.samples_per_prompt == 1:
         raise ValueError(
             f"rollout.samples_per_prompt=1 leaves stage: {stage} nothing to compare; use 2 or more"

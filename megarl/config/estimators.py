@@ -69,16 +69,6 @@ def _estimator(function: ast.FunctionDef | None, *passed: str) -> Estimator:
     return Estimator(options, inputs)
 
 
-def _bounds(losses: Mapping[str, Estimator]) -> dict[str, dict[str, Any]]:
-    """Returns the bounds of each loss and their defaults: options that are keys of `algorithm`
-    itself.
-    """
-    bounds = {}
-    for name, loss in losses.items():
-        bounds[name] = {key: default for key, default in loss.options.items() if "clip" in key}
-    return bounds
-
-
 PER_ROW = table("advantages", "PER_ROW")
 PER_TOKEN = table("advantages", "PER_TOKEN")  # an advantage may differ within a response
 _FUNCTIONS, _ = _module("advantages")
@@ -92,7 +82,11 @@ GROUP_ADVANTAGES = tuple(
     name for name, each in ADVANTAGES.items() if each.options.get("singleton") == "zero"
 )
 LOSSES = table("losses", "RULES", "select_T")
-BOUNDS = _bounds(LOSSES)
+# options that are keys of `algorithm` itself, with their defaults
+BOUNDS = {
+    name: {key: default for key, default in loss.options.items() if "clip" in key}
+    for name, loss in LOSSES.items()
+}
 BOUND_NAMES = tuple(dict.fromkeys(chain.from_iterable(BOUNDS.values())))
 SELECT = table("losses", "SELECT", "generator", *BOUND_NAMES)
 CORRECTIONS = table("corrections", "RULES")

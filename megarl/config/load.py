@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 from megarl.config.estimators import BOUND_NAMES
 from megarl.config.presets import PRESETS
 from megarl.config.schema import Config, Task
-from megarl.config.section import did_you_mean
+from megarl.config.section import Options, did_you_mean
 
 RENAMED = {  # key of an earlier version -> its current name
     "algorithm.bypass": "algorithm.use_rollout_logprobs",
@@ -89,7 +89,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return parse_config(values, lines)
 
 
-def parse_config(values: dict[str, Any], lines: Mapping[str, str] | None = None) -> Config:
+def parse_config(values: Options, lines: Mapping[str, str] | None = None) -> Config:
     """Builds a config from nested dicts; `lines`: dotted key -> where it is set, for errors.
 
     Raises ValueError.
@@ -139,7 +139,7 @@ def _origin(key: str, lines: Mapping[str, str]) -> str:
     return lines.get(key, "in the config")
 
 
-def _read_yaml(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
+def _read_yaml(file: Path) -> tuple[Options, dict[str, str]]:
     """Returns the nested values of a YAML file, and the line of each dotted key."""
     try:
         text = file.read_text(encoding="utf-8")
@@ -235,7 +235,7 @@ def _parse_override(text: str) -> tuple[str, Any]:
         ) from None
 
 
-def _drop_replaced(values: dict[str, Any], overrides: Mapping[str, Any]) -> None:
+def _drop_replaced(values: Options, overrides: Mapping[str, Any]) -> None:
     """Removes the settings of a model or task that the command line replaces with another."""
     model = values.get("model")
     task = values.get("task")
@@ -253,7 +253,7 @@ def _drop_replaced(values: dict[str, Any], overrides: Mapping[str, Any]) -> None
         task.pop("options", None)
 
 
-def _assign(values: dict[str, Any], key: str, value: Any) -> None:
+def _assign(values: Options, key: str, value: Any) -> None:
     *path, last = key.split(".")
     for name in path:
         if not isinstance(values.get(name), dict):
@@ -262,7 +262,7 @@ def _assign(values: dict[str, Any], key: str, value: Any) -> None:
     values[last] = value
 
 
-def _with_preset(explicit: dict[str, Any], lines: Mapping[str, str]) -> dict[str, Any]:
+def _with_preset(explicit: Options, lines: Mapping[str, str]) -> Options:
     name = explicit.get("preset", "grpo")
     if not isinstance(name, str) or name not in PRESETS:
         remedy = did_you_mean(str(name), PRESETS, f"choose from: {', '.join(PRESETS)}", most=2)
@@ -279,7 +279,7 @@ def _with_preset(explicit: dict[str, Any], lines: Mapping[str, str]) -> dict[str
     return _merge(preset, explicit) | {"preset": name}
 
 
-def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(below: Options, above: Mapping[str, Any]) -> Options:
     """Merges recursively; `above` takes precedence."""
     for key, value in above.items():
         old = below.get(key)

@@ -27,27 +27,18 @@ class RewardModel(Section):
     """Text that follows every step, and ends it."""
 
 
-def check_reward_model_section(config: Config) -> None:
-    """Raises ValueError for settings of `reward_model` that contradict each other."""
+def check_reward_model(config: Config, shape: ModelShape) -> None:
+    """Raises ValueError for settings of `reward_model` that contradict each other, and for a model
+    that the stage cannot train.
+    """
     options = config.reward_model
     is_plain = options.head == "scalar" and options.centre == 0 and options.average == "pairs"
     refuse(
-        (
-            options.head == "scalar" and options.aggregate != "last",
-            f"reward_model.aggregate={options.aggregate} needs the scores of all tokens; "
-            "set reward_model.head=token",
-        ),
-        (
-            options.process and not is_plain,
-            "reward_model.process=true has no pairs; remove reward_model.head, centre and average",
-        ),
+        options.head == "scalar" and options.aggregate != "last",
+        f"reward_model.aggregate={options.aggregate} needs the scores of all tokens; "
+        "set reward_model.head=token",
+        options.process and not is_plain,
+        "reward_model.process=true has no pairs; remove reward_model.head, centre and average",
+        config.stage == "reward_model" and shape.bridge,
+        f"stage=reward_model does not support {shape.family}, which has no table; use another",
     )
-
-
-def check_reward_model(config: Config, shape: ModelShape) -> None:
-    """Raises ValueError for a model that stage reward_model cannot train."""
-    if shape.bridge is not None:
-        raise ValueError(
-            f"stage=reward_model does not support {shape.family}, which has no table; "
-            "use another model"
-        )

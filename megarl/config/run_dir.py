@@ -76,10 +76,8 @@ def check_resumed(config: Config) -> None:
             f"cannot compare with the run to be resumed: {error}; pass --resume-changed"
         ) from None
     free = tuple(f"{key}." for key in " ".join(FREE.values()).split())
-    changes = {}
-    for key, values in _changes(old, config).items():
-        if not f"{key}.".startswith(free):
-            changes[key] = values
+    found = _changes(old, config).items()
+    changes = {key: values for key, values in found if not f"{key}.".startswith(free)}
     if changes:
         raise ValueError(
             f"the run to be resumed began with other settings ({file}): {_text(changes)}; pass "

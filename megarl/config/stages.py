@@ -8,12 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from megarl.config.dpo import check_best_of_n, check_dpo, check_iterative_dpo
+from megarl.config.dpo import check_comparison, check_dpo
 from megarl.config.iterative import check_iterative_grpo
-from megarl.config.reward_model import check_reward_model
 from megarl.config.section import Config
 from megarl.config.sft import check_sft
-from megarl.models.shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -24,7 +22,7 @@ class Stage:
     needs_engine: bool = False
     in_split: bool = False  # it also runs with launch.topology=split
     sections: tuple[str, ...] = ()  # of the config: others than its readers are warned
-    check: Callable[[Config, ModelShape], None] = lambda config, shape: None  # raises ValueError
+    check: Callable[[Config], None] = lambda config: None  # raises ValueError
     learns: Literal["prompts", "answers", "feedback"] = "prompts"  # what it reads of a task
     compares: bool = False  # it learns from comparing the samples of a prompt
     trains_second: bool = False  # it trains a second head or model
@@ -36,7 +34,6 @@ STAGES = {
     "reward_model": Stage(
         "megarl.stages.reward_model:run",
         sections=("reward_model",),
-        check=check_reward_model,
         learns="feedback",
         trains_second=True,
     ),
@@ -52,13 +49,13 @@ STAGES = {
         "megarl.stages.preference_rl:iterative_dpo",
         needs_engine=True,
         sections=("dpo",),
-        check=check_iterative_dpo,
+        check=check_comparison,
         compares=True,
     ),
     "best_of_n": Stage(
         "megarl.stages.preference_rl:best_of_n",
         needs_engine=True,
-        check=check_best_of_n,
+        check=check_comparison,
         compares=True,
     ),
 }

@@ -24,13 +24,13 @@ from megarl.config.moe import check_moe, check_router_replay
 from megarl.config.other_models import check_critic, check_frozen
 from megarl.config.precision import check_fp8_rollout, check_fp8_training
 from megarl.config.random_model import hf_config
-from megarl.config.reward_model import check_reward_model_section
+from megarl.config.reward_model import check_reward_model
 from megarl.config.rewards import check_rewards
 from megarl.config.rollout import check_cpu_engine, check_lengths, check_sampling
 from megarl.config.schema import Config
 from megarl.config.stages import STAGES, needs_engine
 from megarl.config.task import check_problems
-from megarl.config.train import check_gpu_trainer, check_train
+from megarl.config.train import check_train
 from megarl.layout import Layout, smallest_world
 from megarl.models.hub import is_hub_id, model_folder
 from megarl.models.registry import parse_model, read_model
@@ -73,7 +73,7 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
     layout = Layout.of(config.parallel.sizes, world, rank=min(env.rank, world - 1))
     _check_learning(config, shape, has_engine=has_engine)
     check_lengths(config, shape)
-    check_train(config, gpus)
+    check_train(config, shape, gpus)
     check_resume(config)
     unsafe = tuple(check_library_options(config))
     for number, fallback in enumerate(fallbacks(config)):
@@ -85,9 +85,7 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
     if config.stage_spec.needs_engine:
         rows *= rollout.samples_per_prompt
     longest = rollout.max_prompt_tokens + rollout.max_tokens
-    replicas = world // rollout.tensor
-    if is_split:
-        replicas = rollout.replicas or 1
+    replicas = (rollout.replicas or 1) if is_split else world // rollout.tensor
     warnings = (*_warnings(config, shape, layout, rows, longest, gpus), *unsafe)
     return Job(world, gpus, layout, replicas, shape, rows, longest, warnings)
 
@@ -97,9 +95,7 @@ def _check_models(config: Config, shape: ModelShape, gpus: int, *, has_engine: b
     check_model(config, shape)
     check_moe(config, shape)
     check_router_replay(config, shape, gpus)
-    if gpus:
-        check_gpu_trainer(config, shape)
-    elif has_engine and config.launch.topology == "colocated":
+    if has_engine and not gpus and config.launch.topology == "colocated":
         # split engines may be on another machine: split.entry asks it
         check_cpu_engine(config, shape)
     if has_engine:
@@ -115,10 +111,10 @@ def _check_learning(config: Config, shape: ModelShape, *, has_engine: bool) -> N
         check_sampling(config)
     check_lora(config, shape, has_engine=has_engine)
     check_critic(config, shape)
-    check_reward_model_section(config)
+    check_reward_model(config, shape)
     check_dpo_section(config)
     check_model_reward(config)
-    config.stage_spec.check(config, shape)
+    config.stage_spec.check(config)
     check_frozen(config, shape)
     if has_engine:
         check_rewards(config)

@@ -78,9 +78,7 @@ def attention(shape: ModelShape, spec: LayerSpec) -> Iterator[Rule]:
         param = f"{mc}linear_qkv.{kind}"
         return Qkv(names, param, shape.heads, shape.kv_heads, shape.head_dim, rest)
 
-    norm = f"{MC}input_layernorm.weight"
-    if spec == "te":
-        norm = f"{mc}linear_qkv.layer_norm_weight"
+    norm = f"{mc}linear_qkv.layer_norm_weight" if spec == "te" else f"{MC}input_layernorm.weight"
     yield Replicated(f"{HF}input_layernorm.weight", norm, (shape.hidden,))
     yield qkv("weight", (shape.hidden,))
     if shape.qkv_bias:
@@ -99,9 +97,7 @@ def attention(shape: ModelShape, spec: LayerSpec) -> Iterator[Rule]:
 
 def dense_mlp(shape: ModelShape, spec: LayerSpec) -> Rules:
     """Returns the rules of a SwiGLU layer and the norm before it."""
-    norm = "pre_mlp_layernorm.weight"
-    if spec == "te":
-        norm = "mlp.linear_fc1.layer_norm_weight"
+    norm = "mlp.linear_fc1.layer_norm_weight" if spec == "te" else "pre_mlp_layernorm.weight"
     return (
         Replicated(f"{HF}post_attention_layernorm.weight", MC + norm, (shape.hidden,)),
         *_swiglu(shape.hidden, shape.intermediate, f"{HF}mlp.", MC + "mlp.{linear}.weight"),

@@ -74,9 +74,7 @@ class ConfigReader:
 
     def token_ids(self, key: str) -> tuple[int, ...]:
         value = self._get(key, [])
-        ids = value
-        if not isinstance(value, list):
-            ids = [value]
+        ids = value if isinstance(value, list) else [value]
         is_valid = all(type(token) is int and token >= 0 for token in ids)
         self._checked(key, value, is_valid, "a token id, or a list of token ids")
         return tuple(ids)

@@ -1,8 +1,9 @@
 """DeepSeek-V3, Kimi-K2: latent attention, leading dense layers, shared experts, a sigmoid router
 with an fp32 bias."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from megarl.models import blocks
 from megarl.models.config_json import YARN, ConfigReader, read_decoder, read_latent
@@ -52,21 +53,18 @@ def read_experts(config: ConfigReader) -> Settings:
     }
 
 
-def table(shape: ModelShape, spec: LayerSpec, padded_vocab: int) -> Table:
-    return moe_table(shape, spec, padded_vocab, tuple(latent_attention(shape, spec)))
-
-
 def moe_table(
+    attention: Callable[[ModelShape, LayerSpec], Iterator[Rule]],
     shape: ModelShape,
     spec: LayerSpec,
     padded_vocab: int,
-    attention: Rules,
 ) -> Table:
+    rules = tuple(attention(shape, spec))
     return blocks.decoder_table(
         shape,
         padded_vocab,
-        dense=(*attention, *blocks.dense_mlp(shape, spec)),
-        layer=(*attention, *blocks.expert_mlp(shape)),
+        dense=(*rules, *blocks.dense_mlp(shape, spec)),
+        layer=(*rules, *blocks.expert_mlp(shape)),
         expert=blocks.experts(shape, spec),
         mtp=prediction(shape, padded_vocab),
         fp32=frozenset({f"{HF}mlp.gate.e_score_correction_bias"}),
@@ -198,7 +196,13 @@ def random_experts(values: Settings, experts: int, width: int) -> Settings:
 
 
 FAMILY = Family(
-    "DeepseekV3ForCausalLM", read, table, megatron, engine, is_moe=True, random_config=random_config
+    "DeepseekV3ForCausalLM",
+    read,
+    partial(moe_table, latent_attention),
+    megatron,
+    engine,
+    is_moe=True,
+    random_config=random_config,
 )
 # Kimi-K2 is the same model; transformers does not know its model_type
 FAMILIES = {"deepseek_v3": FAMILY, "kimi_k2": replace(FAMILY, architecture="")}

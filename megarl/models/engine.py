@@ -44,9 +44,7 @@ def _derived_expert(rule: Rule) -> Rule:
     """Returns the rule for the same tensors of all experts of the rank, which vLLM stacks in one
     parameter."""
     name = next(iter(rule.shapes()))
-    weight = "w2"
-    if "linear_fc1" in rule.param:
-        weight = "w13"
+    weight = "w13" if "linear_fc1" in rule.param else "w2"
     block = name.partition("experts.")[0]
     kind = rule.param.rpartition(".")[2]
     return replace(rule, param=f"{block}experts.routed_experts.{weight}_{kind}")

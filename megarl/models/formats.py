@@ -41,9 +41,7 @@ class BlockFormat:
     def column_step(self) -> int:
         """Columns can be read from a multiple of this: whole items; of packed ones, whole
         blocks."""
-        if self.per_item == 1:
-            return 1
-        return self.block[1] or self.per_item
+        return 1 if self.per_item == 1 else self.block[1] or self.per_item
 
     def tensors(self, names: Collection[str]) -> frozenset[str]:
         """Returns the tensors of which `names` has both values and scales."""
@@ -156,9 +154,7 @@ def matrix_ranges(part: ShardSlice, dims: int) -> tuple[list[range], range, rang
 
 def coarse(indices: range, size: int) -> range:
     """Returns the indices of the blocks of `size` that hold these; a block of size 0 has all."""
-    if not size:
-        return range(1)
-    return range(indices.start // size, -(-indices.stop // size))
+    return range(indices.start // size, -(-indices.stop // size)) if size else range(1)
 
 
 def read_quantization(raw: Settings) -> BlockFormat:

@@ -113,9 +113,7 @@ def fp8_format(shape: ModelShape, tensor: int, expert: int = 1) -> BlockFormat:
         raise ValueError(
             f"rollout.quantization=fp8 does not support {shape.family}; set it to none"
         )
-    rows = ROWS
-    if shape.is_moe:
-        rows = ROWS[:1]
+    rows = ROWS[:1] if shape.is_moe else ROWS
     formats = [replace(FORMATS["fp8_block"], block=(size, 128)) for size in rows]
     problem = None
     for fmt in formats:
@@ -141,9 +139,7 @@ def _cut_weight(
     table = engine_table(shape)
     for rule in filter(_is_fp8, table.layer + table.dense + table.expert):
         is_expert = rule in table.expert
-        ranks = tensor
-        if is_expert and expert > 1:
-            ranks = 1
+        ranks = 1 if is_expert and expert > 1 else tensor
         parts = list(rule.slices(Axis(ranks)))
         for part in parts:
             problem = None

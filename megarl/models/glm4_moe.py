@@ -1,9 +1,10 @@
 """GLM-4.5: grouped-query attention that rotates half of each head, and DeepSeek-V3's experts."""
 
+from functools import partial
+
 from megarl.models import blocks, deepseek_v3
 from megarl.models.config_json import ConfigReader, read_decoder
 from megarl.models.shape import Family, ModelShape, Settings
-from megarl.models.shards import LayerSpec, Table
 
 
 def read(config: ConfigReader) -> ModelShape:
@@ -14,10 +15,6 @@ def read(config: ConfigReader) -> ModelShape:
         qk_norm=config.flag("use_qk_norm"),
         **deepseek_v3.read_experts(config),
     )
-
-
-def table(shape: ModelShape, spec: LayerSpec, padded_vocab: int) -> Table:
-    return deepseek_v3.moe_table(shape, spec, padded_vocab, tuple(blocks.attention(shape, spec)))
 
 
 def random_config(values: Settings, experts: int, width: int) -> Settings:
@@ -33,5 +30,11 @@ def random_config(values: Settings, experts: int, width: int) -> Settings:
 
 
 FAMILIES = {
-    "glm4_moe": Family("Glm4MoeForCausalLM", read, table, is_moe=True, random_config=random_config)
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        read,
+        partial(deepseek_v3.moe_table, blocks.attention),
+        is_moe=True,
+        random_config=random_config,
+    )
 }

@@ -60,9 +60,7 @@ def read_headers(folder: Path) -> dict[str, HfTensor]:
                 raise ValueError(f"{file} is a pointer of git-lfs; run `git lfs pull` in {folder}")
     index = folder / INDEX
     whole = folder / WHOLE
-    names = {}
-    if index.is_file():
-        names = _read_index(index)
+    names = _read_index(index) if index.is_file() else {}
     files = sorted(set(names.values()) or (file.name for file in folder.glob("*.safetensors")))
     if WHOLE in files and not names:  # transformers reads no other file
         files = [WHOLE]
@@ -86,7 +84,7 @@ def read_headers(folder: Path) -> dict[str, HfTensor]:
             f"{folder} has {WHOLE}, which transformers reads, and {INDEX}, which vLLM reads and "
             "which does not list it; remove the one that is not the model"
         )
-    tensors: dict[str, HfTensor] = {}
+    tensors = {}
     for file in files:
         header = _read_header(folder / file)
         twice = min(tensors.keys() & header, default=None)

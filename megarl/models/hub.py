@@ -88,9 +88,7 @@ def download(
 ) -> Path:
     """Downloads a hub id's top-level files that match `patterns`, and returns their folder, named
     by the commit. Raises ValueError with the remedy and `where`, the setting with its value."""
-    revision_key = "its part after @"
-    if where.startswith("model.path"):
-        revision_key = "model.revision"
+    revision_key = "model.revision" if where.startswith("model.path") else "its part after @"
     repository = Repository("model", path, revision, where, revision_key)
     folder = repository.download(patterns, ignored=IGNORED, progress=patterns == WEIGHTS)
     if not (folder / "config.json").is_file():

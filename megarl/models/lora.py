@@ -75,11 +75,16 @@ def module_name(tensor: str) -> str:
 
 
 def adapter_names(weight: str) -> tuple[str, str]:
-    """Names of A and B beside a weight: PEFT's of an HF tensor, or the parameters of a layer or a
-    grouped expert."""
+    """Names of A and B beside a weight of a layer or a grouped expert."""
     module, _, leaf = weight.rpartition(".")
     suffix = leaf.removeprefix("weight")
     return f"{module}.lora_A{suffix}", f"{module}.lora_B{suffix}"
+
+
+def peft_names(weight: str) -> tuple[str, str]:
+    """Names of A and B of an HF tensor in a PEFT folder."""
+    a, b = adapter_names(weight)
+    return f"{PREFIX}{a}.weight", f"{PREFIX}{b}.weight"
 
 
 def is_adapter(param: str) -> bool:
@@ -99,9 +104,7 @@ def _adapters(rule: Rule, targets: Sequence[str], rank: int) -> Iterator[Rule]:
     if not names:
         return
     a, b = adapter_names(rule.param)
-    hf = [adapter_names(name) for name in names]
-    hf_a = tuple(f"{PREFIX}{name}.weight" for name, _ in hf)
-    hf_b = tuple(f"{PREFIX}{name}.weight" for _, name in hf)
+    hf_a, hf_b = zip(*map(peft_names, names), strict=True)
     sizes = rule.shapes()
     rows, inputs = sizes[names[0]]
     if isinstance(rule, ShardDim1):
@@ -126,7 +129,7 @@ def rows_of_outputs(
     numbers = {part.name.replace(".lora_A.", ".lora_B."): number for number, part in enumerate(a)}
     stacked = {part.name: part for part in b}
     for part in weight:
-        name = f"{PREFIX}{adapter_names(part.name)[1]}.weight"
+        _, name = peft_names(part.name)
         rows = stacked.get(name)
         if rows is not None:
             first = rows.offset // rank + part.start[0] - rows.start[0]

@@ -1,10 +1,11 @@
 """Mixtral: Llama's attention, and experts with a softmax router in every layer, under other
 names."""
 
+from functools import partial
+
 from megarl.models import blocks
 from megarl.models.config_json import ConfigReader, read_decoder
 from megarl.models.shape import Family, ModelShape, Settings
-from megarl.models.shards import LayerSpec, Table
 
 NAMES = blocks.ExpertNames(block="block_sparse_moe.", gate="w1", up="w3", down="w2")
 
@@ -21,14 +22,16 @@ def read(config: ConfigReader) -> ModelShape:
     )
 
 
-def table(shape: ModelShape, spec: LayerSpec, padded_vocab: int) -> Table:
-    return blocks.moe_table(shape, spec, padded_vocab, NAMES)
-
-
 def random_config(values: Settings, experts: int, width: int) -> Settings:
     return {"num_local_experts": experts, "intermediate_size": width, "sliding_window": None}
 
 
 FAMILIES = {
-    "mixtral": Family("MixtralForCausalLM", read, table, is_moe=True, random_config=random_config)
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        read,
+        partial(blocks.moe_table, names=NAMES),
+        is_moe=True,
+        random_config=random_config,
+    )
 }

@@ -38,9 +38,7 @@ def read_model(path: str | Path) -> ModelShape:
     folder = Path(path)
     file = folder / "config.json"
     if not file.is_file():
-        problem = "is not a directory"
-        if folder.is_dir():
-            problem = "has no config.json"
+        problem = "has no config.json" if folder.is_dir() else "is not a directory"
         raise FileNotFoundError(
             f"model.path={path} {problem}; set it to the folder of a Hugging Face model, or to an "
             "id on the hub such as Qwen/Qwen3-8B"
@@ -108,9 +106,7 @@ def _read_bridged(config: ConfigReader, folder: Path | None) -> ModelShape:
     if experts:
         experts_per_token = config.count("num_experts_per_tok")
         moe_intermediate = config.count("moe_intermediate_size", config.count("intermediate_size"))
-    latent = None
-    if raw.get("kv_lora_rank"):
-        latent = read_latent(config)
+    latent = read_latent(config) if raw.get("kv_lora_rank") else None
     return ModelShape(
         **read_sizes(config, latent=latent),
         rms_eps=0.0,  # Bridge reads this and the next itself

@@ -282,7 +282,7 @@ def _groups(
 
 def shapes_of(table: Table, shape: ModelShape, *, mtp: bool = False) -> dict[str, Shape]:
     """Returns the full shape of every tensor of the HF checkpoint, in the checkpoint's order."""
-    shapes: dict[str, Shape] = {}
+    shapes = {}
     for group in _groups(table, shape, Layout.of(Parallel(), 1, 0), mtp=mtp):
         for rule in group.rules:
             for name, size in rule.shapes().items():
@@ -302,11 +302,9 @@ def slices_of(
 ) -> list[ShardSlice]:
     """Returns one rank's slices of all HF tensors. With virtual stages, parameter names begin with
     `chunk<n>.`."""
-    slices: list[ShardSlice] = []
+    slices = []
     for group in _groups(table, shape, layout, mtp=mtp):
-        axis = layout.etp
-        if group.experts is None:
-            axis = layout.tp
+        axis = layout.tp if group.experts is None else layout.etp
         for rule in group.rules:
             parts = list(rule.slices(axis))
             numel = sum(part.numel for part in parts)
@@ -389,9 +387,7 @@ class ElementSizes:
 
     @property
     def unit(self) -> int:
-        if self.fp8:
-            return 1
-        return self.usual
+        return 1 if self.fp8 else self.usual
 
     def units(self, name: str) -> int:
         if name in self.fp32:
@@ -432,7 +428,7 @@ def first_mismatch(table: Iterable[ShardSlice], recorded: Iterable[ShardSlice]) 
     table, or None."""
     expected = set(map(_without_idle_strides, table))
     by_name = {part.name: part for part in expected}
-    loaded: set[ShardSlice] = set()
+    loaded = set()
     for whole in recorded:
         if whole.numel:  # not only padding
             parts = _split_like(whole, by_name.get(whole.name, whole))

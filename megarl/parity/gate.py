@@ -242,9 +242,7 @@ class ParityChecks:
         )
 
     def _is_within(self, excess: Excess, largest: float) -> bool:
-        if self.max_diff is None:
-            return excess.is_explained
-        return largest <= self.max_diff
+        return excess.is_explained if self.max_diff is None else largest <= self.max_diff
 
     def _cause(self, batch: ScoredBatch, parity: Parity) -> str:
         """Finds the cause on the first rows, or guesses it where the engine cannot compute."""

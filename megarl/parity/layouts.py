@@ -15,7 +15,7 @@ from torch import Tensor
 from megarl.algorithms.objective import loss_weights, supervised_loss
 from megarl.data.collate import token_batch
 from megarl.data.packing import plan_microbatches
-from megarl.layout import Layout, Parallel
+from megarl.layout import AXES, Layout, Parallel
 from megarl.parity.sublayers import record_outputs, transformer_layers
 from megarl.trainer.trainer import Trainer
 from megarl.types import Prompt, TokenBatch
@@ -29,14 +29,6 @@ TOLERANCE = {
     "mxfp8": 0.1,
     "tensorwise": 0.2,
     "delayed": 0.2,
-}
-AXES = {
-    "tp": "tensor",
-    "pp": "pipeline",
-    "vpp": "virtual_pipeline",
-    "cp": "context",
-    "ep": "expert",
-    "etp": "expert_tensor",
 }
 
 
@@ -103,9 +95,7 @@ def check_layouts(
             logprobs_T = trainer.logprobs(batch)
         plan = plan_microbatches(batch, trainer.layout, trainer.train)
         update = trainer.step(batch, plan, supervised_loss, loss_weights(batch, plan))
-        precision = trainer.train.dtype
-        if trainer.fp8:
-            precision = trainer.fp8.recipe
+        precision = trainer.fp8.recipe if trainer.fp8 else trainer.train.dtype
         trainer.close()
         results.append(LayoutResult(update.loss, update.grad_norm, layers, logprobs_T))
         rows.append(

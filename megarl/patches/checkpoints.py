@@ -96,9 +96,7 @@ def load_object(stream: IO[bytes], file: object) -> Any:
         if name:
             raise UnsafePickleError.of(file, name[1]) from None
         raise ValueError(f"{file} cannot be read ({str(error).partition('. ')[0]})") from None
-    parts = value
-    if not isinstance(value, list):
-        parts = [value]
+    parts = value if isinstance(value, list) else [value]
     for part in parts:
         if isinstance(part, torch.Tensor) and part.dtype == torch.uint8 and part.numel():
             raise ValueError(
@@ -116,8 +114,7 @@ def _load_bytes(original: Any, planner: Any, read_item: Any, value: io.BytesIO) 
 QUEUE = Patch(
     "megatron.core.dist_checkpointing.strategies.filesystem_async._results_queue",
     queue.Queue,
-    "spawns a process on every rank for this queue",
-    why="its writer and reader are threads here",
+    "spawns a process on every rank for this queue; its writer and reader are threads here",
     versions="0.16.1, 0.19.2",
     delete_when="the queue is an argument",
     test=f"{_TESTS}::test_a_queue_has_a_process_of_its_own",
@@ -125,8 +122,7 @@ QUEUE = Patch(
 UNPICKLER = Patch(
     f"{_CHECKPOINT}.filesystem.pickle",
     SimpleNamespace(**{**vars(pickle), "load": load_pickle}),
-    "loads .metadata with pickle.load",
-    why="a crafted one runs code",
+    "loads .metadata with pickle.load; a crafted one runs code",
     versions="2.13",
     delete_when="torch loads it safely",
     test=f"{_TESTS}::test_torch_unpickles_metadata",
@@ -138,7 +134,7 @@ PATCHES = (
         UNPICKLER,
         where=f"{_CHECKPOINT}.default_planner.DefaultLoadPlanner.load_bytes",
         replacement=_load_bytes,
-        upstream="loads objects with weights_only=False, without an option",
+        why="loads objects with weights_only=False, without an option",
         calls_original=True,
         test=f"{_TESTS}::test_torch_unpickles_objects",
     ),

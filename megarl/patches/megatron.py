@@ -95,9 +95,7 @@ def _all_to_all_single(
 
 
 def _as_integers(sizes: Any) -> list[int] | None:
-    if sizes is None:
-        return None
-    return list(map(int, sizes))
+    return None if sizes is None else list(map(int, sizes))
 
 
 def _all_gather(
@@ -135,9 +133,7 @@ def _reduce_scatter(
 def _type_name(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     """`tensor.type()` returns the name of the CUDA type; with arguments it converts as usual."""
     result = tensor.type(*args, **kwargs)
-    if args or kwargs:
-        return result
-    return result.replace("torch.", "torch.cuda.", 1)
+    return result if args or kwargs else result.replace("torch.", "torch.cuda.", 1)
 
 
 _FACTORIES = """
@@ -145,11 +141,9 @@ _FACTORIES = """
     zeros zeros_like
 """
 
-_NO_TE = "Transformer Engine is not installed"
 _AS_ABOVE = "as above"
 _row = partial(
     Patch,
-    why="a CPU has no CUDA",
     versions="0.16.1, 0.19.2",
     delete_when="Megatron-Core no longer uses the name",
     test="unit/patches/test_megatron.py::test_upstream_still_needs_the_row",
@@ -203,45 +197,40 @@ PATCHES = (
     _row(
         "wandb",
         None,
-        "imports it, where it is installed, for its timers",
-        why="importing it takes a seventh of a rank's start, and megarl has timers of its own",
+        "imports it, where it is installed, for its timers; importing it takes a seventh of a "
+        "rank's start, and megarl has timers of its own",
     ),
     _row(
         "torch.compile",
         _no_compile,
-        "compiles its fused pointwise functions",
-        why="compiling takes longer than small functions run, and inductor needs a C++ compiler",
+        "compiles its fused pointwise functions; compiling takes longer than small functions run,"
+        " and inductor needs a C++ compiler",
     ),
     _row(
         "torch.distributed.all_to_all_single",
         _all_to_all_single,
-        "passes split sizes as tensors or arrays, and strided inputs",
-        why="gloo refuses them",
+        "passes split sizes as tensors or arrays, and strided inputs; gloo refuses them",
     ),
     _row(
         "torch.distributed.all_gather",
         _all_gather,
-        "gathers uneven sizes (TP x EP)",
-        why="gloo refuses them",
+        "gathers uneven sizes (TP x EP); gloo refuses them",
     ),
     _row(
         "torch.distributed.reduce_scatter",
         _reduce_scatter,
-        "reduces uneven sizes (TP x EP)",
-        why="gloo refuses them",
+        "reduces uneven sizes (TP x EP); gloo refuses them",
     ),
     _row(
         f"{_PACKAGE}.transformer.moe.moe_utils.te_general_gemm",
         None,
         "leaves it undefined without Transformer Engine",
-        why=_NO_TE,
         versions="0.16.1",
     ),
     _row(
         f"{_PACKAGE}.transformer.multi_latent_attention.HAVE_TE",
         False,
         "sets it without the classes of Transformer Engine",
-        why=_NO_TE,
         versions="0.16.1",
     ),
 )

@@ -16,8 +16,7 @@ class Patch:
 
     where: str  # dotted name; in megatron.py also a `.method()` of any object
     replacement: Any
-    upstream: str  # what the library does with the name
-    why: str  # why megarl differs
+    why: str  # what the library does with the name, and why megarl differs
     versions: str  # of the library
     delete_when: str
     test: str  # in tests/; fails once the library no longer needs the patch

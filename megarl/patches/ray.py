@@ -36,8 +36,8 @@ def _start_raylet_with_ports(original: Any, *args: Any, **kwargs: Any) -> Any:
 NO_DASHBOARD = _row(
     "ray._private.utils.get_dashboard_dependency_error",
     lambda: ImportError("there is no dashboard"),
-    "starts HTTP servers of the dashboard's agents wherever their packages are installed",
-    why="a run without launch.dashboard has no use for their ports",
+    "starts HTTP servers of the dashboard's agents wherever their packages are installed; a "
+    "run without launch.dashboard has no use for their ports",
     delete_when="include_dashboard=False leaves the HTTP servers out",
     test=f"{_TESTS}::test_agents_are_minimal_only_without_packages",
 )
@@ -45,26 +45,26 @@ PATCHES = (
     _row(
         "ray._private.ray_constants.ENABLE_RAY_CLUSTER",
         False,
-        "replaces 127.0.0.1 by the host's address, except where clusters are disabled",
-        why="every port of a local cluster would be reachable from other hosts",
+        "replaces 127.0.0.1 by the host's address, except where clusters are disabled; every port"
+        " of a local cluster would be reachable from other hosts",
         delete_when="_node_ip_address='127.0.0.1' is kept on Linux",
         test=f"{_TESTS}::test_loopback_is_replaced_where_clusters_are_enabled",
     ),
     _row(
         "ray._private.services.get_node",
         _get_node_patiently,
-        "gives the raylet 30 s to register, whatever the settings",
+        "gives the raylet 30 s to register, whatever the settings; its processes take longer to "
+        "start on a busy machine",
         calls_original=True,
-        why="its processes take longer to start on a busy machine",
         delete_when="the time is a setting",
         test=f"{_TESTS}::test_a_node_has_30_seconds_to_register",
     ),
     _row(
         "ray._private.services.start_raylet",
         _start_raylet_with_ports,
-        "the raylet waits 30 s for its agents to choose ports, whatever the settings",
+        "the raylet waits 30 s for its agents to choose ports, whatever the settings; agents take"
+        " longer on a busy machine; for given ports the raylet does not wait",
         calls_original=True,
-        why="agents take longer on a busy machine; for given ports the raylet does not wait",
         delete_when="the time is a setting",
         test=f"{_TESTS}::test_agents_choose_their_ports_by_default",
     ),

@@ -27,20 +27,18 @@ def _init_without_finalizer(original: Any, client: Any, *args: Any, **kwargs: An
 SEGMENT_NAME = _row(
     "vllm.distributed.device_communicators.cpu_communicator._CPUSHMDistributed.make_group_name",
     _segment_name,
-    "under the external launcher, derives the name of CPU shared memory from 'env://'",
+    "under the external launcher, derives the name of CPU shared memory from 'env://'; all "
+    "jobs on a host would map /dev/shm/-tp:0-[0-1]-cpushm*, read each other's activations, "
+    "and be blocked by a crashed job; the prefix is the job's",
     calls_original=True,
-    why=(
-        "all jobs on a host would map /dev/shm/-tp:0-[0-1]-cpushm*, read each other's activations, "
-        "and be blocked by a crashed job; the prefix is the job's"
-    ),
     delete_when="vLLM derives the name from the job",
     test=f"{_TESTS}::test_segments_are_not_named_after_the_job",
 )
 FP8_LINEAR = _row(
     "vllm.model_executor.kernels.linear.scaled_mm.cpu.CPUFp8BlockScaledMMKernel.is_supported",
     lambda *_: (True, None),
-    "allows FP8 blocks with bf16 activations only where the CPU has AMX",
-    why="the library it loads for AVX-512 with bf16 has the kernel too, with the same results",
+    "allows FP8 blocks with bf16 activations only where the CPU has AMX; the library it loads"
+    " for AVX-512 with bf16 has the kernel too, with the same results",
     delete_when="`is_supported` allows a CPU without AMX",
     test="dist/test_fp8_rollout.py::test_vllm_still_needs_the_patch",
 )
@@ -48,25 +46,24 @@ FP8_EXPERTS = _row(
     f"{_LAYERS}.experts.cpu_moe.CPUExpertsFp8._supports_current_device",
     lambda: True,
     "as FP8_LINEAR, for experts",
-    why="as FP8_LINEAR",
     delete_when="`_supports_current_device` allows a CPU without AMX",
     test=f"{_TESTS}::test_fp8_experts_need_amx",
 )
 MOE_WITHOUT_LORA = _row(
     f"{_LAYERS}.unquantized_fused_moe_method.select_unquantized_moe_backend",
     lambda original, moe_config: original(replace(moe_config, is_lora_enabled=False)),
-    "with LoRA enabled, runs experts on Triton, adapted or not",
+    "with LoRA enabled, runs experts on Triton, adapted or not; a CPU has no Triton, and "
+    "megarl adapts no experts",
     calls_original=True,
-    why="a CPU has no Triton, and megarl adapts no experts",
     delete_when="vLLM asks whether experts are adapted",
     test=f"{_TESTS}::test_lora_selects_triton_for_all_experts",
 )
 FINALIZER = _row(
     "vllm.v1.engine.core_client.InprocClient.__init__",
     _init_without_finalizer,
-    "destroys the default process group when the client is collected, and at exit",
+    "destroys the default process group when the client is collected, and at exit; the group "
+    "is also the trainer's",
     calls_original=True,
-    why="the group is also the trainer's",
     delete_when="the engine leaves a process group that it did not create",
     test=f"{_TESTS}::test_a_finalizer_shuts_the_engine_down",
 )

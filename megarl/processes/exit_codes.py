@@ -78,9 +78,7 @@ def classify(error: BaseException) -> int:
 def failure_of(error: BaseException, rank: int, *, phase: str, run_dir: Path) -> Failure:
     code = classify(error)
     kind = type(error).__name__
-    text = " ".join(str(error).split()) or kind
-    if code == TERMINATED:
-        text = SAVED
+    text = SAVED if code == TERMINATED else " ".join(str(error).split()) or kind
     if code != DEFECT:
         return Failure(rank, code, text, phase)
     full = full_disk(error, run_dir)

@@ -104,9 +104,7 @@ class Exchange:
             dist.all_gather_into_tensor(entries, entry)
         entries = entries.view(world, len(entry))
         if entries[:, 2].any():
-            errors = [error]
-            if world > 1:
-                errors = gather_values(error)
+            errors = gather_values(error) if world > 1 else [error]
             # report a bug before a refusal that it may have caused
             kind, rank, text = min(filter(None, errors))
             raise ERRORS[kind](f"rank {rank} could not sample: {text}")
@@ -140,9 +138,7 @@ class Exchange:
         first = self.replica.rank * size
         rank = first + self.member.rank
         world = size * self.replica.size
-        previous = rank - 1
-        if self.member.first:
-            previous = (first - size) % world
+        previous = (first - size) % world if self.member.first else rank - 1
         parts = torch.empty(sum(sizes), dtype=torch.uint8).split(sizes)
         sends = []
         for hop in range(self.replica.size):

@@ -80,9 +80,7 @@ def num_prompts(missing: int, kept: float, asked: float) -> int:
 
     One standard deviation above the mean, so that five times in six no further round is needed.
     """
-    share = 1.0
-    if asked:
-        share = min(max(kept, 1.0) / asked, 1.0)
+    share = min(max(kept, 1.0) / asked, 1.0) if asked else 1.0
     return math.ceil((missing + math.sqrt(missing * (1 - share))) / share)
 
 
@@ -221,9 +219,7 @@ class Rollouts:
         taken = batch.taken
         kept = batch.kept
         limit = (1 + self.max_refills) * count
-        needed = 1
-        if self.keep:
-            needed = count
+        needed = count if self.keep else 1
         while not taken or (len(kept) < needed and len(taken) < limit):
             size = count
             if self.keep:
@@ -340,7 +336,5 @@ class Rollouts:
                 scored.append(sample)
         counts["samples/dropped"] += len(samples) - len(scored)
         drawn = tuple(sample for sample in scored if sample.index < self.samples_per_prompt)
-        baseline = None
-        if len(scored) > len(drawn):
-            baseline = scored[-1].reward
+        baseline = scored[-1].reward if len(scored) > len(drawn) else None
         return Group(prompt, drawn, baseline)

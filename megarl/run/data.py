@@ -34,9 +34,7 @@ def make_prompts(rank: Rank, split: Split = "train", task: Task | None = None) -
         raise ValueError(
             f"task.name={task.name}: the dataset changed while the nodes read it; start again"
         )
-    held_out = []
-    if split == "train":
-        held_out = [eval_task(task, part) for part in config.eval.sets]
+    held_out = [eval_task(task, part) for part in config.eval.sets] if split == "train" else []
     roles = config.sft.roles if config.stage_spec.learns == "answers" else ()
     return PromptStream(
         load_sources(task, split, held_out),
@@ -57,9 +55,7 @@ def make_exchange(
     env = rank.env
     config = rank.config
     size = config.rollout.tensor
-    score = list
-    if reward_model is not None:
-        score = partial(reward_model.score, engine, span)
+    score = partial(reward_model.score, engine, span) if reward_model is not None else list
     return Exchange(
         engine,
         make_scorer(config.rewards, decode=rank.tokenizer.decode, answer=config.task.answer),

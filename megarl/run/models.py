@@ -53,9 +53,7 @@ def make_trainer(
     It shares the process groups of the trainer `beside`, if there is one.
     """
     config = rank.config
-    shape = rank.shape
-    if folder is not None:
-        shape = read_model(folder)
+    shape = read_model(folder) if folder is not None else rank.shape
     lora = None
     if head is None and beside is None:
         lora = config.lora  # only the policy is adapted
@@ -123,12 +121,8 @@ def make_learner(rank: Rank, trainer: Trainer, objective: Objective) -> Learner:
     )
     if not objective.algorithm.needs_critic:
         return learner
-    folder = None
-    if critic.model is not None:
-        folder = model_folder(critic.model)
-    head = ValueHead()
-    if critic.bootstrap_truncated:
-        head = CriticHead()
+    folder = model_folder(critic.model) if critic.model is not None else None
+    head = CriticHead() if critic.bootstrap_truncated else ValueHead()
     train = config.train.model_copy(update={"lr": critic.lr, "min_lr": critic.min_lr})
     return ActorCritic(
         learner,
@@ -138,18 +132,14 @@ def make_learner(rank: Rank, trainer: Trainer, objective: Objective) -> Learner:
 
 
 def policy_of(learner: Learner) -> PolicyLearner:
-    if isinstance(learner, ActorCritic):
-        return learner.actor
-    return learner
+    return learner.actor if isinstance(learner, ActorCritic) else learner
 
 
 def frozen_model(
     rank: Rank, part: FrozenModel, key: str, trainer: Trainer
 ) -> Callable[[TokenBatch], TokenOutputs]:
     """Returns the function that scores batches with the model of the section `key`."""
-    top_k = 0
-    if key == "teacher":
-        top_k = rank.config.algorithm.distill_top_k
+    top_k = rank.config.algorithm.distill_top_k if key == "teacher" else 0
     if part.model is None:
         return ServedModel(client_of(part, key), part.served_name, rank.transport, top_k)
     folder = model_folder(part.model)
@@ -240,8 +230,6 @@ def model_reward(
     def score(batch: TokenBatch) -> Tensor:
         outputs = trainer.forward(batch)
         assert outputs.values_T is not None
-        if scores_steps:
-            return outputs.values_T
-        return head.scores(outputs, batch)
+        return outputs.values_T if scores_steps else head.scores(outputs, batch)
 
     return ModelReward(weight, score, scores_steps, splitter, tokenizer.decode)

@@ -105,9 +105,7 @@ def make_quantizer(rank: Rank, trainer: Trainer) -> Fp8Quantizer | None:
         return None
 
     def reduce_max(values: Tensor, is_expert: bool) -> None:
-        group = trainer.groups.tensor
-        if is_expert:
-            group = trainer.groups.expert_tensor
+        group = trainer.groups.expert_tensor if is_expert else trainer.groups.tensor
         if group.size() > 1:
             dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
 

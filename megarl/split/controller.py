@@ -26,6 +26,7 @@ from megarl.config.load import run_dir
 from megarl.config.schema import Config
 from megarl.data.ledger import Ledger
 from megarl.data.tokenizer import stop_token_ids
+from megarl.layout import Fleet
 from megarl.parity.gate import ParityChecks
 from megarl.platform.env import Env
 from megarl.processes.exit_codes import CurrentPhase
@@ -55,7 +56,6 @@ from megarl.types import (
     TokenScores,
     TrainBatch,
 )
-from megarl.weights.plan.fleet import Fleet
 from megarl.weights.sync.transports.collective import end_barrier
 
 

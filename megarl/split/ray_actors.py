@@ -135,9 +135,7 @@ def value_of(ref: Any, what: str) -> Any:
 
 def rank_lost(error: RayError, what: str) -> RankLost:
     is_gone = isinstance(error, RayActorError)
-    cause = f"{type(error).__name__}: {error}"
-    if is_gone:
-        cause = KILLED
+    cause = KILLED if is_gone else f"{type(error).__name__}: {error}"
     return RankLost(Failure(-1, DEFECT, f"{what} {cause}"), is_gone)
 
 

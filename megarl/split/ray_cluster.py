@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.schema import Config
+from megarl.layout import Fleet
 from megarl.patches import ray as ray_patches
 from megarl.platform.env import LOOPBACK, get_env, set_env
-from megarl.weights.plan.fleet import Fleet
 
 STORE_BYTES = 256 << 20  # of a local object store: it has the batches of a step
 ROOM_S = 60.0  # for a node to come back, or another to take its place

@@ -32,7 +32,7 @@ from megarl.types import (
 )
 from megarl.weights.sync.from_config import make_publisher
 from megarl.weights.sync.publish import Publisher, WeightSender
-from megarl.weights.sync.transports.collective import Collective, open_store
+from megarl.weights.sync.transports.collective import open_store
 
 
 @dataclass
@@ -72,7 +72,7 @@ class TrainerRank:
             is_moe=rank.shape.is_moe,
             version=lambda: self.version,
         )
-        self.group: Collective | None = None  # of the weight sync
+        self.group = None  # of the weight sync
         self.version = -1  # of the last sync
 
     def restore(self) -> tuple[int, ObjectiveState, dict[str, Any]]:

@@ -102,9 +102,7 @@ def sampled(generate: Generate, run_seed: int, part: ProblemSet, step: int) -> d
     scores = {prompt.prompt_id: [] for prompt in prompts}
     for sample in generate(requests, version=step):
         scores[sample.prompt_id].append(correctness(sample))
-    samples = None
-    if set(chain.from_iterable(scores.values())) <= {0.0, 1.0}:
-        samples = part.samples
+    samples = part.samples if set(chain.from_iterable(scores.values())) <= {0.0, 1.0} else None
     means = [fmean(values) for values in scores.values()]
     prefix = _prefix(part.metric)
     result = {f"{prefix}size": len(prompts), **with_interval(part.metric, means, samples)}

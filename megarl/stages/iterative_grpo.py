@@ -24,7 +24,6 @@ from megarl.rollout import schedule
 from megarl.rollout.exchange import Exchange
 from megarl.run.checkpoints import export
 from megarl.run.context import Rank
-from megarl.run.engine import make_engine
 from megarl.run.models import Learner, RewardModel, policy_of
 from megarl.stages.reward_model import Rankings
 from megarl.stages.rl import RlRun, train, train_policy
@@ -35,10 +34,7 @@ from megarl.trainer.reference import Reference
 def run(rank: Rank) -> None:
     """Runs stage iterative_grpo on this rank."""
     iterations = Iterations(rank)
-    export(
-        rank,
-        train_policy(rank, make_engine, loop=iterations.loop, further=iterations.further),
-    )
+    export(rank, train_policy(rank, loop=iterations.loop, further=iterations.further))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from megarl.algorithms.objective import Objective
 from megarl.algorithms.preference import DpoObjective, best_and_worst
 from megarl.run.checkpoints import export
 from megarl.run.context import Rank
-from megarl.run.engine import make_engine
 from megarl.stages.rl import train_policy
 from megarl.types import ScoredBatch
 
@@ -22,11 +21,11 @@ def best_of_n(rank: Rank) -> None:
     config = rank.config
     settings = {"loss": "sft", "correction": "none", "correction_options": {}}
     objective = Objective(config.algorithm.model_copy(update=settings), config.rollout.max_tokens)
-    export(rank, train_policy(rank, make_engine, objective, best))
+    export(rank, train_policy(rank, objective=objective, select=best))
 
 
 def iterative_dpo(rank: Rank) -> None:
     """Trains by DPO on the best and the worst sample of each prompt."""
     config = rank.config
     objective = DpoObjective(config.algorithm, config.rollout.max_tokens, options=config.dpo)
-    export(rank, train_policy(rank, make_engine, objective, best_and_worst))
+    export(rank, train_policy(rank, objective=objective, select=best_and_worst))

@@ -31,9 +31,7 @@ from megarl.types import PreferenceBatch, StepBatch, StepReport
 def run(rank: Rank) -> None:
     """Runs stage reward_model on this rank."""
     options = rank.config.reward_model
-    kind = options.head
-    if options.process:
-        kind = "process"
+    kind = "process" if options.process else options.head
     head = RewardHead(kind=kind, aggregate=options.aggregate)
     trainer = make_trainer(rank, head=head)
     if options.process:

@@ -99,12 +99,12 @@ def train(run: RlRun) -> None:
 
 def run(rank: Rank) -> None:
     """Runs stage rl on this rank."""
-    export(rank, train_policy(rank, make_engine))
+    export(rank, train_policy(rank))
 
 
 def train_policy(
     rank: Rank,
-    start_engine: Callable[[Rank], Engine],
+    start_engine: Callable[[Rank], Engine] = make_engine,
     objective: Objective | None = None,  # None: the section `algorithm`
     select: SelectRows | None = None,  # the samples of a prompt to train on; None: all of them
     *,
@@ -144,9 +144,7 @@ def train_policy(
         weights = rank_publisher(rank, trainer, engine, parity)
         weights.span = phases.part
         policy_of(learner).span = phases.part
-        updated = learner
-        if select is not None:
-            updated = SelectingLearner(learner, select)
+        updated = SelectingLearner(learner, select) if select is not None else learner
         run = make_run(rank, exchange, ledger, telemetry, start, state)(
             rollouts=make_rollouts(rank, exchange, ledger),
             learner=updated,

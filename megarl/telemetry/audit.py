@@ -29,13 +29,13 @@ class Audit:
         # of every prompt: its last event, or its outcome
         self.states: dict[int, str] = {}
         self.steps: dict[int, int] = {}  # of those that are settled
-        self.too_long = set[int]()
-        self.problems = list[str]()
+        self.too_long = set()
+        self.problems = []
         self.starts = 0
         self.head = 0  # the first position that was never taken
         self.first = 0  # position at which the file begins
         self.max_staleness = 0
-        self.is_settled = set[tuple[int, str]]()  # step, by whom
+        self.is_settled = set()  # step, by whom
         torn = 0
         handlers = {name: getattr(self, f"_{name}") for name in EVENTS.split()}
         for number, line in enumerate(file.read_bytes().decode(errors="replace").split("\n"), 1):

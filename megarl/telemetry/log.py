@@ -14,7 +14,7 @@ Rank 0 writes. The other ranks use `Silent`, which has the same methods, so that
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
@@ -79,10 +79,6 @@ class Silent(roles.Telemetry):
     def span(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def evaluated(self, step: int, results: Mapping[str, Any]) -> None: ...
-
-    def add(self, metrics: Mapping[str, Any]) -> None: ...
-
     def close(self) -> None: ...
 
 
@@ -142,7 +138,7 @@ class Timeline:
         self._out.close()
 
 
-def brief(metrics: Mapping[str, Any]) -> str:
+def brief(metrics: roles.Values) -> str:
     """The main metrics on one line: `reward 0.412  log-prob diff 2.1e-06  tokens/s 1,830`."""
     omitted = "loss" if metrics.get("reward/mean") is not None else None
     parts = []
@@ -163,7 +159,7 @@ class ProgressDisplay:
         self._steps = steps
         self._start = start
         self._name = name
-        self._pace_s: float | None = None  # of a step, smoothed
+        self._pace_s = None  # of a step, smoothed
         self._last = time.monotonic()
         self._bar = Progress(
             SpinnerColumn(),
@@ -177,7 +173,7 @@ class ProgressDisplay:
         self._bar.start()
         self.close = self._bar.stop
 
-    def show(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def show(self, step: int, metrics: roles.Values) -> None:
         now = time.monotonic()
         took = now - self._last
         self._last = now
@@ -207,7 +203,7 @@ class Telemetry:
         *,
         start: int,
         interactive: bool,
-        facts: Mapping[str, Any],
+        facts: roles.Values,
         gpu_uuids: Sequence[str] = (),
     ) -> None:
         folder = run_dir(config)
@@ -234,7 +230,7 @@ class Telemetry:
             yield partial(self._write, step, began)
         self._timeline.flush()
 
-    def add(self, metrics: Mapping[str, Any]) -> None:
+    def add(self, metrics: roles.Values) -> None:
         """Adds peaks to the current step, or to the first one before it begins; the largest of a
         name counts.
         """
@@ -242,7 +238,7 @@ class Telemetry:
             name: max(value, self._added.get(name, value)) for name, value in metrics.items()
         }
 
-    def evaluated(self, step: int, results: Mapping[str, Any]) -> None:
+    def evaluated(self, step: int, results: roles.Values) -> None:
         """Passes results on held-out problems to the trackers; their file is eval.jsonl."""
         self._trackers.log(
             step, {f"eval/{name}": value for name, value in results.items()}, is_complete=False

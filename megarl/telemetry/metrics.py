@@ -25,12 +25,13 @@ from megarl.processes.files import replacing
 if TYPE_CHECKING:  # reading metrics needs no torch
     from megarl.types import Group, PublishReport, Rollout, StepReport
 
+Row = dict[str, Any]  # a line of a file
 OF_SAMPLES = ("reward/mean", "reward/std", "length/mean", "length/truncated_frac")
 MAX_INT = 2**53  # larger ones are no floats, so they cannot be drawn
 OF_UPDATES = ("kl/ref", "clip_frac", "entropy")
 
 
-def rollout_metrics(rollout: Rollout) -> dict[str, Any]:
+def rollout_metrics(rollout: Rollout) -> Row:
     """Rewards, lengths, dropped samples and digest of one rollout; an empty one has the same keys,
     without values. Means are of the groups that are trained on and, as `reward/sampled/mean` and
     so on, of all that were sampled, among which those without spread and singletons are counted.
@@ -56,7 +57,7 @@ def _of_all(key: str) -> str:
     return key.replace("/", "/sampled/", 1)
 
 
-def _sample_metrics(groups: Sequence[Group]) -> dict[str, Any]:
+def _sample_metrics(groups: Sequence[Group]) -> Row:
     samples = list(chain.from_iterable(group.samples for group in groups))
     if not samples:
         return {}
@@ -84,7 +85,7 @@ def _means_by_name(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
     """How many versions the weights of each sampled token are behind those that are trained."""
-    behind = list[int]()
+    behind = []
     for group in groups:
         for sample in group.samples:
             behind += (version - sample.versions[sample.trainable]).tolist()
@@ -93,7 +94,7 @@ def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]
     return {"staleness/mean": fmean(behind), "staleness/max": max(behind)}
 
 
-def update_metrics(report: StepReport) -> dict[str, Any]:
+def update_metrics(report: StepReport) -> Row:
     """Means over the updates of a step; `update/skipped` counts those that were skipped.
 
     NaN where no update has measured anything.
@@ -114,7 +115,7 @@ def update_metrics(report: StepReport) -> dict[str, Any]:
     }
 
 
-def publish_metrics(report: PublishReport) -> dict[str, Any]:
+def publish_metrics(report: PublishReport) -> Row:
     return {
         "weights/version": report.version,
         "weights/bytes": report.bytes_kept,
@@ -139,16 +140,16 @@ def forget_steps(file: Path, start: int) -> None:
                 out.write(_json_line(row))
 
 
-def read_metrics(file: Path) -> list[dict[str, Any]]:
+def read_metrics(file: Path) -> list[Row]:
     """The lines of metrics.jsonl or eval.jsonl; numbers are finite or None."""
     return read_jsonl(file, step=int)
 
 
-def read_jsonl(file: Path, **types: type) -> list[dict[str, Any]]:
+def read_jsonl(file: Path, **types: type) -> list[Row]:
     return list(iterate_jsonl(file, **types))
 
 
-def iterate_jsonl(file: Path, **types: type) -> Iterator[dict[str, Any]]:
+def iterate_jsonl(file: Path, **types: type) -> Iterator[Row]:
     """Yields the objects of a JSONL file that have these keys, with values of these types; none if
     there is no file.
 
@@ -174,7 +175,7 @@ def iterate_jsonl(file: Path, **types: type) -> Iterator[dict[str, Any]]:
         )
 
 
-def _parse(line: str, types: Mapping[str, type]) -> dict[str, Any] | None:
+def _parse(line: str, types: Mapping[str, type]) -> Row | None:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -193,7 +194,7 @@ def _json_line(values: Mapping[str, Any]) -> str:
     return json.dumps(_finite(values)) + "\n"
 
 
-def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
+def _finite(values: Mapping[str, Any]) -> Row:
     """NaN and infinity, which JSON lacks, and integers beyond the range of floats become None."""
     finite = dict(values)
     for key, value in values.items():

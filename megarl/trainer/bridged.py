@@ -82,9 +82,7 @@ class Bridged:
         """
         auto = _auto_bridge(shape)
         provider = auto.to_megatron_provider(load_weights=False)
-        settings = run_settings(
-            shape.layers, layout, dtype=dtype, dispatcher=dispatcher, use_te=use_te
-        )
+        settings = run_settings(shape.layers, layout, dtype, dispatcher, use_te)
         if use_te:
             # Bridge knows whether the family's activation has a fused kernel
             del settings["bias_activation_fusion"]
@@ -191,9 +189,7 @@ def _is_moe(config: Any, layer: int) -> bool:
     if not config.num_moe_experts:
         return False
     every = config.moe_layer_freq
-    if isinstance(every, list):
-        return bool(every[layer])
-    return layer % every == 0
+    return bool(every[layer]) if isinstance(every, list) else layer % every == 0
 
 
 @torch.no_grad()
@@ -298,9 +294,7 @@ def _mapping(
         rule = registry.megatron_to_hf_lookup(megatron_name)
         if rule is None:
             continue
-        tensors = [rule.hf_param]
-        if isinstance(rule.hf_param, dict):
-            tensors = rule.hf_param.values()
+        tensors = rule.hf_param.values() if isinstance(rule.hf_param, dict) else [rule.hf_param]
         if rule.allow_hf_name_mismatch or all(tensor in shapes for tensor in tensors):
             rule = copy(rule)
             rule.megatron_param = name

@@ -27,9 +27,7 @@ from megarl.layout import Axis
 
 def row_multiple(context: int) -> int:
     """Returns the number of which every row's padded length must be a multiple."""
-    if context == 1:
-        return 1
-    return 2 * context
+    return 1 if context == 1 else 2 * context
 
 
 def cu_seqlens_of(lengths: Iterable[int]) -> Tensor:

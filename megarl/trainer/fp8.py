@@ -174,9 +174,7 @@ def _forward(
         rounding.observe(INPUT, input)
         rounding.observe(WEIGHT, weight)
     output = _Product.apply(input, weight, rounding)
-    if bias is None:
-        return output
-    return output + bias
+    return output if bias is None else output + bias
 
 
 class Emulation:

@@ -124,16 +124,14 @@ class SinkAttention(PackedAttention):
         self,
         config: TransformerConfig,
         layer_number: int,
-        softmax_scale: float | None = None,
-        pg_collection: Any = None,
-        **_unused: Any,
+        **options: Any,
     ) -> None:
-        super().__init__(config, softmax_scale, pg_collection)
+        super().__init__(config, **options)
         heads = config.num_attention_heads // config.tensor_model_parallel_size
         self.softmax_offset = Parameter(torch.empty(heads, dtype=config.params_dtype))
         set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
         assert config.window_size is not None and isinstance(config.window_attn_skip_freq, int)
-        self.window: int | None = None
+        self.window = None
         if layer_number % config.window_attn_skip_freq:
             self.window = config.window_size[0] + 1  # tokens, including the query's own
 
@@ -288,6 +286,4 @@ def _layer_spec(
 
 def _submodules(spec: Any) -> Any:
     """Returns the submodules of a ModuleSpec, or of the partial of megatron-core 0.19."""
-    if isinstance(spec, ModuleSpec):
-        return spec.submodules
-    return spec.keywords["submodules"]
+    return spec.submodules if isinstance(spec, ModuleSpec) else spec.keywords["submodules"]

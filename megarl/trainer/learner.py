@@ -169,9 +169,7 @@ def batch_plans(
     lengths_G = batch.group.bincount(batch.lengths_N)
     # rows of a group share their prompt, in a micro-batch large enough for the group
     is_whole = trainer.shares_prefixes and not (lengths_G > train.max_tokens_per_microbatch).any()
-    units = None
-    if is_whole or couples_rows:
-        units = batch.group.tolist()
+    units = batch.group.tolist() if is_whole or couples_rows else None
     plans = []
     for epoch in range(train.epochs_per_batch):
         order = None

@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megarl.layout import Axis, Layout, stage_layers
 from megarl.models.registry import FAMILIES
-from megarl.models.shape import ModelShape
+from megarl.models.shape import ModelShape, Settings
 from megarl.trainer.parallel_groups import megatron_sizes
 from megarl.trainer.rope import yarn_factor
 
@@ -57,18 +57,10 @@ def transformer_config(
         settings["softmax_scale"] = factor**2 / math.sqrt(shape.head_dim)
     if shape.is_moe:
         settings |= _moe_settings(shape, use_te=use_te)
-    settings |= run_settings(
-        shape.layers,
-        layout,
-        dtype=dtype,
-        dispatcher=dispatcher,
-        use_te=use_te,
-    )
+    settings |= run_settings(shape.layers, layout, dtype, dispatcher, use_te)
     settings |= FAMILIES[shape.family].megatron(shape)
     settings["activation_func"] = ACTIVATIONS[settings["activation_func"]]
-    if shape.latent:
-        return MLATransformerConfig(**settings)
-    return TransformerConfig(**settings)
+    return MLATransformerConfig(**settings) if shape.latent else TransformerConfig(**settings)
 
 
 def te_kernels() -> frozenset[str]:
@@ -102,11 +94,10 @@ def fusions(config: Any, kernels: frozenset[str]) -> dict[str, bool]:
 def run_settings(
     layers: int,
     layout: Layout,
-    *,
     dtype: torch.dtype,
     dispatcher: Dispatcher,
     use_te: bool,
-) -> dict[str, Any]:
+) -> Settings:
     """Returns the settings of every model: layout, numerics, and no random initialisation."""
     return {
         "attention_dropout": 0.0,
@@ -141,7 +132,7 @@ def run_settings(
     }
 
 
-def _moe_settings(shape: ModelShape, *, use_te: bool) -> dict[str, Any]:
+def _moe_settings(shape: ModelShape, *, use_te: bool) -> Settings:
     router = shape.router
     settings = {
         "num_moe_experts": shape.experts,
@@ -162,7 +153,7 @@ def _moe_settings(shape: ModelShape, *, use_te: bool) -> dict[str, Any]:
     return settings
 
 
-def router_settings(*, use_te: bool) -> dict[str, Any]:
+def router_settings(*, use_te: bool) -> Settings:
     """Returns the settings of every router: fp32, without Megatron's own balancing terms."""
     return {
         "moe_router_dtype": "fp32",

@@ -154,9 +154,7 @@ class RouterLosses:
     def loss(self, router: BalancedRouter, logits_NE: Tensor, rows: RouterRows) -> Tensor:
         """Returns 0-d: the weighted losses of this rank's tokens in one layer and micro-batch."""
         moe = self.moe
-        balance_rows = rows
-        if moe.aux_loss_type == "megatron":
-            balance_rows = rows.as_one()
+        balance_rows = rows.as_one() if moe.aux_loss_type == "megatron" else rows
         scores_NE = scores_of(logits_NE, router.score_function)
         balance_R = balance(scores_NE, balance_rows, topk=router.topk, group=router.tp_cp_group)
         aux = (balance_rows.weight_R * balance_R).sum()

@@ -136,7 +136,7 @@ class Trainer:
         if emulation:
             emulation.after_update()
         router_losses = None
-        if shape.is_moe and moe.changes_router:
+        if shape.is_moe and (moe.aux_loss or moe.z_loss or moe.bias_update_rate):
             router_losses = RouterLosses(chunks, moe, shape, layout.tp)
         # a fused router replays nothing
         can_replay = shape.is_moe and traced is None and not model[0].config.moe_router_fusion

@@ -8,8 +8,10 @@ In the first run every element is its index, in the second a hash of it. An elem
 moved gives the same index in both runs; one that is computed or cast does not. All are integers
 below 2^53, which fp64 represents exactly."""
 
-from collections.abc import Iterator, Mapping
+from collections import UserDict
+from collections.abc import Mapping
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,18 +23,18 @@ REMEDY = "a family like this needs a table (CONTRIBUTING.md, 'Adding a model fam
 MAX_SLICES = 4096  # of one HF tensor in one parameter; more would be a list of elements, not a plan
 
 
-class IndexTensors(Mapping[str, Tensor]):
-    """HF tensors by name: [shape] fp64, created on access."""
+class IndexTensors(UserDict[str, Any]):
+    """HF tensors by name: [shape] fp64, created on access from the shapes in `data`."""
 
     def __init__(self, shapes: Mapping[str, Shape], device: torch.device) -> None:
+        super().__init__(shapes)
         self.first: dict[str, int] = {}  # name of an accessed tensor -> index of its first element
-        self.shapes = shapes
         self.is_second = False
         self._device = device
         self._next = 1  # 0 is padding
 
     def __getitem__(self, name: str) -> Tensor:
-        shape = self.shapes[name]
+        shape = self.data[name]
         numel = prod(shape)
         if name not in self.first:
             self.first[name] = self._next
@@ -42,12 +44,6 @@ class IndexTensors(Mapping[str, Tensor]):
         if self.is_second:
             numbers = _scramble(numbers)
         return numbers.double().view(shape)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.shapes)
-
-    def __len__(self) -> int:
-        return len(self.shapes)
 
 
 def _scramble(numbers: Tensor) -> Tensor:
@@ -86,7 +82,7 @@ def moved_slices(
         raise ValueError(f"{param} holds an element of {sources} twice; {REMEDY}")
     slices = []
     for name, start in tensors.first.items():
-        shape = tensors.shapes[name]
+        shape = tensors.data[name]
         ends = numbers.new_tensor([start, start + prod(shape)])
         low, high = torch.searchsorted(numbers, ends).tolist()
         slices += _slices(

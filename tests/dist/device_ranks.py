@@ -22,13 +22,12 @@ from benchmarks.sync import Memory, room_for, slice_of, view
 from megarl.checkpoint.hf import export_hf
 from megarl.config.random_model import hf_config
 from megarl.config.schema import Create
-from megarl.layout import Axis, Parallel
+from megarl.layout import Axis, Fleet, Parallel
 from megarl.models.engine import engine_table
 from megarl.models.registry import hf_shapes, megatron_table, padded_vocab, parse_model
 from megarl.models.shards import ShardSlice, slices_of
 from megarl.rollout.exchange import Exchange
 from megarl.types import Prompt, Request, Sample
-from megarl.weights.plan.fleet import Fleet
 from megarl.weights.plan.plan import plan_transfers
 from megarl.weights.sync.checksum import copy_and_verify
 from megarl.weights.sync.execute import split_message, strided_view
@@ -63,7 +62,7 @@ class DeviceMemory(Memory):
         for transfer, part in split_message(message, flat):
             into = transfer.destination
             wrong += copy_and_verify(part, strided_view(self.memory[into.param], into, flat.dtype))
-            self._loaded[into.name] += into.numel
+            self.loaded[into.name] += into.numel
         return wrong
 
 

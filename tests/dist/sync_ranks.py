@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.config.schema import Rollout
-from megarl.layout import Layout, Parallel
+from megarl.layout import Fleet, Layout, Parallel
 from megarl.models.engine import engine_table
 from megarl.models.formats import BlockFormat
 from megarl.models.fp8 import SCALE, fp8_format, scale_shapes, with_scales
@@ -40,7 +40,6 @@ from megarl.rollout.vllm.engine import Engine
 from megarl.types import CheckFailed, Prompt, Sample, TokenBatch
 from megarl.weights.encode.blocks import Fp8Quantizer
 from megarl.weights.encode.quantize import dequantize, quantize
-from megarl.weights.plan.fleet import Fleet
 from megarl.weights.plan.plan import plan_transfers
 from megarl.weights.sync.publish import Publisher, WeightFormat, WeightSender, plan_slices
 from megarl.weights.sync.transports.collective import Collective

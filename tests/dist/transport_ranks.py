@@ -26,12 +26,11 @@ from torch import Tensor
 from benchmarks.sync import Memory, room_for, slice_of, view
 from megarl.config.random_model import hf_config
 from megarl.config.schema import Create
-from megarl.layout import Parallel
+from megarl.layout import Fleet, Parallel
 from megarl.models.engine import engine_table
 from megarl.models.registry import hf_shapes, megatron_table, padded_vocab, parse_model
 from megarl.models.shards import slices_of
 from megarl.types import CheckFailed
-from megarl.weights.plan.fleet import Fleet
 from megarl.weights.plan.plan import plan_transfers
 from megarl.weights.sync.publish import Publisher, WeightFormat, WeightSender
 from megarl.weights.sync.transports.collective import Collective

@@ -72,8 +72,8 @@ CRITIC = [
     ),
     (
         "run/models.py",
-        "        folder = model_folder(critic.model)\n",
-        "        folder = None\n",
+        "folder = model_folder(critic.model) if critic.model is not None else None",
+        "folder = None",
         "unit/trainer/test_reward_model.py::test_a_critic_begins_as_the_reward_model_that_it_is_given",
     ),
     (

@@ -20,7 +20,7 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
-from megarl.models.lora import PREFIX, AdapterFormat, adapter_names, module_name
+from megarl.models.lora import AdapterFormat, module_name, peft_names
 from megarl.models.shards import Slices, whole_tensor
 from megarl.rollout.vllm.loader_trace import module_of
 from megarl.rollout.vllm.weight_loader import LayerReceiver
@@ -88,7 +88,7 @@ class AdapterReceiver(MemoryReceiver):
         bound = set()
         for parts in self._parts.values():
             for part in parts:
-                bound.update(_names(part.name))
+                bound.update(peft_names(part.name))
         unbound = sorted(adapters.shapes.keys() - bound)
         unbound += sorted(self._parts.keys() - self._model.lora_manager.modules.keys())
         if unbound:
@@ -146,7 +146,7 @@ class AdapterReceiver(MemoryReceiver):
             rows, columns = part.shape
             held_a = wrapper.lora_a_stacked[number][0, 0, :rank, :columns].cpu()
             held_b = wrapper.lora_b_stacked[number][0, 0, :rows, :rank].cpu()
-            a, b = map(self.memory.get, _names(part.name))
+            a, b = map(self.memory.get, peft_names(part.name))
             if a is None or b is None:
                 is_equal = not held_b.any()
             else:
@@ -156,8 +156,3 @@ class AdapterReceiver(MemoryReceiver):
                 raise CheckFailed(
                     f"the engine's adapter of {part.name} differs from the one that was sent"
                 )
-
-
-def _names(weight: str) -> tuple[str, str]:
-    a, b = adapter_names(weight)
-    return f"{PREFIX}{a}.weight", f"{PREFIX}{b}.weight"

@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 
 
 def is_eager(rollout: Rollout) -> bool:
-    if rollout.enforce_eager is None:
-        return not torch.cuda.is_available()
-    return rollout.enforce_eager
+    return not torch.cuda.is_available() if rollout.enforce_eager is None else rollout.enforce_eager
 
 
 def engine_settings(
@@ -170,9 +168,7 @@ def sample_of(
     finish = answer.finish_reason
     if finish not in FINISH:
         finish = "abort"
-    routes = None
-    if capture:
-        routes = capture.of(output, len(logprobs))
+    routes = capture.of(output, len(logprobs)) if capture else None
     return Sample(
         prompt_id=request.prompt.prompt_id,
         index=request.index,

@@ -33,7 +33,7 @@ class RouteCapture:
         """Finds the cache; `routers`: vLLM's, by layer; `is_returned`: vLLM shows routes itself."""
         self._llm = llm
         self._routers = routers
-        self._table: Tensor | None = None  # [slots, layers, K]; None: vLLM returns them
+        self._table = None  # [slots, layers, K]; None: vLLM returns them
         self._dtype = route_dtype(routers[0].global_num_experts)
         if is_returned:
             return
@@ -116,9 +116,7 @@ def capture_of(
     """
     is_replayed = rollout.router_replay == "engine"
     on_gpu = torch.cuda.is_available()
-    is_visible = eager
-    if on_gpu:
-        is_visible = is_replayed
+    is_visible = is_replayed if on_gpu else eager
     if not is_visible:
         return None
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner

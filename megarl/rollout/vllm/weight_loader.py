@@ -141,9 +141,7 @@ class LayerReceiver:
         parameter = self._parameter(part)
         name = part.name
         weights = self._weights
-        expected = weights.dtype_of(name)
-        if name in weights.fp8:
-            expected = torch.float8_e4m3fn
+        expected = torch.float8_e4m3fn if name in weights.fp8 else weights.dtype_of(name)
         if parameter.dtype == expected:
             return strided_view(parameter, part, weights.unit)
         if name in weights.fp32 | weights.fp8:

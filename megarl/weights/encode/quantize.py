@@ -205,9 +205,7 @@ def _pack(codes: Tensor, fmt: BlockFormat) -> Tensor:
     are zero bits."""
     codes = pad(codes, (0, -codes.shape[-1] % fmt.per_item)).unflatten(-1, (-1, 2))
     packed = codes[..., 0] | codes[..., 1] << 4
-    if fmt.item == "I32":
-        return packed.view(torch.int32)
-    return packed
+    return packed.view(torch.int32) if fmt.item == "I32" else packed
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megarl.weights.plan.fleet import Fleet
+from megarl.layout import Fleet
 from megarl.weights.plan.plan import Plan
 from megarl.weights.plan.tables import Ints, sums_at
 

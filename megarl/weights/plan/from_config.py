@@ -17,14 +17,13 @@ import numpy as np
 from megarl.config.model import check_model
 from megarl.config.schema import Config
 from megarl.config.validate import model_shape
-from megarl.layout import smallest_world
+from megarl.layout import Fleet, smallest_world
 from megarl.models.formats import BlockFormat
 from megarl.models.fp8 import fp8_format
 from megarl.models.registry import fp32_tensors, hf_shapes, padded_vocab
 from megarl.models.shape import ModelShape
 from megarl.models.shards import ElementSizes, LayerSpec, shapes_in_units
 from megarl.weights.plan.cost import LINKS, Cost, estimate_cost
-from megarl.weights.plan.fleet import Fleet
 from megarl.weights.plan.plan import Plan, plan_transfers
 from megarl.weights.plan.tables import sums_at
 
@@ -87,9 +86,7 @@ def plan_of(
 
 
 def _itemsize(config: Config) -> int:
-    if config.train.dtype == "fp32":
-        return 4
-    return 2
+    return 4 if config.train.dtype == "fp32" else 2
 
 
 def rollout_format(config: Config, shape: ModelShape) -> BlockFormat | None:
@@ -167,9 +164,7 @@ def describe_weights(figures: Mapping[str, Any]) -> str:
     trainer = figures["trainer"]
     engine = figures["engine"]
     gb = {name: value / 1e9 for name, value in figures.items() if isinstance(value, int)}
-    where = "on the same GPUs"
-    if figures["topology"] == "split":
-        where = "on separate GPUs"
+    where = "on separate GPUs" if figures["topology"] == "split" else "on the same GPUs"
     replicas = f"vLLM {engine['replicas']} x tp{engine['tensor']}"
     if engine["expert"] > 1:
         replicas += f" ep{engine['expert']}"

@@ -19,13 +19,13 @@ from math import prod
 
 import numpy as np
 
+from megarl.layout import Fleet
 from megarl.models.engine import engine_table
 from megarl.models.formats import BlockFormat
 from megarl.models.fp8 import with_scales
 from megarl.models.registry import megatron_table
 from megarl.models.shape import ModelShape, Shape
 from megarl.models.shards import ElementSizes, LayerSpec, ShardSlice, whole_tensor
-from megarl.weights.plan.fleet import Fleet
 from megarl.weights.plan.rounds import assign_rounds
 from megarl.weights.plan.senders import Hops, assign_senders
 from megarl.weights.plan.tables import FleetTables, Ints, Placement, RecordedSlices, SlicesByRank

@@ -16,7 +16,7 @@ from math import gcd
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.layout import Axis, stage_layers
+from megarl.layout import Axis, Fleet, stage_layers
 from megarl.models.shape import ModelShape
 from megarl.models.shards import (
     ElementSizes,
@@ -28,7 +28,6 @@ from megarl.models.shards import (
     in_units,
     of_expert,
 )
-from megarl.weights.plan.fleet import Fleet
 from megarl.weights.plan.groups import ByCoordinate, Located, TransferGroup, transfer_groups
 
 Ints = NDArray[np.integer]
@@ -182,9 +181,7 @@ class FleetTables:
                 continue
             groups = self._groups(section, max_numel)
             self.groups += groups
-            count = 1
-            if section.name == "expert":
-                count = self._shape.experts // groups[0].repeats
+            count = self._shape.experts // groups[0].repeats if section.name == "expert" else 1
             numel = _unit_numel(groups)
             layers = slice(section.layers.start + 1, section.layers.stop + 1)
             starts = sizes[layers.start] + np.cumsum(numel) - numel
@@ -206,9 +203,7 @@ class FleetTables:
         zeros = 0 * stage
         dense = self._shape.dense_layers
         end = self._shape.layers
-        experts = range(0)
-        if self._shape.is_moe:
-            experts = range(dense, end)
+        experts = range(dense, end) if self._shape.is_moe else range(0)
         return (
             _Section("embedding", range(-1, 0), zeros, np.where(stage == 0, tp, copy)),
             _Section("dense", range(dense), stage, tp),

@@ -10,6 +10,7 @@ until all ranks have verified theirs."""
 
 from collections import ChainMap, Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Protocol, cast
 
@@ -159,9 +160,7 @@ class PlanExecutor:
 
     def device_room(self) -> int:
         memory = device_bytes(self._device)
-        if memory is None:
-            return self.bytes_arriving
-        return max(0, memory[0] - SPARE_BYTES)
+        return self.bytes_arriving if memory is None else max(0, memory[0] - SPARE_BYTES)
 
     def memory_fault(self, ranks_per_node: int) -> str | None:
         """Describes a shortage of host memory for `receive`. All ranks of a node need about as much
@@ -245,26 +244,19 @@ class PlanExecutor:
         return "; ".join(map(self.describe, (named or messages)[:4]))
 
 
+@dataclass
 class MemoryReceiver:
-    """publish.WeightReceiver into plain tensors on the CPU: `memory` has every `param` of the
-    slices, in elements of `dtype`. Messages arrive on `device`."""
+    """publish.WeightReceiver into plain tensors on the CPU."""
 
-    def __init__(
-        self,
-        slices: Slices,
-        memory: Parameters,
-        dtype: torch.dtype,
-        device: torch.device = CPU,
-    ) -> None:
-        self.slices = slices
-        self.memory = memory
-        self.device = device
-        self._dtype = dtype
-        self.version: int | None = None
-        self._loaded = Counter()  # elements received of each HF tensor
+    slices: Slices
+    memory: Parameters  # every `param` of the slices
+    dtype: torch.dtype  # of the elements that move
+    device: torch.device = CPU  # where messages arrive
+    version: int | None = None
+    loaded: Counter[str] = field(default_factory=Counter)  # elements received of each HF tensor
 
     def begin(self, *, check_placement: bool) -> None:
-        self._loaded = Counter()
+        self.loaded = Counter()
         self.version = None
 
     def write(self, message: Message, flat: Tensor) -> Tensor:
@@ -272,14 +264,14 @@ class MemoryReceiver:
         for transfer, part in split_message(message, flat.to(CPU)):
             into = transfer.destination
             wrong += copy_and_verify(part, self._view(into))
-            self._loaded[into.name] += into.numel
+            self.loaded[into.name] += into.numel
         return wrong
 
     def _view(self, part: ShardSlice) -> Tensor:
-        return strided_view(self.memory[part.param], part, self._dtype)
+        return strided_view(self.memory[part.param], part, self.dtype)
 
     def seal(self) -> Mapping[str, int]:
-        return self._loaded
+        return self.loaded
 
     def positional_checksums(self) -> Tensor:
         sums = torch.zeros(len(self.slices), dtype=torch.int64, device="cpu")

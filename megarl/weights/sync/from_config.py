@@ -2,11 +2,11 @@
 run one plan."""
 
 from megarl.config.schema import Config
+from megarl.layout import Fleet
 from megarl.models.engine import engine_table
 from megarl.models.fp8 import scale_shapes, with_scales
 from megarl.models.shape import ModelShape
 from megarl.models.shards import slices_of
-from megarl.weights.plan.fleet import Fleet
 from megarl.weights.plan.from_config import plan_of, rollout_format
 from megarl.weights.sync.publish import (
     Probe,

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, compress, islice
@@ -75,9 +75,7 @@ class WeightFormat:
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Returns the dtype of a tensor in the trainer."""
-        if name in self.fp32:
-            return torch.float32
-        return self.dtype
+        return torch.float32 if name in self.fp32 else self.dtype
 
     @property
     def sizes(self) -> ElementSizes:
@@ -86,9 +84,7 @@ class WeightFormat:
     @property
     def unit(self) -> torch.dtype:
         """The dtype in which the plan counts elements, and in which messages are."""
-        if self.fp8:
-            return torch.uint8
-        return self.dtype
+        return torch.uint8 if self.fp8 else self.dtype
 
     def in_fp8(self, scales: Mapping[str, Shape]) -> WeightFormat:
         """Returns the format of a model whose weights with `scales` (models.fp8.scale_shapes) are
@@ -175,7 +171,10 @@ def plan_slices(
         for part in chain.from_iterable(sources)
         if len(part.shape) > len(shapes[part.name])
     }
-    destinations = [_paired(slices, paired) for slices in destinations]
+    destinations = [
+        [as_pairs(part) if part.name in paired else part for part in slices]
+        for slices in destinations
+    ]
     holders = {"the trainer": sources}
     receivers = [rank for rank, slices in enumerate(destinations) if slices]
     for ranks in _by_replica(receivers, ranks_per_replica):
@@ -202,15 +201,6 @@ def plan_slices(
 def _by_replica(ranks: Sequence[int], ranks_per_replica: int) -> list[Sequence[int]]:
     starts = range(0, len(ranks), ranks_per_replica)
     return [ranks[first : first + ranks_per_replica] for first in starts]
-
-
-def _paired(slices: Slices, names: Collection[str]) -> list[ShardSlice]:
-    """Returns the slices, those of the tensors in `names` viewed as pairs."""
-    parts = list(slices)
-    for index, part in enumerate(parts):
-        if part.name in names:
-            parts[index] = as_pairs(part)
-    return parts
 
 
 class Publisher:
@@ -277,7 +267,7 @@ class Publisher:
     def publish(self, *, version: int) -> PublishReport:
         """Raises CheckFailed, on all ranks, if data is missing or changed; the message gives the
         engine's state."""
-        before: PublishReport | None = None
+        before = None
         if self.base is not None:
             self.base.span = self.span
             before = self.base.publish(version=version)
@@ -309,9 +299,7 @@ class Publisher:
             if is_staged:
                 problem = problem or self.executor.memory_fault(self._ranks_per_node)
             self._agree(problem)
-            staged = None
-            if is_staged:
-                staged = self._stage(parameters)
+            staged = self._stage(parameters) if is_staged else None
         prove = not self._is_proven or (self.probe is not None and self.probe.always)
         with _stating(REFUSES, self.abort, self.transport.leave):
             if self.receiver:

@@ -21,7 +21,7 @@ from megarl.config.load import _section, parse_config, resolved_yaml
 from megarl.config.presets import PRESETS
 from megarl.config.random_model import hf_config
 from megarl.config.schema import Algorithm, Config, Create, Section
-from megarl.config.train import check_gpu_trainer
+from megarl.config.train import check_train
 from megarl.config.validate import check_config, model_shape
 from megarl.models.registry import parse_model, read_model
 from megarl.platform.env import Env, is_installed
@@ -1096,7 +1096,7 @@ def test_biased_experts_are_not_split_and_sinks_are_not_spread_over_gpus() -> No
         check_config(parse_config(sections), ALONE)
     config = parse_config(sections | {"parallel": {"context": 2}})
     with pytest.raises(ValueError, match=r"parallel.context=2, but gpt_oss's attention sinks"):
-        check_gpu_trainer(config, model_shape(config))
+        check_train(config, model_shape(config), 8)
 
 
 def test_bounds_not_given_are_the_losss_own() -> None:

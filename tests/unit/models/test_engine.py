@@ -6,11 +6,10 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 
-from megarl.layout import Layout, Parallel
+from megarl.layout import Fleet, Layout, Parallel
 from megarl.models.engine import engine_table
 from megarl.models.registry import read_model
 from megarl.models.shards import ShardSlice, first_mismatch, slices_of
-from megarl.weights.plan.fleet import Fleet
 
 MODELS = Path(__file__).resolve().parents[3] / "configs" / "models"
 

@@ -13,7 +13,7 @@ from megarl.patches import checkpoints, megatron, ray, vllm
 from megarl.patches.patch import Patch, replaced
 
 TESTS = Path(__file__).resolve().parents[2]
-TEXTS = ("where", "upstream", "why", "versions", "delete_when", "test")
+TEXTS = ("where", "why", "versions", "delete_when", "test")
 ROWS = [*checkpoints.PATCHES, *megatron.PATCHES, *ray.PATCHES, *vllm.PATCHES]
 
 

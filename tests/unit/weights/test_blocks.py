@@ -11,7 +11,7 @@ import torch
 from benchmarks.sync import Memory, room_for, slice_of, view
 from megarl.config.random_model import hf_config
 from megarl.config.schema import Create
-from megarl.layout import Layout, Parallel
+from megarl.layout import Fleet, Layout, Parallel
 from megarl.models.engine import engine_table
 from megarl.models.formats import FORMATS
 from megarl.models.fp8 import SCALE, fp8_format, quantization_config, scale_shapes, with_scales
@@ -26,7 +26,6 @@ from megarl.models.shards import slices_of
 from megarl.types import CheckFailed
 from megarl.weights.encode.blocks import Fp8Quantizer
 from megarl.weights.encode.quantize import dequantize, quantize
-from megarl.weights.plan.fleet import Fleet
 from megarl.weights.plan.plan import plan_transfers
 from megarl.weights.sync.execute import PlanExecutor, split_message
 from megarl.weights.sync.publish import Publisher, WeightFormat
@@ -233,7 +232,7 @@ def test_a_sync_in_fp8_is_verified_and_a_wrong_scale_is_noticed():
 def _spoil(engine, name):
     def seal():
         engine.memory[name][3] ^= 1
-        return engine._loaded
+        return engine.loaded
 
     return seal
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.layout import Layout, Parallel
+from megarl.layout import Fleet, Layout, Parallel
 from megarl.models.engine import engine_table
 from megarl.models.registry import fp32_tensors, hf_shapes, megatron_table
 from megarl.models.shape import LatentSizes, ModelShape, Router
@@ -24,7 +24,6 @@ from megarl.models.shards import (
     shapes_in_units,
     slices_of,
 )
-from megarl.weights.plan.fleet import Fleet
 from megarl.weights.plan.plan import (
     Message,
     Plan,

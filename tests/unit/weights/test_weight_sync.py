@@ -12,11 +12,10 @@ import pytest
 from megarl.config.load import load_config
 from megarl.config.schema import Config
 from megarl.config.validate import model_shape
-from megarl.layout import Parallel
+from megarl.layout import Fleet, Parallel
 from megarl.models.registry import padded_vocab
 from megarl.telemetry.plan_figure import draw_plan
 from megarl.weights.plan.cost import LINKS, Links, estimate_cost
-from megarl.weights.plan.fleet import Fleet
 from megarl.weights.plan.from_config import fleet_of, plan_weights, write_messages
 from megarl.weights.plan.plan import plan_recorded, plan_transfers
 from tests.unit.weights.test_plan import whole
