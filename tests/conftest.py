@@ -5,6 +5,7 @@ MEGARL_PLAIN_CPU=1 hides AMX, AVX-512 and bf16 from the tests and all that they 
 
 from __future__ import annotations
 
+import logging
 import runpy
 import signal
 import subprocess
@@ -24,6 +25,8 @@ if get_env("MEGARL_PLAIN_CPU"):
     runpy.run_path(f"{PATHS[0]}/sitecustomize.py")
 set_env(PYTHONPATH=":".join(filter(None, PATHS)))
 
+# a handler keeps the captured stream of the test that imported its library
+logging.raiseExceptions = False
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 ):  # a shell's background job: what tests interrupt would inherit it

@@ -241,11 +241,16 @@ def _check_bounds(algorithm: Algorithm) -> None:
     for key in estimators.BOUND_NAMES:
         value = getattr(algorithm, key)
         refuse(
-            value is not None and key not in bounds,
-            f"algorithm.{key}={value}, but loss={algorithm.loss} has no such bound "
-            f"(it has {' and '.join(bounds) or 'none'}); remove it",
-            key in algorithm.loss_options,
-            f"algorithm.loss_options.{key} is a key of `algorithm` itself; write algorithm.{key}",
+            (
+                value is not None and key not in bounds,
+                f"algorithm.{key}={value}, but loss={algorithm.loss} has no such bound "
+                f"(it has {' and '.join(bounds) or 'none'}); remove it",
+            ),
+            (
+                key in algorithm.loss_options,
+                f"algorithm.loss_options.{key} is a key of `algorithm` itself; "
+                f"write algorithm.{key}",
+            ),
         )
 
 
@@ -262,31 +267,45 @@ def _check_objective(config: Config) -> None:
     buffer = algorithm.overlong.buffer
     max_tokens = config.rollout.max_tokens
     refuse(
-        algorithm.use_rollout_logprobs and algorithm.correction not in ("none", "opsm"),
-        "algorithm.use_rollout_logprobs=true already includes the mismatch with the engine in "
-        f"the loss's ratio, so correction={algorithm.correction} would count it twice; "
-        "set algorithm.correction=none or opsm",
-        algorithm.loss == "gspo" and varies,
-        "algorithm.loss=gspo needs one advantage per response, but "
-        f"advantage={algorithm.advantage} with kl.where={kl.where} computes one per token; "
-        "use advantage=grpo, or loss=ppo_clip",
-        has_steps and has_kl_reward,
-        "algorithm.advantage=grpo_process reads rewards only at the ends of steps and would "
-        "ignore most of the KL that kl.where=reward adds to every token; set kl.where=loss",
-        clip is not None and not clip[0] < clip[1],
-        f"algorithm.reward_clip={list(clip or ())} must be increasing, e.g. [-5, 5]",
-        algorithm.reward_clip_stage == "normalised" and not algorithm.normalise_rewards,
-        "algorithm.reward_clip_stage=normalised needs normalise_rewards=true; set it, or "
-        "choose raw",
-        clip is not None
-        and algorithm.filter_zero_std
-        and algorithm.reward_clip_stage == "normalised",
-        "algorithm.filter_zero_std=true chooses groups before rewards are normalised, so it "
-        "would keep groups that reward_clip_stage=normalised makes equal; choose raw, or set "
-        "filter_zero_std=false",
-        buffer > max_tokens,
-        f"algorithm.overlong.buffer={buffer:g} exceeds rollout.max_tokens={max_tokens}; lower "
-        "it (below 1 it is a fraction of max_tokens)",
+        (
+            algorithm.use_rollout_logprobs and algorithm.correction not in ("none", "opsm"),
+            "algorithm.use_rollout_logprobs=true already includes the mismatch with the engine in "
+            f"the loss's ratio, so correction={algorithm.correction} would count it twice; "
+            "set algorithm.correction=none or opsm",
+        ),
+        (
+            algorithm.loss == "gspo" and varies,
+            "algorithm.loss=gspo needs one advantage per response, but "
+            f"advantage={algorithm.advantage} with kl.where={kl.where} computes one per token; "
+            "use advantage=grpo, or loss=ppo_clip",
+        ),
+        (
+            has_steps and has_kl_reward,
+            "algorithm.advantage=grpo_process reads rewards only at the ends of steps and would "
+            "ignore most of the KL that kl.where=reward adds to every token; set kl.where=loss",
+        ),
+        (
+            clip is not None and not clip[0] < clip[1],
+            f"algorithm.reward_clip={list(clip or ())} must be increasing, e.g. [-5, 5]",
+        ),
+        (
+            algorithm.reward_clip_stage == "normalised" and not algorithm.normalise_rewards,
+            "algorithm.reward_clip_stage=normalised needs normalise_rewards=true; set it, or "
+            "choose raw",
+        ),
+        (
+            clip is not None
+            and algorithm.filter_zero_std
+            and algorithm.reward_clip_stage == "normalised",
+            "algorithm.filter_zero_std=true chooses groups before rewards are normalised, so it "
+            "would keep groups that reward_clip_stage=normalised makes equal; choose raw, or set "
+            "filter_zero_std=false",
+        ),
+        (
+            buffer > max_tokens,
+            f"algorithm.overlong.buffer={buffer:g} exceeds rollout.max_tokens={max_tokens}; lower "
+            "it (below 1 it is a fraction of max_tokens)",
+        ),
     )
 
 
@@ -295,17 +314,28 @@ def _check_kl_term(config: Config) -> None:
     kl = config.algorithm.kl
     num_updates = config.train.updates_per_step * config.train.epochs_per_batch
     refuse(
-        kl.against == "old" and kl.where == "reward",
-        "algorithm.kl.against=old is 0 before the first update, where rewards are; "
-        "set kl.where=loss",
-        kl.against == "old" and kl.coef > 0 and num_updates == 1,
-        "algorithm.kl.against=old has no effect with one update per batch, made at the old "
-        "policy itself; raise train.epochs_per_batch or train.updates_per_step",
-        kl.target is not None and kl.coef == 0,
-        f"algorithm.kl.target={kl.target} has no effect on kl.coef=0, which stays 0; set kl.coef",
-        kl.importance_weighted and kl.where == "reward",
-        "algorithm.kl.importance_weighted=true needs KL in the loss; set kl.where=loss, or "
-        "unset it",
-        kl.estimator == "k1" and kl.where == "loss" and kl.coef and not kl.importance_weighted,
-        "algorithm.kl.estimator=k1 in the loss has an expected gradient of 0; use k2 or k3+",
+        (
+            kl.against == "old" and kl.where == "reward",
+            "algorithm.kl.against=old is 0 before the first update, where rewards are; "
+            "set kl.where=loss",
+        ),
+        (
+            kl.against == "old" and kl.coef > 0 and num_updates == 1,
+            "algorithm.kl.against=old has no effect with one update per batch, made at the old "
+            "policy itself; raise train.epochs_per_batch or train.updates_per_step",
+        ),
+        (
+            kl.target is not None and kl.coef == 0,
+            f"algorithm.kl.target={kl.target} has no effect on kl.coef=0, which stays 0; "
+            "set kl.coef",
+        ),
+        (
+            kl.importance_weighted and kl.where == "reward",
+            "algorithm.kl.importance_weighted=true needs KL in the loss; set kl.where=loss, or "
+            "unset it",
+        ),
+        (
+            kl.estimator == "k1" and kl.where == "loss" and kl.coef and not kl.importance_weighted,
+            "algorithm.kl.estimator=k1 in the loss has an expected gradient of 0; use k2 or k3+",
+        ),
     )

@@ -1,9 +1,9 @@
-"""`checkpoint` and `telemetry`: what a run writes, how often, and what it resumes."""
+"""`checkpoint`: what is saved, how often, and what a run resumes."""
 
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
 from megarl.config.section import Config, Section
 
@@ -24,28 +24,6 @@ class Checkpoint(Section):
     export_format: Literal["bf16", "same"] = "bf16"
     """bf16: the weights as trained (in train.dtype); same: rounded to the block format of
     model.path, if it has one."""
-
-
-class SampleFiles(Section):
-    """The best, the worst and random samples of a step, in rollouts/step_<n>.jsonl."""
-
-    every: NonNegativeInt = 1
-    """Steps from one file to the next; 0: none is written."""
-    max_samples: PositiveInt = 64
-    """Samples in a file."""
-    keep: PositiveInt = 100
-    """Files that are kept, the newest."""
-
-
-class Telemetry(Section):
-    """Trackers, and files of samples."""
-
-    tensorboard: bool = False
-    """Writes event files to the run directory."""
-    wandb: str | None = Field(default=None, pattern=r"^[^/\\#?%:[:cntrl:]]{1,128}$")
-    """Weights & Biases project; null: off. WANDB_MODE, WANDB_ENTITY and WANDB_DIR set the rest."""
-    rollouts: SampleFiles = SampleFiles()
-    """Files of samples."""
 
 
 def check_resume(config: Config) -> None:

@@ -51,10 +51,15 @@ def check_dpo(config: Config) -> None:
     """Raises ValueError for settings that stage dpo would ignore."""
     epochs = config.train.epochs_per_batch
     refuse(
-        config.dpo.reference == "previous",
-        "dpo.reference=previous needs rounds, which stage: dpo lacks; use stage: iterative_dpo",
-        epochs > 1,
-        f"train.epochs_per_batch={epochs} has no effect in stage: dpo; raise train.steps instead",
+        (
+            config.dpo.reference == "previous",
+            "dpo.reference=previous needs rounds, which stage: dpo lacks; use stage: iterative_dpo",
+        ),
+        (
+            epochs > 1,
+            f"train.epochs_per_batch={epochs} has no effect in stage: dpo; raise "
+            "train.steps instead",
+        ),
     )
 
 

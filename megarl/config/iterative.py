@@ -51,12 +51,16 @@ def check_model_reward(config: Config) -> None:
     path = model.options.get("path")
     is_trained = config.stage == "iterative_grpo" and config.iterative.reward_model.train
     refuse(
-        config.rollout.sleep_level == 2,
-        "rollout.sleep_level=2 frees weights that the engine needs once the reward `model` has "
-        "scored; set 1",
-        not is_trained and not path,
-        "rewards: name='model' needs options.path, the folder of a reward model; only stage: "
-        "iterative_grpo, which trains it, can begin with the policy's weights",
+        (
+            config.rollout.sleep_level == 2,
+            "rollout.sleep_level=2 frees weights that the engine needs once the reward `model` has "
+            "scored; set 1",
+        ),
+        (
+            not is_trained and not path,
+            "rewards: name='model' needs options.path, the folder of a reward model; only stage: "
+            "iterative_grpo, which trains it, can begin with the policy's weights",
+        ),
     )
     if isinstance(path, str):
         read_and_check(config, "rewards: name='model': path", path)
@@ -74,17 +78,25 @@ def check_iterative_grpo(config: Config) -> None:
     labels = updates.labels or others
     has_labels = has_weight(labels) and all(reward.name != "model" for reward in labels)
     refuse(
-        steps % iterations,
-        f"train.steps={steps} is not divisible by iterative.iterations={iterations}; all "
-        "iterations have equally many steps",
-        updates.train and not has_model,
-        "iterative.reward_model.train=true, but rewards has no `model`; add {name: model}, or "
-        "set it to false",
-        updates.train and not has_labels,
-        "iterative.reward_model.labels must have a reward other than `model`, with a weight, "
-        "to rank the samples that the reward model learns from; e.g. labels: [{name: "
-        "accuracy}]",
-        updates.train and updates.updates > updates.prompts,
-        f"iterative.reward_model.updates={updates.updates} exceeds its "
-        f"prompts={updates.prompts}, and each update needs one; lower it",
+        (
+            steps % iterations,
+            f"train.steps={steps} is not divisible by iterative.iterations={iterations}; all "
+            "iterations have equally many steps",
+        ),
+        (
+            updates.train and not has_model,
+            "iterative.reward_model.train=true, but rewards has no `model`; add {name: model}, or "
+            "set it to false",
+        ),
+        (
+            updates.train and not has_labels,
+            "iterative.reward_model.labels must have a reward other than `model`, with a weight, "
+            "to rank the samples that the reward model learns from; e.g. labels: [{name: "
+            "accuracy}]",
+        ),
+        (
+            updates.train and updates.updates > updates.prompts,
+            f"iterative.reward_model.updates={updates.updates} exceeds its "
+            f"prompts={updates.prompts}, and each update needs one; lower it",
+        ),
     )

@@ -75,24 +75,34 @@ def check_topology(config: Config, env: Env, shape: ModelShape, command: str) ->
     not_split = "is not available with launch.topology=split; leave it at none, or"
     shared = "frees a GPU for the other side, but launch.topology=split shares none; unset it"
     refuse(
-        env.has_launcher,
-        "launch.topology=split is started by Ray, not by torchrun; run `megarl train`, or "
-        f"{remedy}",
-        command != "train" or not config.stage_spec.in_split,
-        f"launch.topology=split is for `megarl train` with stage: rl, not for {what}; {remedy}",
-        shape.bridge,
-        f"launch.topology=split does not support {shape.family}, which has no table; {remedy}",
-        any(reward.name == "model" for reward in config.rewards),
-        "rewards: name='model' scores on the trainer's ranks, which launch.topology=split does "
-        f"not; {remedy}, or serve the model (`megarl serve-reward`) and give its URL",
-        rollout.quantization != "none",
-        f"rollout.quantization={rollout.quantization} {not_split} {remedy}",
-        rollout.router_replay != "none",
-        f"rollout.router_replay={rollout.router_replay} {not_split} {remedy}",
-        config.train.offload,
-        f"train.offload={list(config.train.offload)} {shared}",
-        rollout.sleep_level,
-        f"rollout.sleep_level={rollout.sleep_level} {shared}",
+        (
+            env.has_launcher,
+            "launch.topology=split is started by Ray, not by torchrun; run `megarl train`, or "
+            f"{remedy}",
+        ),
+        (
+            command != "train" or not config.stage_spec.in_split,
+            f"launch.topology=split is for `megarl train` with stage: rl, not for {what}; {remedy}",
+        ),
+        (
+            shape.bridge,
+            f"launch.topology=split does not support {shape.family}, which has no table; {remedy}",
+        ),
+        (
+            any(reward.name == "model" for reward in config.rewards),
+            "rewards: name='model' scores on the trainer's ranks, which launch.topology=split does "
+            f"not; {remedy}, or serve the model (`megarl serve-reward`) and give its URL",
+        ),
+        (
+            rollout.quantization != "none",
+            f"rollout.quantization={rollout.quantization} {not_split} {remedy}",
+        ),
+        (
+            rollout.router_replay != "none",
+            f"rollout.router_replay={rollout.router_replay} {not_split} {remedy}",
+        ),
+        (config.train.offload, f"train.offload={list(config.train.offload)} {shared}"),
+        (rollout.sleep_level, f"rollout.sleep_level={rollout.sleep_level} {shared}"),
     )
 
 

@@ -59,19 +59,30 @@ def check_lora(config: Config, shape: ModelShape, *, has_engine: bool) -> None:
     if config.algorithm.needs_critic:
         second = "algorithm.advantage=gae"
     refuse(
-        shape.bridge,
-        f"lora is set, but {shape.family} has no table; use a model with one, or remove lora",
-        config.algorithm.needs_critic or config.stage_spec.trains_second,
-        f"lora is set, but {second} trains a second head or model, which it does not adapt; "
-        "remove lora",
-        lora.dropout and has_engine,
-        f"lora.dropout={lora.dropout} makes the trainer's log-probs differ from the engine's; "
-        "set it to 0",
-        bias_rate,
-        f"moe.bias_update_rate={bias_rate} changes the base model, which lora keeps; set it to 0",
-        quantization != "none" and has_engine,
-        f"lora is set, but rollout.quantization={quantization} would round away what small "
-        "adapters add to the weights; set rollout.quantization=none, or remove lora",
+        (
+            shape.bridge,
+            f"lora is set, but {shape.family} has no table; use a model with one, or remove lora",
+        ),
+        (
+            config.algorithm.needs_critic or config.stage_spec.trains_second,
+            f"lora is set, but {second} trains a second head or model, which it does not adapt; "
+            "remove lora",
+        ),
+        (
+            lora.dropout and has_engine,
+            f"lora.dropout={lora.dropout} makes the trainer's log-probs differ from the engine's; "
+            "set it to 0",
+        ),
+        (
+            bias_rate,
+            f"moe.bias_update_rate={bias_rate} changes the base model, which lora keeps; "
+            "set it to 0",
+        ),
+        (
+            quantization != "none" and has_engine,
+            f"lora is set, but rollout.quantization={quantization} would round away what small "
+            "adapters add to the weights; set rollout.quantization=none, or remove lora",
+        ),
     )
     table = adapter_table(megatron_table(shape), lora.targets, lora.rank)
     if lora.sync == "adapter" and has_engine:
@@ -84,17 +95,21 @@ def _check_engine(config: Config, lora: Lora, shape: ModelShape, table: Table) -
     experts = ", ".join(targets_of(table.expert))
     remedy = "; set lora.sync=merged"
     refuse(
-        config.launch.topology == "split",
-        f"launch.topology=split moves whole weights{remedy}",
-        experts,
-        f"lora.targets has {experts} of experts, which vLLM cannot adapt here{remedy}",
-        shape.latent,
-        "vLLM multiplies latent attention's projections in advance, without their adapters"
-        f"{remedy}",
-        lora.rank > MAX_ENGINE_RANK,
-        f"lora.rank={lora.rank} exceeds vLLM's largest, {MAX_ENGINE_RANK}{remedy}",
-        config.rollout.sleep_level == 2,
-        f"rollout.sleep_level=2 frees the engine's base weights, which are sent once{remedy}",
+        (config.launch.topology == "split", f"launch.topology=split moves whole weights{remedy}"),
+        (experts, f"lora.targets has {experts} of experts, which vLLM cannot adapt here{remedy}"),
+        (
+            shape.latent,
+            "vLLM multiplies latent attention's projections in advance, without their adapters"
+            f"{remedy}",
+        ),
+        (
+            lora.rank > MAX_ENGINE_RANK,
+            f"lora.rank={lora.rank} exceeds vLLM's largest, {MAX_ENGINE_RANK}{remedy}",
+        ),
+        (
+            config.rollout.sleep_level == 2,
+            f"rollout.sleep_level=2 frees the engine's base weights, which are sent once{remedy}",
+        ),
         start="lora.sync=adapter: ",
     )
 

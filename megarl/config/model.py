@@ -95,12 +95,16 @@ def check_model(config: Config, shape: ModelShape) -> None:
     _check_divides("kv_heads", shape.kv_heads, "parallel.tensor", sizes.tensor)
     refuse(
         # vLLM replicates key-value heads
-        shape.kv_heads % engine and engine % shape.kv_heads,
-        f"rollout.tensor={engine} is neither a divisor nor a multiple of "
-        f"kv_heads={shape.kv_heads}; choose one that is",
-        virtual > 1 and sizes.pipeline == 1,
-        f"parallel.virtual_pipeline={virtual} needs pipelining; set it to 1, or pipeline to 2 "
-        "or more",
+        (
+            shape.kv_heads % engine and engine % shape.kv_heads,
+            f"rollout.tensor={engine} is neither a divisor nor a multiple of "
+            f"kv_heads={shape.kv_heads}; choose one that is",
+        ),
+        (
+            virtual > 1 and sizes.pipeline == 1,
+            f"parallel.virtual_pipeline={virtual} needs pipelining; set it to 1, or pipeline to 2 "
+            "or more",
+        ),
     )
     stages = Parallel(pipeline=sizes.pipeline, virtual_pipeline=virtual)
     stage_layers(shape.layers, Layout.of(stages, sizes.pipeline, 0))  # raises for an empty stage
@@ -132,28 +136,38 @@ def _check_experts(config: Config, shape: ModelShape) -> None:
     router = shape.router
     chosen = shape.experts_per_token
     refuse(
-        chosen > shape.experts
-        or router.groups_per_token > router.groups
-        or shape.experts % router.groups,
-        f"num_experts_per_tok={chosen}, topk_group={router.groups_per_token} and "
-        f"n_group={router.groups} do not fit {shape.experts} experts; correct config.json",
+        (
+            chosen > shape.experts
+            or router.groups_per_token > router.groups
+            or shape.experts % router.groups,
+            f"num_experts_per_tok={chosen}, topk_group={router.groups_per_token} and "
+            f"n_group={router.groups} do not fit {shape.experts} experts; correct config.json",
+        ),
         # each rank would add the bias to the sum
-        shape.out_bias and sizes.expert_tensor > 1,
-        f"parallel.expert_tensor={sizes.expert_tensor}, but the experts of {shape.family} have "
-        "biases, which Megatron-Core supports only with 1; set it to 1, and use "
-        "parallel.expert",
-        expert > 1 and expert % tensor,
-        f"rollout.expert={expert} is not a multiple of rollout.tensor={tensor}: vLLM "
-        "distributes experts over all ranks of a replica; "
-        f"use {-(-expert // tensor) * tensor}, or 1",
-        router.score_function == "sigmoid" and not router.norm_topk_prob and chosen > 1,
-        "norm_topk_prob=false with a sigmoid router is not supported by Megatron-Core; "
-        "set it to true",
-        router.groups > 1 and chosen != 2 * router.groups_per_token,
-        f"num_experts_per_tok={chosen}, topk_group={router.groups_per_token}, "
-        f"n_group={router.groups}: Megatron-Core scores a group by its best "
-        "num_experts_per_tok / topk_group experts, but the model by its best 2; "
-        "num_experts_per_tok must be 2 * topk_group",
+        (
+            shape.out_bias and sizes.expert_tensor > 1,
+            f"parallel.expert_tensor={sizes.expert_tensor}, but the experts of {shape.family} have "
+            "biases, which Megatron-Core supports only with 1; set it to 1, and use "
+            "parallel.expert",
+        ),
+        (
+            expert > 1 and expert % tensor,
+            f"rollout.expert={expert} is not a multiple of rollout.tensor={tensor}: vLLM "
+            "distributes experts over all ranks of a replica; "
+            f"use {-(-expert // tensor) * tensor}, or 1",
+        ),
+        (
+            router.score_function == "sigmoid" and not router.norm_topk_prob and chosen > 1,
+            "norm_topk_prob=false with a sigmoid router is not supported by Megatron-Core; "
+            "set it to true",
+        ),
+        (
+            router.groups > 1 and chosen != 2 * router.groups_per_token,
+            f"num_experts_per_tok={chosen}, topk_group={router.groups_per_token}, "
+            f"n_group={router.groups}: Megatron-Core scores a group by its best "
+            "num_experts_per_tok / topk_group experts, but the model by its best 2; "
+            "num_experts_per_tok must be 2 * topk_group",
+        ),
     )
 
 

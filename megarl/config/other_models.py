@@ -59,11 +59,15 @@ def check_critic(config: Config, shape: ModelShape) -> None:
             raise ValueError(f"critic.{key}={value}, but {remedy}")
         return
     refuse(
-        critic.min_lr > critic.lr,
-        f"critic.min_lr={critic.min_lr} exceeds critic.lr={critic.lr}; lower it",
-        critic.warmup_steps >= steps > 0,
-        f"critic.warmup_steps={critic.warmup_steps} covers all train.steps={steps}, so the "
-        "policy is never updated; lower it",
+        (
+            critic.min_lr > critic.lr,
+            f"critic.min_lr={critic.min_lr} exceeds critic.lr={critic.lr}; lower it",
+        ),
+        (
+            critic.warmup_steps >= steps > 0,
+            f"critic.warmup_steps={critic.warmup_steps} covers all train.steps={steps}, so the "
+            "policy is never updated; lower it",
+        ),
     )
     if critic.model is None:
         return
@@ -83,15 +87,25 @@ def check_frozen(config: Config, shape: ModelShape) -> None:
     coef = algorithm.distill_coef
     top_k = algorithm.distill_top_k
     refuse(
-        top_k and not coef,
-        f"algorithm.distill_top_k={top_k} has no effect with distill_coef=0; set that, e.g. to 1.0",
-        algorithm.distill_beta != 1 and not top_k,
-        f"algorithm.distill_beta={algorithm.distill_beta} needs algorithm.distill_top_k, e.g. 64",
-        coef and config.teacher is None,
-        f"algorithm.distill_coef={coef} needs a teacher; set teacher.model or teacher.url",
-        coef and algorithm.filter_zero_std and not has_weight(config.rewards),
-        "algorithm.filter_zero_std=true drops every group if no reward has a weight; "
-        "set it to false",
+        (
+            top_k and not coef,
+            f"algorithm.distill_top_k={top_k} has no effect with distill_coef=0; set that, "
+            "e.g. to 1.0",
+        ),
+        (
+            algorithm.distill_beta != 1 and not top_k,
+            f"algorithm.distill_beta={algorithm.distill_beta} needs "
+            "algorithm.distill_top_k, e.g. 64",
+        ),
+        (
+            coef and config.teacher is None,
+            f"algorithm.distill_coef={coef} needs a teacher; set teacher.model or teacher.url",
+        ),
+        (
+            coef and algorithm.filter_zero_std and not has_weight(config.rewards),
+            "algorithm.filter_zero_std=true drops every group if no reward has a weight; "
+            "set it to false",
+        ),
     )
     vocab = _check(config, "teacher", "distill_coef", coef > 0, shape.vocab)
     vocab = _check(config, "reference", "kl.coef", algorithm.needs_reference, vocab)
@@ -110,12 +124,19 @@ def _check(config: Config, key: str, coef: str, is_read: bool, vocab: int) -> in
         return vocab
     temperature = config.rollout.temperature
     refuse(
-        not is_read or not config.stage_spec.needs_engine,
-        f"{key} is set, but nothing reads it; remove it, or set algorithm.{coef} in stage: rl",
-        (part.model is None) == (part.url is None),
-        f"{key}.model={part.model} and {key}.url={part.url}: set one of them",
-        part.url is not None and temperature != 1,
-        f"rollout.temperature={temperature}, but {key}.url gives log-probs at 1; use {key}.model",
+        (
+            not is_read or not config.stage_spec.needs_engine,
+            f"{key} is set, but nothing reads it; remove it, or set algorithm.{coef} in stage: rl",
+        ),
+        (
+            (part.model is None) == (part.url is None),
+            f"{key}.model={part.model} and {key}.url={part.url}: set one of them",
+        ),
+        (
+            part.url is not None and temperature != 1,
+            f"rollout.temperature={temperature}, but {key}.url gives log-probs at 1; "
+            f"use {key}.model",
+        ),
     )
     if part.model is None:
         return vocab

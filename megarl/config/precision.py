@@ -50,12 +50,16 @@ def check_fp8_rollout(config: Config, shape: ModelShape, gpus: int) -> None:
         )
     rows, _ = fp8_format(shape, rollout.tensor, rollout.expert).block
     refuse(
-        gpus and rows != ROWS[0],
-        f"rollout.quantization=fp8 needs blocks of {rows} rows for {shape.family} with "
-        f"rollout.tensor={rollout.tensor}, but a GPU's kernels take {ROWS[0]}; lower "
-        "rollout.tensor, or set quantization=none",
-        not gpus and not has_bf16_products(),
-        "rollout.quantization=fp8 on a CPU needs one with AVX512-BF16 or AMX; set it to none",
+        (
+            gpus and rows != ROWS[0],
+            f"rollout.quantization=fp8 needs blocks of {rows} rows for {shape.family} with "
+            f"rollout.tensor={rollout.tensor}, but a GPU's kernels take {ROWS[0]}; lower "
+            "rollout.tensor, or set quantization=none",
+        ),
+        (
+            not gpus and not has_bf16_products(),
+            "rollout.quantization=fp8 on a CPU needs one with AVX512-BF16 or AMX; set it to none",
+        ),
     )
 
 
@@ -70,27 +74,42 @@ def check_fp8_training(config: Config, shape: ModelShape, gpus: int) -> None:
     is_delayed = fp8.recipe == "delayed"
     dtype = config.train.dtype
     refuse(
-        not gpus and not fp8.emulate,
-        f"{where} needs a GPU with FP8 and Transformer Engine, and this machine has none; set "
-        "precision.fp8.emulate=true to round as it does",
-        gpus and fp8.emulate,
-        "precision.fp8.emulate=true is for a CPU, and this machine has GPUs; remove it",
-        fp8.params and not fp8.emulate,
-        "precision.fp8.params=true is for emulation: Transformer Engine's parameters have not "
-        "been tried; leave it at false",
-        fp8.params and dtype != "bf16",
-        f"precision.fp8.params=true needs main weights in fp32, not train.dtype={dtype}; set "
-        "it to bf16",
-        fp8.params and fp8.recipe != "blockwise",
-        f"{where} with params=true cannot be emulated: forward and backward round weights by "
-        "other blocks; use blockwise",
-        gpus and dtype != "bf16",
-        f"{where} needs train.dtype=bf16 on a GPU, not {dtype}; set it",
-        2 * ends >= shape.layers,
-        f"{first_last} leaves none of the {shape.layers} layers in FP8; lower it",
-        fp8.emulate and is_delayed and shape.latent,
-        f"{where} cannot be emulated for {shape.family}: projections of latent attention do "
-        "not save their scales; use tensorwise",
-        ends and is_delayed,
-        f"{first_last} with recipe=delayed is not supported by Megatron-Core; set it to 0",
+        (
+            not gpus and not fp8.emulate,
+            f"{where} needs a GPU with FP8 and Transformer Engine, and this machine has none; set "
+            "precision.fp8.emulate=true to round as it does",
+        ),
+        (
+            gpus and fp8.emulate,
+            "precision.fp8.emulate=true is for a CPU, and this machine has GPUs; remove it",
+        ),
+        (
+            fp8.params and not fp8.emulate,
+            "precision.fp8.params=true is for emulation: Transformer Engine's parameters have not "
+            "been tried; leave it at false",
+        ),
+        (
+            fp8.params and dtype != "bf16",
+            f"precision.fp8.params=true needs main weights in fp32, not train.dtype={dtype}; set "
+            "it to bf16",
+        ),
+        (
+            fp8.params and fp8.recipe != "blockwise",
+            f"{where} with params=true cannot be emulated: forward and backward round weights by "
+            "other blocks; use blockwise",
+        ),
+        (gpus and dtype != "bf16", f"{where} needs train.dtype=bf16 on a GPU, not {dtype}; set it"),
+        (
+            2 * ends >= shape.layers,
+            f"{first_last} leaves none of the {shape.layers} layers in FP8; lower it",
+        ),
+        (
+            fp8.emulate and is_delayed and shape.latent,
+            f"{where} cannot be emulated for {shape.family}: projections of latent attention do "
+            "not save their scales; use tensorwise",
+        ),
+        (
+            ends and is_delayed,
+            f"{first_last} with recipe=delayed is not supported by Megatron-Core; set it to 0",
+        ),
     )

@@ -87,18 +87,31 @@ def _check_sizes(create: Create, head_dim: int) -> Family:
     chosen = create.experts_per_token
     remainder = create.hidden % heads if create.head_dim is None else 0
     refuse(
-        remainder,
-        f"hidden={create.hidden} is not divisible by heads={heads}; change one, or set head_dim",
-        head_dim % 2,
-        f"head_dim={head_dim} is odd, but rotary embeddings need it even; change it",
-        heads % create.kv_heads,
-        f"heads={heads} is not divisible by kv_heads={create.kv_heads}; change one",
-        family.is_moe != (experts > 0),
-        f"family={create.family}, but experts={experts}; {remedy}",
-        family.is_moe and chosen > experts,
-        f"experts_per_token={chosen} exceeds experts={experts}; lower it",
-        (create.vocab or least) < least,
-        f"vocab={create.vocab} leaves no room for text; use at least {least}",
+        (
+            remainder,
+            f"hidden={create.hidden} is not divisible by heads={heads}; change one, or "
+            "set head_dim",
+        ),
+        (
+            head_dim % 2,
+            f"head_dim={head_dim} is odd, but rotary embeddings need it even; change it",
+        ),
+        (
+            heads % create.kv_heads,
+            f"heads={heads} is not divisible by kv_heads={create.kv_heads}; change one",
+        ),
+        (
+            family.is_moe != (experts > 0),
+            f"family={create.family}, but experts={experts}; {remedy}",
+        ),
+        (
+            family.is_moe and chosen > experts,
+            f"experts_per_token={chosen} exceeds experts={experts}; lower it",
+        ),
+        (
+            (create.vocab or least) < least,
+            f"vocab={create.vocab} leaves no room for text; use at least {least}",
+        ),
         start="model.create: ",
     )
     return family

@@ -34,11 +34,17 @@ def check_reward_model(config: Config, shape: ModelShape) -> None:
     options = config.reward_model
     is_plain = options.head == "scalar" and options.centre == 0 and options.average == "pairs"
     refuse(
-        options.head == "scalar" and options.aggregate != "last",
-        f"reward_model.aggregate={options.aggregate} needs the scores of all tokens; "
-        "set reward_model.head=token",
-        options.process and not is_plain,
-        "reward_model.process=true has no pairs; remove reward_model.head, centre and average",
-        config.stage == "reward_model" and shape.bridge,
-        f"stage=reward_model does not support {shape.family}, which has no table; use another",
+        (
+            options.head == "scalar" and options.aggregate != "last",
+            f"reward_model.aggregate={options.aggregate} needs the scores of all tokens; "
+            "set reward_model.head=token",
+        ),
+        (
+            options.process and not is_plain,
+            "reward_model.process=true has no pairs; remove reward_model.head, centre and average",
+        ),
+        (
+            config.stage == "reward_model" and shape.bridge,
+            f"stage=reward_model does not support {shape.family}, which has no table; use another",
+        ),
     )

@@ -1,6 +1,4 @@
-"""`rollout`, `sync` and `checks`: the engine, how it samples, how weights move to it, and when a
-run refuses to continue.
-"""
+"""`rollout`: the engine, and how it samples."""
 
 from typing import Literal
 
@@ -60,27 +58,6 @@ class Rollout(Section):
     before the updates."""
     engine_options: Options = {}
     """Fields of vLLM's EngineArgs (megarl.config.library_options)."""
-
-
-class Sync(Section):
-    """The weight sync."""
-
-    atomic: bool = True
-    """Stages received weights until all ranks' checksums match, so that a failed sync leaves the
-    engine's weights intact. They are on the device while it has room, else on the host. False saves
-    memory: after a failed sync the engine refuses prompts."""
-    round_bytes: PositiveInt = 512 << 20
-    """Bytes that a rank sends and receives at most in one round."""
-
-
-class Checks(Section):
-    """Refusals to continue when trainer and engine disagree."""
-
-    max_logprob_diff: PositiveFloat | None = None
-    """Largest difference of a token's log-prob between trainer and engine, in nats; null: what
-    rounding explains, measured for the model."""
-    probe: Literal["first", "always"] = "first"
-    """Syncs after which the engine scores a probe: the first one, or all."""
 
 
 def check_cpu_engine(config: Config, shape: ModelShape) -> None:

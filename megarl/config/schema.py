@@ -7,7 +7,7 @@ A section is in the file of its concern, with its checks. The defaults train wit
 from typing import Annotated
 
 from megarl.config.algorithm import Algorithm, KlTerm
-from megarl.config.checkpoint import Checkpoint, SampleFiles, Telemetry
+from megarl.config.checkpoint import Checkpoint
 from megarl.config.dpo import Dpo
 from megarl.config.iterative import Iterative, RewardModelUpdates
 from megarl.config.launch import Launch, RunSection
@@ -18,11 +18,13 @@ from megarl.config.other_models import Critic, FrozenModel
 from megarl.config.precision import Fp8, Precision
 from megarl.config.reward_model import RewardModel
 from megarl.config.rewards import Reward
-from megarl.config.rollout import Checks, Rollout, Sync
+from megarl.config.rollout import Rollout
 from megarl.config.section import Section, one_of
 from megarl.config.sft import Sft
 from megarl.config.stages import STAGES, Stage
+from megarl.config.sync import Checks, Sync
 from megarl.config.task import AnswerPlace, Eval, EvalSet, Task
+from megarl.config.telemetry import SampleFiles, Telemetry
 from megarl.config.train import Train, Trainer
 
 # parts of sections, which users of a section import from here too

@@ -23,13 +23,11 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str, *, most: int =
     return f"did you mean {' or '.join(near)}?" if near else otherwise
 
 
-def refuse(*problems: object, start: str = "") -> None:
-    """`problems` are conditions, each followed by its message. Raises ValueError with `start` and
-    the message of the first one that holds.
-    """
-    for is_wrong, message in zip(problems[::2], problems[1::2], strict=True):
+def refuse(*problems: tuple[object, str], start: str = "") -> None:
+    """Raises ValueError with `start` and the message of the first problem whose condition holds."""
+    for is_wrong, message in problems:
         if is_wrong:
-            raise ValueError(f"{start}{message}")
+            raise ValueError(start + message)
 
 
 def _check_pattern(pattern: str) -> str:

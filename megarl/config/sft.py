@@ -22,10 +22,17 @@ def check_sft(config: Config) -> None:
     evaluated = config.eval
     epochs = config.train.epochs_per_batch
     refuse(
-        epochs > 1,
-        f"train.epochs_per_batch={epochs}, but each batch of stage: sft is new; raise train.steps",
-        patience is not None and not evaluated.every,
-        f"sft.patience={patience} counts evaluations, but eval.every=0; set eval.every",
-        evaluated.every and not evaluated.size,
-        f"eval.every={evaluated.every} with stage: sft needs held-out examples; set eval.size",
+        (
+            epochs > 1,
+            f"train.epochs_per_batch={epochs}, but each batch of stage: sft is new; raise "
+            "train.steps",
+        ),
+        (
+            patience is not None and not evaluated.every,
+            f"sft.patience={patience} counts evaluations, but eval.every=0; set eval.every",
+        ),
+        (
+            evaluated.every and not evaluated.size,
+            f"eval.every={evaluated.every} with stage: sft needs held-out examples; set eval.size",
+        ),
     )

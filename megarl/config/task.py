@@ -93,11 +93,14 @@ def check_problems(config: Config) -> None:
     names = [part.name for part in config.eval.sets]
     for part in config.eval.sets:
         refuse(
-            names.count(part.name) > 1,
-            f"eval.sets has two sets named {part.name}; rename one",
-            part.options and part.task is None,
-            f"eval.sets: {part.name} has options={part.options}, but no task; set its task",
-            part.samples > 1 and part.temperature == 0,
-            f"eval.sets: {part.name} draws samples={part.samples} at temperature=0, which are "
-            "all equal; set samples=1, or a temperature",
+            (names.count(part.name) > 1, f"eval.sets has two sets named {part.name}; rename one"),
+            (
+                part.options and part.task is None,
+                f"eval.sets: {part.name} has options={part.options}, but no task; set its task",
+            ),
+            (
+                part.samples > 1 and part.temperature == 0,
+                f"eval.sets: {part.name} draws samples={part.samples} at temperature=0, which are "
+                "all equal; set samples=1, or a temperature",
+            ),
         )

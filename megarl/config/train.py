@@ -67,21 +67,27 @@ def check_train(config: Config, shape: ModelShape, gpus: int) -> None:
     offloads = train.optimizer_cpu_offload
     context = config.parallel.context
     refuse(
-        train.updates_per_step > train.prompts_per_step,
-        f"train.updates_per_step={train.updates_per_step} exceeds "
-        f"prompts_per_step={train.prompts_per_step}, but the samples of a prompt must share an "
-        "update; lower it",
-        offloads and not gpus,
-        "train.optimizer_cpu_offload=true needs a GPU; remove it",
-        offloads and "optimizer" in train.offload,
-        "train.optimizer_cpu_offload=true keeps the optimizer on the host, so "
-        f"train.offload={list(train.offload)} must not move it; remove optimizer from "
-        "train.offload",
-        train.min_lr > train.lr,
-        f"train.min_lr={train.min_lr} exceeds lr={train.lr}; lower it",
-        not all(0 <= beta < 1 for beta in betas),
-        f"train.betas={betas} must each be at least 0 and below 1, e.g. [0.9, 0.95]",
-        gpus and shape.sinks and context > 1,
-        f"parallel.context={context}, but {shape.family}'s attention sinks have no kernel for it "
-        "on a GPU; set it to 1",
+        (
+            train.updates_per_step > train.prompts_per_step,
+            f"train.updates_per_step={train.updates_per_step} exceeds "
+            f"prompts_per_step={train.prompts_per_step}, but the samples of a prompt must share an "
+            "update; lower it",
+        ),
+        (offloads and not gpus, "train.optimizer_cpu_offload=true needs a GPU; remove it"),
+        (
+            offloads and "optimizer" in train.offload,
+            "train.optimizer_cpu_offload=true keeps the optimizer on the host, so "
+            f"train.offload={list(train.offload)} must not move it; remove optimizer from "
+            "train.offload",
+        ),
+        (train.min_lr > train.lr, f"train.min_lr={train.min_lr} exceeds lr={train.lr}; lower it"),
+        (
+            not all(0 <= beta < 1 for beta in betas),
+            f"train.betas={betas} must each be at least 0 and below 1, e.g. [0.9, 0.95]",
+        ),
+        (
+            gpus and shape.sinks and context > 1,
+            f"parallel.context={context}, but {shape.family}'s attention sinks have no kernel for "
+            "it on a GPU; set it to 1",
+        ),
     )

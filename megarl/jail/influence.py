@@ -433,7 +433,9 @@ class Influence:
             case ast.BoolOp(values=[_, *later]) if self.of(node):
                 return bool(_mentioned(*later) & {*MUTATORS, *self.functions} - self.names)
             case ast.Try(body=body, orelse=other, handlers=handlers):
-                is_ended = _ends_failure(handlers) or bool(nodes(ast.Module(node.finalbody), ENDING))
+                is_ended = _ends_failure(handlers) or bool(
+                    nodes(ast.Module(node.finalbody, []), ENDING)
+                )
                 if not self.of(*body):
                     return is_ended and not self.asserting.isdisjoint(_mentioned(*body))
                 if all(isinstance(handler.body[-1], ast.Raise) for handler in handlers):

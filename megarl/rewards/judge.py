@@ -75,17 +75,28 @@ class JudgeOptions(HttpOptions):
     @model_validator(mode="after")
     def _consistent(self) -> "JudgeOptions":
         refuse(
-            "{response}" not in self.template,
-            "template lacks {response}, so the judge would not see it; add it",
-            MARK + "{tag}" not in self.template,
-            f"template lacks {MARK}{{tag}}, which no response can forge; "
-            "ask for it before the verdict",
-            self.range[0] >= self.range[1],
-            f"range={list(self.range)} is empty; write [lowest, highest]",
-            (self.parse == "regex") != bool(self.pattern),
-            f"parse={self.parse!r}, pattern={self.pattern!r}; pattern and parse: regex go together",
-            self.pattern and not re.compile(self.pattern).groups,
-            f"pattern={self.pattern!r} has no group; put the number in parentheses",
+            (
+                "{response}" not in self.template,
+                "template lacks {response}, so the judge would not see it; add it",
+            ),
+            (
+                MARK + "{tag}" not in self.template,
+                f"template lacks {MARK}{{tag}}, which no response can forge; "
+                "ask for it before the verdict",
+            ),
+            (
+                self.range[0] >= self.range[1],
+                f"range={list(self.range)} is empty; write [lowest, highest]",
+            ),
+            (
+                (self.parse == "regex") != bool(self.pattern),
+                f"parse={self.parse!r}, pattern={self.pattern!r}; pattern and parse: "
+                "regex go together",
+            ),
+            (
+                self.pattern and not re.compile(self.pattern).groups,
+                f"pattern={self.pattern!r} has no group; put the number in parentheses",
+            ),
         )
         return self
 
