@@ -125,8 +125,8 @@ FOLDERS = [
     ),
     (
         "config/model.py",
-        "        chosen > shape.experts\n        or ",
-        "        ",
+        "            chosen > shape.experts\n            or ",
+        "            ",
         "unit/config/test_validate.py::test_more_experts_per_token_than_experts",
     ),
     (

@@ -257,8 +257,8 @@ MATHS = [
     ("rollout/schedule.py", "(self.keep or self.has_spread)", "(self.keep or has_spread)", FLAT),
     (
         "config/algorithm.py",
-        "        clip is not None\n        and algorithm.filter_zero_std",
-        "        False\n        and algorithm.filter_zero_std",
+        "            clip is not None\n            and algorithm.filter_zero_std",
+        "            False\n            and algorithm.filter_zero_std",
         "unit/config/test_validate.py::test_refusals",
     ),
     (
