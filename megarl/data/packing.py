@@ -8,6 +8,7 @@ attention is quadratic. Pure: every rank computes the same plan from the same le
 """
 
 import heapq
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import chain, groupby
 from random import Random
@@ -23,6 +24,7 @@ PlannedRows = tuple[tuple[tuple[RowIndices, ...], ...], ...]  # [update][dp rank
 
 # tokens; where attention costs as much as a layer's products: about 12 x the hidden size
 ATTENTION_LENGTH = 24576
+MAX_SWAPS = 1000
 
 
 def plan_microbatches(
@@ -114,10 +116,8 @@ def plan_rows(
         num_bins = -(-max(1, *map(len, fewest_bins)) // multiple) * multiple
         update = []
         for items, fallback in zip(ranks, fewest_bins, strict=True):
-            bins = partition(costs[items], num_bins)
+            bins = _even_bins(part_lengths[items], costs[items], num_bins, max_tokens) or fallback
             rank_units = part_units[items]
-            if any(len(bin) > 1 and part_lengths[items][bin].sum() > max_tokens for bin in bins):
-                bins = fallback
             filled = [tuple(sorted(rank_units[bin].tolist())) for bin in bins if bin]
             update.append(tuple(map(rows_of_bin, _pipeline_order(filled, lengths_U, num_bins))))
         planned.append(tuple(update))
@@ -152,18 +152,29 @@ def first_fit_decreasing(lengths: Sequence[int] | np.ndarray, capacity: int) -> 
     """Packs items, given by index, by first-fit-decreasing; an item larger than `capacity` gets its
     own bin.
     """
-    rooms_B = np.full(len(lengths), capacity)
-    bins = [[] for _ in lengths]
+    # fills one bin after the other with the largest remaining item that fits: the bins of the usual
+    # loop over items
     capped_N = np.minimum(lengths, capacity)
-    for item in np.argsort(-capped_N, kind="stable").tolist():
-        index = int((rooms_B >= capped_N[item]).argmax())
-        rooms_B[index] -= capped_N[item]
-        bins[index].append(item)
-    return [bin for bin in bins if bin]
+    order = np.argsort(capped_N, kind="stable")
+    items = order.tolist()
+    sizes = capped_N[order].tolist()
+    bins = []
+    while sizes:
+        members = []
+        room = capacity
+        index = len(sizes) - 1
+        while index >= 0:
+            members.append(items.pop(index))
+            room -= sizes.pop(index)
+            index = bisect_right(sizes, room) - 1
+        bins.append(members)
+    return bins
 
 
 def partition(costs: Sequence[int] | np.ndarray, parts: int) -> list[list[int]]:
-    """Partitions items, given by index, into `parts` of nearly equal cost: the largest first."""
+    """Partitions items, given by index, into `parts` of nearly equal cost: the largest first, then
+    by swaps.
+    """
     costs_N = np.asarray(costs, dtype=np.int64)
     assigned = [[] for _ in range(parts)]
     heap = [(0, part) for part in range(parts)]
@@ -171,7 +182,56 @@ def partition(costs: Sequence[int] | np.ndarray, parts: int) -> list[list[int]]:
         load, part = heap[0]
         assigned[part].append(item)
         heapq.heapreplace(heap, (load + int(costs_N[item]), part))
-    return assigned
+    members = [np.asarray(part, dtype=np.int64) for part in assigned]
+    loads = np.array([costs_N[part].sum() for part in members])
+    for _ in range(MAX_SWAPS):
+        most = int(loads.argmax())
+        least = int(loads.argmin())
+        swap = _best_swap(
+            costs_N[members[most]], costs_N[members[least]], int(loads[most] - loads[least])
+        )
+        if swap is None:
+            break
+        i, j, difference = swap
+        members[most][i], members[least][j] = members[least][j], members[most][i]
+        loads[most] -= difference
+        loads[least] += difference
+    return [part.tolist() for part in members]
+
+
+def _best_swap(high: np.ndarray, low: np.ndarray, gap: int) -> tuple[int, int, int] | None:
+    """Returns the two items whose exchange brings the gap in load closest to 0, and the load it
+    moves.
+    """
+    if gap < 2 or not low.size:
+        return None
+    order = np.argsort(low, kind="stable")
+    above = np.searchsorted(low[order], high - gap // 2).clip(max=low.size - 1)
+    near = np.stack([above, (above - 1).clip(min=0)])
+    differences = high - low[order[near]]
+    side, i = np.unravel_index(np.abs(2 * differences - gap).argmin(), differences.shape)
+    best = int(differences[side, i])
+    return (int(i), int(order[near[side, i]]), best) if 0 < best < gap else None
+
+
+def _even_bins(
+    lengths: np.ndarray, costs: np.ndarray, num_bins: int, max_tokens: int
+) -> list[list[int]] | None:
+    """`num_bins` bins of nearly equal cost within the token budget, or None if the greedy search
+    finds none.
+    """
+    bins = [[] for _ in range(num_bins)]
+    room_B = np.full(num_bins, max_tokens)
+    cost_B = np.zeros(num_bins, np.int64)
+    for item in np.argsort(-costs, kind="stable").tolist():
+        fitting = np.flatnonzero(room_B >= min(lengths[item], max_tokens))
+        if not fitting.size:
+            return None
+        index = fitting[cost_B[fitting].argmin()]
+        bins[index].append(item)
+        room_B[index] -= lengths[item]
+        cost_B[index] += costs[item]
+    return bins
 
 
 def _pipeline_order(
