@@ -64,10 +64,9 @@ def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
     if folder is not None:
         if engine:
             check_architectures(folder)
-        # those of a hub id are not yet downloaded, a config.json alone is for a dry run, and
-        # Megatron's are not safetensors
-        is_local = not is_hub_id(model.path or "") and len([*folder.iterdir()]) > 1
-        if is_local and not (folder / ".metadata").is_file():
+        # those of a hub id are not yet downloaded, and Megatron's are not safetensors
+        is_remote = is_hub_id(model.path or "") or _is_config_alone(folder)
+        if not is_remote and not (folder / ".metadata").is_file():
             files = {tensor.file for tensor in check_weights(folder, job.model).values()}
             others = sorted({*folder.glob("*.safetensors")} - files)
             notes = tuple(f"{file} is not read: it is not the model's" for file in others)
@@ -92,6 +91,11 @@ def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
     return replace(job, warnings=job.warnings + notes)
 
 
+def _is_config_alone(folder: Path) -> bool:
+    """Returns whether a folder is for dry runs and plans of the weight sync only."""
+    return [file.name for file in folder.iterdir()] == ["config.json"]
+
+
 class ProblemCheck:
     """Checks what each problem of a source has, and the tokens of some: `MAX_ENCODED`, and one of
     each shape (roles of the messages, and types of what is learned); or of all, if the tokenizer
@@ -111,7 +115,8 @@ class ProblemCheck:
         self.unread: set[str] = set()
         self.encoder = cache(self._encoder)
         task = config.task
-        settings = (folder, task.system_prompt, task.template_args, config.rollout.stop)
+        has_tokenizer = folder and not _is_config_alone(folder)
+        settings = (has_tokenizer, task.system_prompt, task.template_args, config.rollout.stop)
         self.is_encoded = self.learns == "answers" or task.template == "chat" or any(settings)
         if self.is_encoded:
             self.notes += end_warnings(self._tokenizer, config.rollout.stop)

@@ -192,10 +192,11 @@ def end_warnings(tokenizer: Tokenizer, stop: Sequence[str]) -> Iterator[str]:
     elif isinstance(tokenizer, HfTokenizer):
         turn_end = tokenizer.turn_end
         if turn_end and not {*turn_end} & {*ends}:
-            end, *own = tokenizer.inner.convert_ids_to_tokens([turn_end[0], *tokenizer.eos])
+            tokens = tokenizer.inner.convert_ids_to_tokens([turn_end[0], *tokenizer.eos])
+            end, *own = filter(None, tokens)
             yield (
                 f"the chat template ends a turn with {end!r}, which is no end token of the model "
-                f"({', '.join(map(str, own))}), so a response that is written like one runs to "
+                f"({', '.join(own)}), so a response that is written like one runs to "
                 f"rollout.max_tokens; set rollout.stop=[{end!r}]"
             )
 

@@ -32,6 +32,7 @@ from megarl.platform.env import Env, get_env, set_env
 from megarl.processes.shared_memory import lock_shm, shm_prefix, unlink_dead, unlink_shm
 from megarl.roles import Finished
 from megarl.rollout.vllm import arguments
+from megarl.rollout.vllm.arguments import engine_settings
 from megarl.rollout.vllm.routes import RouteCapture, capture_of
 from megarl.types import CheckFailed, Request, Routes, Sample
 from megarl.weights.sync.publish import WeightFormat
@@ -93,7 +94,7 @@ class Engine:
         from megarl.rollout.vllm.weight_loader import LayerReceiver
 
         eager = arguments.is_eager(rollout)
-        settings = arguments.engine_settings(
+        settings = engine_settings(
             folder, rollout, weights.dtype, fp8, trust_remote_code=trust_remote_code
         )
         if adapters:
@@ -108,7 +109,9 @@ class Engine:
         if fp8:
             weights = weights.in_fp8(scale_shapes(read_model(folder), fp8))
         capture = capture_of(llm, model, rollout, eager=eager)
-        reset_cache = capture.reset_cache if capture else llm.reset_prefix_cache
+        reset_cache = llm.reset_prefix_cache
+        if capture:
+            reset_cache = capture.reset_cache
         with unwrapped(model):
             receiver = LayerReceiver(model, weights, reset_cache)
         if adapters:
@@ -171,7 +174,9 @@ class Engine:
             )
             for request in requests
         ]
-        capture = self._capture if self._rollout.router_replay == "engine" else None
+        capture = None
+        if self._rollout.router_replay == "engine":
+            capture = self._capture
         samples = {}
         for outputs in self._steps(prompts, params):
             new = {}
@@ -312,7 +317,9 @@ def _in_order(values: dict[int, T]) -> list[T]:
 
 
 def _free_bytes() -> int:
-    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+    if not torch.cuda.is_available():
+        return 0
+    return torch.cuda.mem_get_info()[0]
 
 
 def _prepare(env: Env) -> str:
@@ -338,4 +345,6 @@ def _prepare(env: Env) -> str:
 
 def _compiler(eager: bool) -> AbstractContextManager[Any]:
     """Compiles nothing if `eager`: vLLM still would, two sampling helpers, 4-17 s on a CPU."""
-    return torch.compiler.set_stance("force_eager") if eager else nullcontext()
+    if eager:
+        return torch.compiler.set_stance("force_eager")
+    return nullcontext()

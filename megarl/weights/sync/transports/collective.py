@@ -31,12 +31,11 @@ def open_store(address: str, name: str, timeout: timedelta) -> Any:
     """Returns the keys `name` of a store at "file:PATH" or "HOST:PORT", for processes that share no
     launcher."""
     kind, _, where = address.partition(":")
+    private: Any = dist  # which does not list its stores in __all__
     if kind == "file":
-        store = dist.FileStore(where, -1)  # pyright: ignore[reportPrivateImportUsage]
+        store = private.FileStore(where, -1)
     else:
-        store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-            kind, int(where), is_master=False, timeout=timeout
-        )
+        store = private.TCPStore(kind, int(where), is_master=False, timeout=timeout)
     store.set_timeout(timeout)
     return dist.distributed_c10d.PrefixStore(name, store)
 
