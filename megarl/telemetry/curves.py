@@ -56,7 +56,7 @@ def run_panels(rows: JsonRows, evaluations: JsonRows) -> list[Panel]:
     parts = {
         key: key[7:-5]
         for key in sorted(set(chain.from_iterable(rows)))
-        if re.fullmatch(r"(?s)reward/.+/mean", key)
+        if re.fullmatch(r"(?s)reward/(?!sampled/).+/mean", key)
     }
     panels = [
         Panel("reward and accuracy", [*headline, *held_out]),

@@ -204,7 +204,9 @@ def test_a_comparison_needs_two_runs_with_steps(tmp_path: Path) -> None:
 
 
 def test_evaluation_sets_have_a_panel_and_are_compared() -> None:
-    rows = [{"step": step, "reward/mean": 0.1} for step in range(4)]
+    means = dict.fromkeys(("reward/mean", "reward/x/mean", "reward/y/mean"), 0.1)
+    means |= dict.fromkeys(("reward/sampled/mean", "reward/sampled/x/mean"), 0.1)
+    rows = [{"step": step, **means} for step in range(4)]
     interval = {
         "aime/mean@4": 0.1,
         "aime/mean@4/low": 0.0,
@@ -217,6 +219,7 @@ def test_evaluation_sets_have_a_panel_and_are_compared() -> None:
         for panel in run_panels(rows, evaluations)
     }
     assert panels["held-out sets"] == ["aime/mean@4"]
+    assert panels["reward by component, unweighted"] == ["x", "y"]
     assert "held-out sets" not in [
         panel.title for panel in run_panels(rows, [{"step": 0, "accuracy": 0.5}])
     ]
