@@ -191,8 +191,10 @@ def _sized(found: Any, expected: Any) -> Any:
     import numpy as np
 
     found = deepcopy(found)  # refuses objects, which may answer otherwise later
-    if np.array(found, object).size < np.array(expected, object).size:
-        raise AssertionError("fewer items than expected")
+    size = np.array(found, object).size
+    expected_size = np.array(expected, object).size
+    if size < expected_size or (size and not expected_size):
+        raise AssertionError(f"{size} items, not {expected_size}")
     return found
 
 

@@ -206,13 +206,21 @@ def _mark_in_place(module: ast.Module, names: set[str]) -> None:
 
     And makes NumPy compare no empty result with what is expected.
     """
+    code = {*names, "candidate"}
+    own = {function.name for function in nodes(module, ast.FunctionDef)}
     for call in nodes(module, ast.Call):
         name = called(call)
-        is_close = name.endswith("close") and not ast.unparse(call.func).startswith("math.")
+        function = ast.unparse(call.func)
+        is_close = name.endswith("close") and not function.startswith("math.")
+        if function.removeprefix("self.") in own:
+            continue
         if is_close or name.startswith(NUMPY_ASSERTIONS):
             if len(call.args) > 1:
-                sides = ", ".join(map(ast.unparse, call.args[:2]))
-                call.args[:1] = [ast.parse(f"_sized({sides})", mode="eval").body]
+                first, second = call.args[:2]
+                is_second = bool(code & _names(second)) and not code & _names(first)
+                order = (second, first) if is_second else (first, second)
+                sides = ", ".join(map(ast.unparse, order))  # what is found, and what is expected
+                call.args[is_second] = ast.parse(f"_sized({sides})", mode="eval").body
             elif call.keywords:  # actual=, desired=
                 raise UnreadableTests(f"{ast.unparse(call)[:80]} names what it compares")
     for expression in nodes(module, ast.Expr):
@@ -222,7 +230,7 @@ def _mark_in_place(module: ast.Module, names: set[str]) -> None:
         function = ast.unparse(call.func)
         if function.startswith("Solution()."):
             function = "Solution"
-        if function in {*names, "candidate"}:
+        if function in code:
             call.keywords.append(ast.keyword("_in_place", ast.Constant(True)))
 
 
