@@ -191,10 +191,9 @@ def _sized(found: Any, expected: Any) -> Any:
     import numpy as np
 
     found = deepcopy(found)  # refuses objects, which may answer otherwise later
-    size = np.array(found, object).size
-    expected_size = np.array(expected, object).size
-    if size < expected_size or (size and not expected_size):
-        raise AssertionError(f"{size} items, not {expected_size}")
+    size, least = (np.array(side, object).size for side in (found, expected))
+    if size < least or (size and not least):
+        raise AssertionError("other items than expected")
     return found
 
 

@@ -212,15 +212,15 @@ def _mark_in_place(module: ast.Module, names: set[str]) -> None:
         name = called(call)
         function = ast.unparse(call.func)
         is_close = name.endswith("close") and not function.startswith("math.")
-        if function.removeprefix("self.") in own:
-            continue
-        if is_close or name.startswith(NUMPY_ASSERTIONS):
+        is_own = function.removeprefix("self.") in own
+        if not is_own and (is_close or name.startswith(NUMPY_ASSERTIONS)):
             if len(call.args) > 1:
-                first, second = call.args[:2]
-                is_second = bool(code & _names(second)) and not code & _names(first)
-                order = (second, first) if is_second else (first, second)
-                sides = ", ".join(map(ast.unparse, order))  # what is found, and what is expected
-                call.args[is_second] = ast.parse(f"_sized({sides})", mode="eval").body
+                found, expected = call.args[:2]
+                if code & _names(expected) and not code & _names(found):
+                    found, expected = expected, found
+                sides = f"{ast.unparse(found)}, {ast.unparse(expected)}"
+                place = call.args.index(found)
+                call.args[place] = ast.parse(f"_sized({sides})", mode="eval").body
             elif call.keywords:  # actual=, desired=
                 raise UnreadableTests(f"{ast.unparse(call)[:80]} names what it compares")
     for expression in nodes(module, ast.Expr):
