@@ -259,8 +259,8 @@ def utf8_lines(lines: Iterable[bytes], file: object) -> Iterator[tuple[str, str]
 def read_table(
     lines: Iterable[bytes], file: object, columns: StoredOptions, separator: str = ","
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the place and the cells of each row of CSV: numbers and, of columns that are read,
-    texts; an empty cell is None. Raises ValueError with file and line.
+    """Yields the place and the cells of each row of CSV; an empty cell is None. Cells of the prompt
+    and the answer are text, also where they are numbers. Raises ValueError with file and line.
     """
     texts = {*PROMPT_TEXTS, *columns.prompts, columns.answer or "answer"}
     texts_of_lines = (text for _, text in utf8_lines(lines, file))
