@@ -95,6 +95,9 @@ def _flatten(body: Sequence[ast.stmt], entry: str | None) -> Iterator[ast.stmt]:
         is_guard = ast.unparse(item).startswith("if __name__ ==")
         statements += getattr(item, "body", []) if is_guard else [item]
     statements = [item for item in statements if not ast.unparse(item).startswith(runners)]
+    num_users = collections.Counter()  # statements that mention a name
+    for item in statements:
+        num_users.update(_names(item))
     for item in statements:
         if isinstance(item, ast.ImportFrom) and item.module == "solution":
             for alias in item.names:
@@ -106,8 +109,7 @@ def _flatten(body: Sequence[ast.stmt], entry: str | None) -> Iterator[ast.stmt]:
             if item.name == "check":
                 caller = "check"
                 argument = _function(body, item, entry)
-            others = [other for other in statements if other is not item]
-            is_called = item.name in _names(ast.Module(others, []))
+            is_called = num_users[item.name] > (item.name in _names(item))
             if not is_called and _can_be_inlined(item):
                 for parameter in item.args.args:
                     yield from _parse(f"{parameter.arg} = {argument}")
