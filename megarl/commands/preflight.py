@@ -1,7 +1,8 @@
 """All checks of a config before any process starts, and the summary that --dry-run prints.
 
 `megarl.config.validate` checks numbers; this module checks tokenizer, tasks, rewards and trackers.
-Neither imports torch, except for the model's tokenizer, which is loaded if something needs it.
+Neither imports torch, except for the tokenizer: that of a model's folder is always loaded, that of
+a random model if something needs it.
 """
 
 from collections.abc import Callable, Mapping
@@ -101,7 +102,7 @@ class ProblemCheck:
     each shape (roles of the messages, and types of what is learned); or of all, if the tokenizer
     has tokens that the model does not have.
 
-    `notes` are warnings. The tokenizer of a random model is loaded only if something needs it.
+    `notes` are warnings.
     """
 
     def __init__(self, config: Config, folder: Path | None, command: str) -> None:

@@ -10,7 +10,7 @@ last. JSON and CSV are read as they are: Arrow would take some texts for dates o
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from megarl.data.rows import (
     Problem,
     Source,
     StoredOptions,
+    enter,
     listed,
     read_problem,
     read_rows,
@@ -51,13 +52,14 @@ def load_rows(
     dataset = dataset.remove_columns(media)
     features = dataset.features
     options.check(features, f"hf:{name}")
-    column = options.answer or "answer"
-    dtype = getattr(features.get(column), "dtype", "")
+    dtype = getattr(options.answer_in(features), "dtype", "")
+    *structs, last = options.answer_path(features)
 
     def problem(index: int, row: dict[str, Any]) -> Problem:
         where = f"hf:{name} split {split} row {index}"
-        if dtype in SHORT_FLOATS and row[column] is not None:
-            row[column] = float(str(np.dtype(dtype).type(row[column])))
+        struct = reduce(enter, structs, row)
+        if dtype in SHORT_FLOATS and struct and struct[last] is not None:
+            struct[last] = float(str(np.dtype(dtype).type(struct[last])))
         return read_problem(row, where, options, ignore_media=ignore_media)
 
     def scan() -> Iterator[Problem]:

@@ -37,7 +37,12 @@ PROMPT_PARTS = (
 )
 EXAMPLE = '{"prompt": "1 + 1 =", "answer": "2"}'
 MESSAGES = '[{"role": "user", "content": "1 + 1 ="}, ...]'
-MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
+# a whole text, as a prompt may begin with a list of its own
+MESSAGES_AS_TEXT = re.compile(
+    r"""\s*\[\s*\{\s*["'](role["'].*["']content|content["'].*["']role|from["'].*["']value"""
+    r"""|value["'].*["']from)["']\s*:.*\}\s*\]\s*""",
+    re.DOTALL,
+)
 NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,14})(\.[0-9]+)?")  # a cell of CSV that is one
 # remedies for files that are not UTF-8, by their first bytes
 UTF_16 = "it is UTF-16: convert it with iconv -f UTF-16 -t UTF-8"
@@ -137,9 +142,12 @@ class StoredOptions(Section):
     def prompts(self) -> list[str]:
         return [self.prompt] if isinstance(self.prompt, str) else self.prompt or []
 
-    def answer_in(self, row: Mapping[str, Any]) -> Any:
+    def answer_path(self, row: Mapping[str, Any]) -> list[str]:
         name = self.answer or "answer"
-        return reduce(_enter, (name,) if name in row else name.split("."), row)
+        return [name] if name in row else name.split(".")
+
+    def answer_in(self, row: Mapping[str, Any]) -> Any:
+        return reduce(enter, self.answer_path(row), row)
 
     def check(self, known: Mapping[str, Any], name: object) -> None:
         """Raises ValueError for a column that `known`, the columns of the file `name`, lacks."""
@@ -156,7 +164,7 @@ class StoredOptions(Section):
 NO_OPTIONS = StoredOptions()
 
 
-def _enter(value: Any, key: str) -> Any:
+def enter(value: Any, key: str) -> Any:
     return value.get(key) if isinstance(value, Mapping) else None
 
 
@@ -192,9 +200,11 @@ def listed(
             f"{name} has no problems; write one JSON object per line, such as {EXAMPLE}"
         )
     known = {}
-    for _, row in rows:
-        if isinstance(row, Mapping):
-            known |= {key: value for key, value in row.items() if value is not None}
+    objects = [row for _, row in rows if isinstance(row, Mapping)]
+    for row in objects:
+        known |= {key: value for key, value in row.items() if value is not None}
+    # of a struct: the last row's may lack the answer
+    known |= next((row for row in objects if columns.answer_in(row) is not None), {})
     columns.check(known, name)
     problems = [read_problem(row, where, columns, ignore_media=ignore_media) for where, row in rows]
     return Source(problems.__getitem__, len(problems), lambda: problems)
@@ -249,13 +259,17 @@ def utf8_lines(lines: Iterable[bytes], file: object) -> Iterator[tuple[str, str]
 def read_table(
     lines: Iterable[bytes], file: object, columns: StoredOptions, separator: str = ","
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the place and the cells of each row of CSV: numbers and, of columns that are read,
-    texts; an empty cell is None. Raises ValueError with file and line.
+    """Yields the place and the cells of each row of CSV; an empty cell is None. Cells of the prompt
+    and the answer are text, also where they are numbers. Raises ValueError with file and line.
     """
     texts = {*PROMPT_TEXTS, *columns.prompts, columns.answer or "answer"}
     texts_of_lines = (text for _, text in utf8_lines(lines, file))
     table = csv.DictReader(texts_of_lines, delimiter=separator, strict=True)
     try:
+        names = table.fieldnames or ()
+        twice = [name for name in names if name and names.count(name) > 1]
+        if twice:
+            raise BadRow(f"{file}: line 1 names two columns {twice[0]!r}; rename one")
         for cells in table:
             where = f"{file}: line {table.line_num}"
             if None in cells:
@@ -312,7 +326,7 @@ def read_problem(
             )
         answer = matches[-1][1].strip()
     if answer is None:  # as verl has it
-        answer = _enter(extra.get("reward_model"), "ground_truth")
+        answer = enter(extra.get("reward_model"), "ground_truth")
     with errors_of(f"{where}: the answer"):
         answer = reference(answer)
     problem = Problem(question, answer, extra, where)
@@ -338,9 +352,9 @@ def _joined(values: list[Any]) -> Any:
 
 def read_content(value: Any, where: str, *, ignore_media: bool = False) -> TextOrMessages:
     """Returns text that is not blank, or messages. Raises ValueError for anything else."""
-    if isinstance(value, list) and value:
+    if isinstance(value, list | tuple) and value:
         return tuple(read_messages(value, where, ignore_media=ignore_media))
-    if not isinstance(value, str) or not value.strip() or MESSAGES_AS_TEXT.match(value):
+    if not isinstance(value, str) or not value.strip() or MESSAGES_AS_TEXT.fullmatch(value):
         raise ValueError(
             f"{where} must be text, or messages {MESSAGES} (a list, not its text), not "
             f"{short(value)}"

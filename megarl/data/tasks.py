@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
@@ -180,7 +179,7 @@ def _reasoning_gym(name: str, task: Task, split: Split) -> Source:
         )
         raise ValueError(f"task.name={task.name!r}: reasoning-gym has no {name!r}; {remedy}")
     options = {"seed": 0} | task.options
-    dataset = _call(task, partial(reasoning_gym.create_dataset, name), options)
+    dataset = _call(task, lambda: reasoning_gym.create_dataset(name, **options))
     num_indices = len(dataset)
     if "size" not in task.options:
         with suppress(IndexError, KeyError):  # nearly all accept any index, a few are lists
@@ -247,9 +246,9 @@ def _jsonl(file: str, task: Task, split: Split) -> Source:
         return listed(read_rows(lines, path), options, path, ignore_media=task.ignore_media)
 
 
-def _call(task: Task, function: Callable[..., Any], options: dict[str, Any]) -> Any:
+def _call(task: Task, function: Callable[[], Any]) -> Any:
     try:
-        return function(**options)
+        return function()
     except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(
             f"{task.name} rejects task.options={task.options}: "
@@ -262,7 +261,7 @@ def _user_function(task: Task, split: Split) -> Source:
     be lazy.
     """
     function = import_function(task.name, setting="task.name")
-    rows = _call(task, function, {"split": split} | task.options)
+    rows = _call(task, lambda: function(split=split, **task.options))
     if not isinstance(rows, Sequence) or isinstance(rows, str | bytes):
         raise ValueError(
             f"task.name={task.name!r} returned a {type(rows).__name__}; return a sequence of rows, "

@@ -205,15 +205,15 @@ def pad_token(tokenizer: Tokenizer) -> tuple[int, str | None]:
     """Returns a token to pad rows with, and its text if there is a tokenizer; never the token that
     ends an answer.
 
-    transformers scores the last token that is not padding, which would then be the one before the
-    end.
+    transformers scores the last token that is not padding, which must be the end.
     """
     end = tokenizer.encode_answer("")
     if isinstance(tokenizer, TokenIds):
         return next(token for token in reversed(range(tokenizer.vocab)) if token not in end), None
     inner = tokenizer.inner
-    tokens = (inner.pad_token_id, inner.unk_token_id, inner.bos_token_id, *range(len(inner)))
-    pad = next(token for token in tokens if token not in (None, *end))
+    first = (inner.pad_token_id, inner.unk_token_id, inner.bos_token_id, *inner.all_special_ids)
+    others = reversed(range(len(inner)))
+    pad = next(token for token in (*first, *others) if token not in (None, *end))
     return pad, inner.convert_ids_to_tokens(pad)
 
 

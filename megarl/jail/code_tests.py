@@ -184,10 +184,12 @@ def same(actual: Any, expected: Any) -> bool:
 
 
 def _same_items(pairs: list[list[Any]], expected: dict[str, Any]) -> bool:
-    items = {str(key): item for key, item in pairs}
-    if len(items) < len(pairs) or items.keys() != expected.keys():
+    if len(pairs) != len(expected):  # first, as it bounds a dict of the code's keys
         return False
-    return all(same(item, expected[key]) for key, item in items.items())
+    items = {str(key): item for key, item in pairs}
+    return items.keys() == expected.keys() and all(
+        same(item, expected[key]) for key, item in items.items()
+    )
 
 
 def same_output(actual: str, expected: str) -> bool:

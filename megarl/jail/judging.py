@@ -102,7 +102,9 @@ def _judge_in_child(server: ForkServer, spec: Spec) -> list[Verdict]:
             child = server.start("megarl.jail.judging:serve", (spec, folder), [writer])
         lines, status, is_late = _read_lines(child, reader, timeout_s)
     if lines[:1] != [READY]:
-        detail = "".join(lines[:1]) or f"exit status {status}"
+        detail = "too late" if is_late else f"exit status {status}"
+        if lines:
+            detail = lines[0]
         raise ForkServerError(f"the judge {factory} did not start: {detail}")
     verdicts = [_parse(line) for line in lines[1 : len(items) + 1]]
     if len(verdicts) < len(items):

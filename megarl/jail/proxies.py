@@ -191,8 +191,9 @@ def _sized(found: Any, expected: Any) -> Any:
     import numpy as np
 
     found = deepcopy(found)  # refuses objects, which may answer otherwise later
-    if np.array(found, object).size < np.array(expected, object).size:
-        raise AssertionError("fewer items than expected")
+    size, least = (np.array(side, object).size for side in (found, expected))
+    if size < least or (size and not least):
+        raise AssertionError("other items than expected")
     return found
 
 

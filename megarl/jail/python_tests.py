@@ -95,6 +95,9 @@ def _flatten(body: Sequence[ast.stmt], entry: str | None) -> Iterator[ast.stmt]:
         is_guard = ast.unparse(item).startswith("if __name__ ==")
         statements += getattr(item, "body", []) if is_guard else [item]
     statements = [item for item in statements if not ast.unparse(item).startswith(runners)]
+    num_users = collections.Counter()  # statements that mention a name
+    for item in statements:
+        num_users.update(_names(item))
     for item in statements:
         if isinstance(item, ast.ImportFrom) and item.module == "solution":
             for alias in item.names:
@@ -106,8 +109,7 @@ def _flatten(body: Sequence[ast.stmt], entry: str | None) -> Iterator[ast.stmt]:
             if item.name == "check":
                 caller = "check"
                 argument = _function(body, item, entry)
-            others = [other for other in statements if other is not item]
-            is_called = item.name in _names(ast.Module(others, []))
+            is_called = num_users[item.name] > (item.name in _names(item))
             if not is_called and _can_be_inlined(item):
                 for parameter in item.args.args:
                     yield from _parse(f"{parameter.arg} = {argument}")
@@ -206,13 +208,21 @@ def _mark_in_place(module: ast.Module, names: set[str]) -> None:
 
     And makes NumPy compare no empty result with what is expected.
     """
+    code = {*names, "candidate"}
+    own = {function.name for function in nodes(module, ast.FunctionDef)}
     for call in nodes(module, ast.Call):
         name = called(call)
-        is_close = name.endswith("close") and not ast.unparse(call.func).startswith("math.")
-        if is_close or name.startswith(NUMPY_ASSERTIONS):
+        function = ast.unparse(call.func)
+        is_close = name.endswith("close") and not function.startswith("math.")
+        is_own = function.removeprefix("self.") in own
+        if not is_own and (is_close or name.startswith(NUMPY_ASSERTIONS)):
             if len(call.args) > 1:
-                sides = ", ".join(map(ast.unparse, call.args[:2]))
-                call.args[:1] = [ast.parse(f"_sized({sides})", mode="eval").body]
+                found, expected = call.args[:2]
+                if code & _names(expected) and not code & _names(found):
+                    found, expected = expected, found
+                sides = f"{ast.unparse(found)}, {ast.unparse(expected)}"
+                place = call.args.index(found)
+                call.args[place] = ast.parse(f"_sized({sides})", mode="eval").body
             elif call.keywords:  # actual=, desired=
                 raise UnreadableTests(f"{ast.unparse(call)[:80]} names what it compares")
     for expression in nodes(module, ast.Expr):
@@ -222,7 +232,7 @@ def _mark_in_place(module: ast.Module, names: set[str]) -> None:
         function = ast.unparse(call.func)
         if function.startswith("Solution()."):
             function = "Solution"
-        if function in {*names, "candidate"}:
+        if function in code:
             call.keywords.append(ast.keyword("_in_place", ast.Constant(True)))
 
 

@@ -59,6 +59,12 @@ ROWS = [
         f"{CORPUS}[pair_context_has_a_system_message]",
     ),
     (
+        "data/feedback.py",
+        "[ranks[text] for text in texts], margin",
+        "[sign * number for number in numbers], margin",
+        f"{CORPUS}[nothing_learned_pair_of_equal_responses]",
+    ),
+    (
         "data/conversations.py",
         "if not any(mask[1:]):",
         "if False:",
@@ -132,7 +138,7 @@ ROWS = [
     ),
     (
         "data/rows.py",
-        " or MESSAGES_AS_TEXT.match(value):",
+        " or MESSAGES_AS_TEXT.fullmatch(value):",
         ":",
         f"{CORPUS}[messages_as_json_text]",
     ),

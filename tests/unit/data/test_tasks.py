@@ -103,6 +103,10 @@ def test_a_generator_that_is_a_list_wraps_round():
             Task(name="megarl.data.tasks:random_tokens", options={"vocab": 9, "x": 1}),
             "unexpected keyword argument 'x'",
         ),
+        (
+            Task(name="megarl.data.tasks:random_tokens", options={"vocab": 9, "split": "train"}),
+            "multiple values for keyword argument 'split'",
+        ),
     ],
 )
 def test_wrong_names_and_options(task, says):

@@ -464,6 +464,14 @@ ATTACKS = {
             "np.testing.assert_allclose(actual=f(5), desired=6)", "assert np.allclose(*(f(5), 6))",
         )
     },
+    **{
+        f"nothing, {test}": (f"import numpy as np\n{test}", EMPTY)
+        for test in (
+            "assert np.allclose([6], f(5))", "assert np.isclose(6, f(5)).all()", "np.testing.assert_array_equal([6], f(5))",
+            "np.testing.assert_array_equal(6, Solution().f(5))",
+        )
+    },
+    "nothing is expected": ("import numpy as np\nassert np.allclose(f(5), [])", SAME),
     "an object that reshapes itself": (
         "import numpy as np\nassert np.allclose(f(5), 6)", "class A:\n    def reshape(self, *a): return []\ndef f(x): return A()"),
     "an object that changes its items": (
@@ -799,6 +807,14 @@ RIGHT = {
     "numpy.testing of a dict": ("import numpy as np\nnp.testing.assert_equal(f(), {'a': 1.0, 'b': [1, 2]})", "def f(): return {'a': 1.0, 'b': [1, 2]}"),
     "numpy.testing of nothing": ("import numpy as np\nnp.testing.assert_array_equal(f([]), [])", "def f(x): return x"),
     "np.isclose": ("import numpy as np\nassert np.isclose(f(1), 0.3) and np.isclose(f(1), 0.3).all()", "def f(x): return 0.1 + 0.2"),
+    "the expected value first": (
+        "import numpy as np\nfrom math import isclose\nassert np.allclose([0.3], f(1)) and isclose(0.3, f(1)[0])\n"
+        "np.testing.assert_allclose([0.3], f(1))\nnp.testing.assert_array_equal(0.1 + 0.2, f(1))",
+        "def f(x): return [0.1 + 0.2]"),
+    "functions of the tests, named as NumPy's": (
+        "def assert_attribute(o, x):\n    assert o.x == x\ndef assert_args(args, e):\n    assert f(*args).y == e\n"
+        "assert_attribute(f(1), 1)\nassert_args((1,), [2, 3])",
+        "class P:\n    x = 1\n    y = [2, 3]\ndef f(n): return P()"),
     "allclose to one": ("import numpy as np\nassert np.allclose(f(3), 0)", "def f(n): return [0.0] * n"),
     "pandas argument": ("import pandas as pd\nassert f(pd.Series([1, 2])) == 1.5", "def f(s): return s.mean()"),
     "keys": ("assert f({'a': 1}) == {'a'} and list(f({'b': 1})) == ['b']", "def f(d): return d.keys()"),

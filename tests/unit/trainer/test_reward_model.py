@@ -301,6 +301,10 @@ def test_rows_are_never_padded_with_the_token_that_ends_them(tmp_path: Path) -> 
     assert pad_token(tokenizer) == (inner.pad_token_id, inner.pad_token)
     inner.pad_token = inner.eos_token  # as in many models
     assert pad_token(tokenizer) == (inner.unk_token_id, inner.unk_token)
+    inner.unk_token = inner.bos_token = None
+    # as in Qwen2.5: no token of texts, which would become a special one
+    inner.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    assert pad_token(tokenizer)[1] == "<|im_start|>"
     assert pad_token(TokenIds((66,), 67)) == (65, None)
 
 
