@@ -19,7 +19,14 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import yaml
-from rich.progress import Progress
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from megarl.checkpoint.conversion_map import ConversionMap, StoredTensors, TensorSource
 from megarl.checkpoint.convert import Conversion
@@ -261,6 +268,13 @@ def _file_of(shape: ModelShape, sizes: Parallel) -> Callable[[str], tuple[int, i
 
 @contextmanager
 def _bar(total: int, *, interactive: bool) -> Iterator[Any]:
-    with Progress(disable=not interactive) as bar:
+    with Progress(
+        TextColumn("{task.description:<7}"),
+        BarColumn(30),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        disable=not interactive,
+    ) as bar:
         tasks = {name: bar.add_task(name, total=total) for name in ("write", "verify")}
         yield lambda task, nbytes: bar.advance(tasks[task], nbytes)

@@ -19,6 +19,7 @@ import numpy as np
 
 from megarl.data.media import FEATURE, refuse_media
 from megarl.data.rows import (
+    PROMPT_TEXTS,
     BadRow,
     Problem,
     Source,
@@ -53,18 +54,24 @@ def load_rows(
     features = dataset.features
     options.check(features, f"hf:{name}")
     dtype = getattr(options.answer_in(features), "dtype", "")
-    *structs, last = options.answer_path(features)
+    path = options.answer_path(features)
+    *structs, last = path
 
     def problem(index: int, row: dict[str, Any]) -> Problem:
         where = f"hf:{name} split {split} row {index}"
         struct = reduce(enter, structs, row)
-        if dtype in SHORT_FLOATS and struct and struct[last] is not None:
+        if dtype in SHORT_FLOATS and struct and struct.get(last) is not None:
             struct[last] = float(str(np.dtype(dtype).type(struct[last])))
         return read_problem(row, where, options, ignore_media=ignore_media)
 
-    def scan() -> Iterator[Problem]:
+    def scan(whole: bool) -> Iterator[Problem]:
+        known = dataset.column_names
+        names = options.prompts or [*PROMPT_TEXTS, "messages"]
+        if options.answer_pattern:
+            names = [*names, path[0]]
+        columns = [column for column in known if whole or column in names]
         try:
-            yield from map(problem, count(), _read_batches(dataset))
+            yield from map(problem, count(), _read_batches(dataset.select_columns(columns)))
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"hf:{name} has a text that is not UTF-8 ({error}); write its files again"

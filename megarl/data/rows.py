@@ -85,18 +85,19 @@ class Source:
 
     problem: Callable[[int], Problem]
     size: int | None  # None: endless
-    scan: Callable[[], Iterable[Problem]] | None = None  # all in order, faster than one by one
+    # all problems in order, faster than one by one; if the argument is False, only their questions
+    scan: Callable[[bool], Iterable[Problem]] | None = None
     weight: float = 1.0  # in a mixture
     held_out: int = 0  # training problems that were removed because they are evaluated on
 
-    def problems(self) -> Iterable[Problem]:
-        """All problems of a finite source; the first of an endless one."""
-        return self.scan() if self.scan else map(self.problem, range(self.size or 1))
+    def problems(self, whole: bool = True) -> Iterable[Problem]:
+        """All problems of a finite source, or only their questions; the first of an endless one."""
+        return self.scan(whole) if self.scan else map(self.problem, range(self.size or 1))
 
     def digest(self) -> str:
         """Hashes the questions in order; "" for those that are generated."""
         total = hashlib.sha256()
-        for problem in self.scan() if self.scan else ():
+        for problem in self.scan(False) if self.scan else ():
             total.update(f"{len(problem.text)} {problem.text}".encode())
         return total.hexdigest()[:16] if self.scan else ""
 
@@ -107,7 +108,7 @@ class Source:
             self,
             problem=lambda index: self.problem(indices[index]),
             size=len(indices),
-            scan=lambda: compress(self.problems(), keep),
+            scan=lambda whole: compress(self.problems(whole), keep),
         )
 
 
@@ -207,7 +208,7 @@ def listed(
     known |= next((row for row in objects if columns.answer_in(row) is not None), {})
     columns.check(known, name)
     problems = [read_problem(row, where, columns, ignore_media=ignore_media) for where, row in rows]
-    return Source(problems.__getitem__, len(problems), lambda: problems)
+    return Source(problems.__getitem__, len(problems), lambda whole: problems)
 
 
 @contextmanager

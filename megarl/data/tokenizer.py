@@ -28,8 +28,7 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", *MODELS)
 Encode = Callable[[TextOrMessages], tuple[int, ...]]
 # tokens of a whole example, and which of them are learned
 Example = tuple[tuple[int, ...], tuple[bool, ...]]
-# variables of a chat template that task.template_args cannot set
-ALWAYS_GIVEN = {"messages", "add_generation_prompt"}
+ALWAYS_GIVEN = {"messages", "add_generation_prompt"}  # task.template_args cannot set them
 
 TEMPLATE_TIMEOUT_S = 10.0  # for one prompt
 MAX_PROMPT_CHARACTERS = 1 << 24

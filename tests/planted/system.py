@@ -139,7 +139,7 @@ SYSTEM = [
     ),
     (
         "commands/preflight.py",
-        "settings = (folder, ",
+        "settings = (has_tokenizer, ",
         "settings = (",
         "unit/commands/test_preflight.py::test_a_tokenizer_that_cannot_be_loaded_is_refused_before_a_process_starts",
     ),
