@@ -36,7 +36,6 @@ FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "cs
 # as datasets reports no rows
 EMPTY = ("corresponds to no data", "BatchSize must be greater than 0", "StopIteration")
 BATCH = 1000  # rows read at once in a scan
-SHORT_FLOATS = ("float16", "float32")  # read as float64, with digits that nobody wrote
 
 
 def load_rows(
@@ -52,12 +51,19 @@ def load_rows(
     features = dataset.features
     options.check(features, f"hf:{name}")
     column = options.answer or "answer"
-    dtype = getattr(features.get(column), "dtype", "")
+    names = getattr(features.get(column), "names", None)  # of ClassLabel, as MMLU's A to D
+    short = {
+        key: getattr(np, kind)
+        for key, feature in features.items()
+        for kind in re.findall("float16|float32", repr(feature))
+    }
 
     def problem(index: int, row: dict[str, Any]) -> Problem:
         where = f"hf:{name} split {split} row {index}"
-        if dtype in SHORT_FLOATS and row[column] is not None:
-            row[column] = float(str(np.dtype(dtype).type(row[column])))
+        for key, kind in short.items():
+            row[key] = _as_written(row[key], kind)
+        if names and row[column] is not None:
+            row[column] = names[row[column]]
         return read_problem(row, where, options, ignore_media=ignore_media)
 
     def scan() -> Iterator[Problem]:
@@ -69,6 +75,17 @@ def load_rows(
             ) from None
 
     return Source(lambda index: problem(index, dataset[index]), len(dataset), scan)
+
+
+def _as_written(value: Any, kind: Callable[[float], np.floating[Any]]) -> Any:
+    """Returns a value with the digits of its short floats, which datasets reads as float64."""
+    if isinstance(value, list):
+        return [_as_written(item, kind) for item in value]
+    if isinstance(value, dict):
+        return {key: _as_written(item, kind) for key, item in value.items()}
+    if isinstance(value, float) and kind(value) == value:  # that of a double is another
+        return float(str(kind(value)))
+    return value
 
 
 def _read_batches(dataset: Any) -> Iterator[dict[str, Any]]:
