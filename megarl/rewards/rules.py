@@ -13,11 +13,11 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from megarl.data.task_judge import TaskJudge, judge_answers
+from megarl.data.thoughts import is_thought_and_answer
 from megarl.jail.judging import JudgePool
 from megarl.rewards.interface import Score, ScoreError, ScoreRequest, try_score
 from megarl.rewards.maths import compare, texts_of
 from megarl.rewards.reading import BALANCED
-from megarl.rewards.thoughts import is_thought_and_answer
 from megarl.rewards.time_limit import call_with_time_limit
 
 MATHS = JudgePool("megarl.rewards.maths:make_judge", "megarl.rewards.maths:import_math_verify")

@@ -66,8 +66,8 @@ ROWS = [
     ),
     (
         "data/tokenizer.py",
-        "                    return tokens[:end]",
-        "                    return tokens",
+        "else tokens[:end]",
+        "else tokens",
         f"{CORPUS}[prompt_end_of_a_post_processor]",
     ),
     (
