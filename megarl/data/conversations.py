@@ -20,6 +20,7 @@ from itertools import pairwise
 
 from megarl.config.schema import Task
 from megarl.data.rows import Problem, messages_of, read_content, reference_text, short
+from megarl.data.thoughts import PROMPT_TOKENS, TAGS, after_thoughts, opened_tag
 from megarl.data.tokenizer import Example, HfTokenizer, Tokenizer, prompt_encoder
 
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\b")
@@ -39,8 +40,9 @@ def example_encoder(
         is_answered = not isinstance(question, str) and question[-1]["role"] in roles
         if completion is None and not is_answered:
             if problem.answer is not None:
-                reference_text(problem.answer)  # raises for a list
-                return encode(question), ()
+                prompt = encode(question)
+                _check_thoughts(tokenizer, prompt, reference_text(problem.answer))
+                return prompt, ()
             if isinstance(question, str):
                 raise ValueError(
                     "it has no answer, but stage: sft trains on answers; write `answer`, "
@@ -52,6 +54,7 @@ def example_encoder(
             content = read_content(completion, "completion", ignore_media=task.ignore_media)
             if isinstance(content, str):
                 prompt = encode(question)
+                _check_thoughts(tokenizer, prompt, content)
                 answer = tokenizer.encode_answer(content)
                 return _learned((*prompt, *answer), (False,) * len(prompt) + (True,) * len(answer))
             first = len(messages)
@@ -82,6 +85,16 @@ def example_encoder(
         return _learned(*_by_turns(tokenizer, render, messages, learned))
 
     return example
+
+
+def _check_thoughts(tokenizer: Tokenizer, prompt: Sequence[int], answer: str) -> None:
+    """Raises ValueError if thoughts that the prompt opens are opened again, or never closed."""
+    tag = opened_tag(tokenizer.decode(prompt[-PROMPT_TOKENS:]))
+    if tag and (answer.lstrip().startswith(tag) or after_thoughts(tag + answer) is None):
+        raise ValueError(
+            f"the prompt ends with {tag}, so {short(answer)} would be learned as a thought; write "
+            f"the thoughts without {tag}, and {TAGS[tag]} behind them"
+        )
 
 
 def _learned(tokens: tuple[int, ...], mask: tuple[bool, ...]) -> Example:

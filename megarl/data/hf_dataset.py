@@ -10,7 +10,7 @@ last. JSON and CSV are read as they are: Arrow would take some texts for dates o
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial, reduce
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from megarl.data.rows import (
     Problem,
     Source,
     StoredOptions,
-    enter,
     listed,
     read_problem,
     read_rows,
@@ -38,7 +37,6 @@ FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "cs
 # as datasets reports no rows
 EMPTY = ("corresponds to no data", "BatchSize must be greater than 0", "StopIteration")
 BATCH = 1000  # rows read at once in a scan
-SHORT_FLOATS = ("float16", "float32")  # read as float64, with digits that nobody wrote
 
 
 def load_rows(
@@ -53,23 +51,28 @@ def load_rows(
     dataset = dataset.remove_columns(media)
     features = dataset.features
     options.check(features, f"hf:{name}")
-    dtype = getattr(options.answer_in(features), "dtype", "")
-    path = options.answer_path(features)
-    *structs, last = path
+    column = options.answer or "answer"
+    labels = getattr(features.get(column), "names", None)  # of ClassLabel, as MMLU's A to D
+    short = {
+        key: getattr(np, kind)
+        for key, feature in features.items()
+        for kind in re.findall("float16|float32", repr(feature))
+    }
 
     def problem(index: int, row: dict[str, Any]) -> Problem:
         where = f"hf:{name} split {split} row {index}"
-        struct = reduce(enter, structs, row)
-        if dtype in SHORT_FLOATS and struct and struct.get(last) is not None:
-            struct[last] = float(str(np.dtype(dtype).type(struct[last])))
+        for key in row.keys() & short:
+            row[key] = _as_written(row[key], short[key])
+        if labels and row.get(column) is not None:
+            row[column] = labels[row[column]]
         return read_problem(row, where, options, ignore_media=ignore_media)
 
     def scan(whole: bool) -> Iterator[Problem]:
         known = dataset.column_names
         names = options.prompts or [*PROMPT_TEXTS, "messages"]
         if options.answer_pattern:
-            names = [*names, path[0]]
-        columns = [column for column in known if whole or column in names]
+            names = [*names, options.answer_path(features)[0]]
+        columns = [key for key in known if whole or key in names]
         try:
             yield from map(problem, count(), _read_batches(dataset.select_columns(columns)))
         except UnicodeDecodeError as error:
@@ -78,6 +81,17 @@ def load_rows(
             ) from None
 
     return Source(lambda index: problem(index, dataset[index]), len(dataset), scan)
+
+
+def _as_written(value: Any, kind: Callable[[float], np.floating[Any]]) -> Any:
+    """Returns a value with the digits of its short floats, which datasets reads as float64."""
+    if isinstance(value, list):
+        return [_as_written(item, kind) for item in value]
+    if isinstance(value, dict):
+        return {key: _as_written(item, kind) for key, item in value.items()}
+    if isinstance(value, float) and kind(value) == value:  # that of a double is another
+        return float(str(kind(value)))
+    return value
 
 
 def _read_batches(dataset: Any) -> Iterator[dict[str, Any]]:

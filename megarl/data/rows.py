@@ -267,10 +267,10 @@ def read_table(
     texts_of_lines = (text for _, text in utf8_lines(lines, file))
     table = csv.DictReader(texts_of_lines, delimiter=separator, strict=True)
     try:
-        names = table.fieldnames or ()
-        twice = [name for name in names if name and names.count(name) > 1]
-        if twice:
-            raise BadRow(f"{file}: line 1 names two columns {twice[0]!r}; rename one")
+        names = [*filter(None, table.fieldnames or ())]
+        for name in names:
+            if names.count(name) > 1:
+                raise BadRow(f"{file}: the header names {short(name)} twice; rename one")
         for cells in table:
             where = f"{file}: line {table.line_num}"
             if None in cells:
@@ -307,7 +307,7 @@ def read_problem(
         )
     extra = {str(key): row[key] for key in row if key not in (*keys, columns.answer or "answer")}
     for name in () if columns.prompt else PROMPT_PARTS:
-        if extra.get(name):
+        if extra.get(name) and extra[name] != "[]":
             raise ValueError(
                 f"{where} has {name}={short(extra[name])}, which would not be in the prompt; write "
                 "it into the prompt, as the first of its messages, for one (or set "
@@ -319,8 +319,9 @@ def read_problem(
     question = read_content(question, f"{where}: the prompt", ignore_media=ignore_media)
     answer = columns.answer_in(row)
     if columns.answer_pattern:
-        matches = [*re.finditer(columns.answer_pattern, "" if answer is None else str(answer))]
-        if not matches:
+        text = "" if isinstance(answer, list | Mapping | None) else str(answer)
+        matches = [*re.finditer(columns.answer_pattern, text)]
+        if not matches or matches[-1][1] is None:
             raise ValueError(
                 f"{where}: task.options.answer_pattern={columns.answer_pattern!r} does not match "
                 f"the answer {str(answer)[-60:]!r}; change the pattern"
@@ -368,7 +369,7 @@ def reference(value: Any) -> Any:
 
     Booleans, lists and objects stay; null, NaN and empty texts are None. Raises ValueError.
     """
-    if value is None or value != value or value == "":
+    if value is None or value != value or not str(value).strip():
         return None
     if isinstance(value, str | bool | list | Mapping):
         return value
@@ -416,6 +417,7 @@ def read_messages(
                 kind = part.get("type") if isinstance(part, Mapping) else None
                 if kind == "text" and isinstance(part.get("text"), str):
                     texts.append(part["text"])
+                    refuse_media(place, [*filter(part.get, MEDIA)], ignore=ignore_media)
                 elif str(kind) in MEDIA:
                     refuse_media(place, [str(kind)], ignore=ignore_media)
                 else:

@@ -135,9 +135,7 @@ def _check_class(config: ConfigReader) -> None:
 
 
 def prompt_encoder(tokenizer: Tokenizer, task: Task) -> Encode:
-    """Returns the function that encodes questions; ValueError for a setting that the chat template
-    would ignore.
-    """
+    """Returns the encoder of questions; ValueError for a setting that a chat template ignores."""
     settings = {"system_prompt": task.system_prompt, "template_args": task.template_args}
     chat = {key: value for key, value in settings.items() if value}
     if chat and (task.template == "plain" or not tokenizer.chat_template):
@@ -308,9 +306,11 @@ class HfTokenizer:
             text = "\n".join(message["content"] for message in messages)
             tokens = self.encode(text, special=True)
             own = self.encode(text)
-            for end in range(len(own), len(tokens)):
-                if tokens[end - len(own) : end] == own:
-                    return tokens[:end]  # without what is added at the end: the prompt goes on
+            for end in range(len(own), len(tokens) + 1):
+                start = tokens[: end - len(own)]
+                # without what is added at the end: the prompt goes on; nor the start twice
+                if tokens[:end] == start + own:
+                    return own if own[: len(start)] == start else tokens[:end]
             return tokens
         if not self.chat_template:
             raise ValueError(

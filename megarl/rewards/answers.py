@@ -6,7 +6,7 @@ response --after any thoughts--> tag | boxed | last_line | last_number | whole -
 import re
 
 from megarl.config.schema import AnswerPlace
-from megarl.rewards.thoughts import after_thoughts
+from megarl.data.thoughts import after_thoughts
 
 BOXED = "\\boxed"
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # \{ and \} are text

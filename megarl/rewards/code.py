@@ -25,6 +25,7 @@ from typing import Any, Literal
 from pydantic import PositiveFloat, PositiveInt
 
 from megarl.config.schema import Reward, Section
+from megarl.data.thoughts import after_thoughts
 from megarl.jail.code_tests import CallTest, ProblemTests, read_tests
 from megarl.jail.influence import UnreadableTests
 from megarl.jail.python_tests import Script
@@ -39,7 +40,6 @@ from megarl.rewards.interface import (
     parse_options,
     try_score,
 )
-from megarl.rewards.thoughts import after_thoughts
 
 log = logging.getLogger(__name__)
 # as in CommonMark; a fence that is never closed counts

@@ -25,6 +25,7 @@ from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from megarl.config.schema import Reward
 from megarl.config.section import Pattern, refuse
+from megarl.data.thoughts import after_thoughts
 from megarl.rewards.interface import (
     BatchReward,
     Score,
@@ -34,7 +35,6 @@ from megarl.rewards.interface import (
     try_score,
 )
 from megarl.rewards.remote import HttpClient, HttpOptions, finite_number
-from megarl.rewards.thoughts import after_thoughts
 from megarl.rewards.time_limit import TimeLimitExceeded, call_with_time_limit
 
 TEMPLATE = """Grade the response to the task below.

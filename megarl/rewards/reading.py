@@ -27,6 +27,7 @@ RENAMED = r"""
 ½ \frac{1}{2} ⅓ \frac{1}{3} ⅔ \frac{2}{3} ¼ \frac{1}{4} ¾ \frac{3}{4} ⅕ \frac{1}{5} ⅖ \frac{2}{5}
 ⅗ \frac{3}{5} ⅘ \frac{4}{5} ⅙ \frac{1}{6} ⅚ \frac{5}{6} ⅛ \frac{1}{8} ⅜ \frac{3}{8} ⅝ \frac{5}{8}
 ⅞ \frac{7}{8} ⅑ \frac{1}{9} ⅒ \frac{1}{10}
+（ ( ） ) ， , 、 , ； ; ： : ％ % ＝ = ＋ + － - ＞ > ＜ <
 """
 SYNONYMS = dict.fromkeys(IGNORED.split(), "") | dict.fromkeys([*SPACES.split(), "\\ ", "\\\n"], " ")
 SYNONYMS |= {name: f"{command} " for name, command in re.findall(r"(\S+)\s+(\S+)", RENAMED)}
@@ -51,6 +52,12 @@ TOKEN = re.compile(
 # left out of an answer.
 NAMES_OF_UNITS = r"""
 mm millimeter millimetre 毫米 мм
+平方米
+平方厘米
+平方千米
+立方米
+立方厘米
+dm decimeter decimetre 分米
 cm centimeter centimetre 厘米 см
 m meter metre metro 米 м
 km kilometer kilometre 千米 公里 км
@@ -61,7 +68,7 @@ mi mile
 mg milligram
 g gram gramme gm 克 г
 kg kilogram kilo 千克 公斤 кг
-t ton tonne
+t ton tonne 吨
 lb pound
 oz ounce
 mL ml milliliter millilitre 毫升
@@ -70,10 +77,10 @@ gal gallon
 s sec second 秒
 ms millisecond
 min minute 分钟
-h hr hour hora 小时
-day 天
-week
-month
+h hr hour hora 小时 时
+day 天 日
+week 周 星期
+month 个月 月
 year yr año 年 岁
 deg degree \circ 度
 degC \circC
@@ -97,6 +104,31 @@ ohm \Omega
 acre
 ha hectare
 unit 个
+种
+只
+本
+棵
+次
+条
+张
+件
+块
+辆
+支
+朵
+颗
+页
+组
+枝
+头
+台
+根
+道
+套
+瓶
+盒
+箱
+袋
 people person 人
 USD $ \$ dollar 美元
 cent ¢
@@ -158,7 +190,8 @@ QUANTITY = re.compile(
 CURRENCY = r"\\\$|\\pounds|[$€£¥₹₽₩]|USD|EUR|GBP|Rs\.?(?= ?[0-9])"
 # the B and the 12 of (B) 12; without a letter, all is text
 CHOICE = re.compile(
-    r"\A(?:(?:option\s|choice\s)?\s*\(?\s?([A-J])\s?(?:[.:)]|\Z)[\s.:)]*)?(.*?)\s*\Z", re.DOTALL
+    r"\A(?:(?:(?i:option|choice)\s|选项?)?\s*\(?\s?([A-J])\s?(?:[.:)]|\Z)[\s.:)]*)?(.*?)\s*\Z",
+    re.DOTALL,
 )
 OTHER_CHOICE = re.compile(
     r"\(\s?[A-J]\s?\)|(?<![A-Za-z])[A-J][.:)]|\A[A-J]\Z|\b(?:or|and|not)\s\(?[A-J](?![A-Za-z])"
@@ -171,6 +204,7 @@ def plain_latex(text: str) -> str:
     text = unicodedata.normalize("NFC", without_marks(text.strip().rstrip(".\u3002")))
     text = re.sub(r"\\!\s*", "", text)
     text = re.sub(r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}", text)
+    text = re.sub(r"\{([^{}]*)\\over(?![a-z])([^{}]*)\}", r"\\frac{\1}{\2}", text)
     for mark, script in SCRIPTS.items():
         text = re.sub(
             script,
@@ -183,7 +217,7 @@ def plain_latex(text: str) -> str:
     text = re.sub(r"\A([^$]*)(?<!\\)\$(\s?[-+]?[0-9.][^$]*)\Z", r"\1\\$\2", text)
     text = WORD.sub(lambda match: SYNONYMS.get(match[0], match[0]), text)
     text = re.sub(r"\\sqrt\s*([0-9.]+|[A-Za-z]|\([^()]*\))", r"\\sqrt{\1}", text)
-    text = re.sub(r"\{([,:])\}", r"\1", re.sub(r"[^\S\f]+", " ", text))
+    text = re.sub(r"\{([,:]|-(?=\}[0-9]))\}", r"\1", re.sub(r"[^\S\f]+", " ", text))
     text = text.strip().rstrip(".\u3002").rstrip()
     text = re.sub(rf"\A\{{(?=.*,)({BALANCED})\}}\Z", r"\\{\1\\}", text)
     return re.sub(rf"\A\{{\s*({BALANCED})\}}\Z", r"\1", text)

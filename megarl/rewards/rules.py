@@ -4,6 +4,7 @@ accuracy: final answer --equal text or number--> 1
                        --else--> the task's own judge, or math-verify, in its own process --> 0 to 1
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,10 +13,11 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from megarl.data.task_judge import TaskJudge, judge_answers
+from megarl.data.thoughts import is_thought_and_answer
 from megarl.jail.judging import JudgePool
 from megarl.rewards.interface import Score, ScoreError, ScoreRequest, try_score
 from megarl.rewards.maths import compare, texts_of
-from megarl.rewards.thoughts import is_thought_and_answer
+from megarl.rewards.reading import BALANCED
 from megarl.rewards.time_limit import call_with_time_limit
 
 MATHS = JudgePool("megarl.rewards.maths:make_judge", "megarl.rewards.maths:import_math_verify")
@@ -93,6 +95,12 @@ class Accuracy:
         """Raises ScoreError for a problem that cannot be scored."""
         texts = [] if callable(extra.get("score")) else texts_of(answer)
         for text in texts:
+            if "\\" in text and not re.fullmatch(BALANCED, re.sub(r"\\[{}]", "", text)):
+                raise ScoreError(
+                    "error",
+                    f"the answer {text[-40:]!r} has a brace without its other; change "
+                    "task.options.answer_pattern, or write the answer alone",
+                )
             if text.find("#### ") > 0 or text.find("\\boxed") > MAX_NAME:
                 raise ScoreError(
                     "error",

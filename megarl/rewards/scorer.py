@@ -19,10 +19,10 @@ from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 
 from megarl.config.schema import AnswerPlace, Reward
+from megarl.data.thoughts import PROMPT_TOKENS, opened_tag
 from megarl.rewards.answers import extract_answer
 from megarl.rewards.catalog import make_rewards
 from megarl.rewards.interface import UNREACHABLE, BatchReward, Decode, Score, ScoreRequest
-from megarl.rewards.thoughts import PROMPT_TOKENS, opened_tag
 from megarl.rewards.time_limit import on_daemon_thread
 from megarl.types import CheckFailed, Prompt, Sample
 

@@ -34,7 +34,7 @@ BATCHES = [
         f"{SCHEDULE}::test_seeds_are_31_bits_all_different_and_the_same_in_every_process",
     ),
     (
-        "rewards/thoughts.py",
+        "data/thoughts.py",
         "        and text.lstrip().startswith(tags[0])\n",
         "",
         f"{RULES}::test_format",

@@ -88,7 +88,7 @@ JUDGED = [
         "unit/rewards/test_answers.py::test_places",
     ),
     (
-        "rewards/thoughts.py",
+        "data/thoughts.py",
         "    if is_open:\n        return None\n",
         "",
         f"{THOUGHTS}::test_every_family_has_an_end",

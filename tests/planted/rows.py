@@ -24,7 +24,7 @@ ROWS = [
     ),
     (
         "data/rows.py",
-        "if extra.get(name):\n            raise",
+        'if extra.get(name) and extra[name] != "[]":\n            raise',
         "if False:\n            raise",
         f"{CORPUS}[messages_with_a_system_column]",
     ),
@@ -48,8 +48,8 @@ ROWS = [
     ),
     (
         "data/hf_dataset.py",
-        "dtype in SHORT_FLOATS and",
-        "False and",
+        "isinstance(value, float) and kind(value) == value",
+        "False",
         f"{CORPUS}[reference_is_single_precision_in_parquet]",
     ),
     (
@@ -72,8 +72,8 @@ ROWS = [
     ),
     (
         "data/tokenizer.py",
-        "                    return tokens[:end]",
-        "                    return tokens",
+        "else tokens[:end]",
+        "else tokens",
         f"{CORPUS}[prompt_end_of_a_post_processor]",
     ),
     (

@@ -3,9 +3,7 @@ import pyarrow.parquet
 
 
 def make(folder):
-    structs = pyarrow.array(
-        [{"x": 0.1}, {"x": None}, None], pyarrow.struct([("x", pyarrow.float32())])
-    )
-    pyarrow.parquet.write_table(
-        pyarrow.table({"prompt": ["a", "b", "c"], "m": structs}), folder / "p.parquet"
-    )
+    kind = pyarrow.struct([("ground_truth", pyarrow.float32())])
+    values = [{"ground_truth": 0.1}, {"ground_truth": 123456.7}]
+    rows = {"prompt": ["a", "b"], "reward_model": pyarrow.array(values, kind)}
+    pyarrow.parquet.write_table(pyarrow.table(rows), folder / "p.parquet")

@@ -183,10 +183,10 @@ def test_a_run_with_half_of_a_surrogate_pair_ends_before_it_starts(tmp_path, cap
 
 
 def test_lines_end_at_line_feeds_only(tmp_path):
-    task = write(tmp_path, '{"prompt": "a\u2028b\x85c", "answer": "\u2029"}', '{"prompt": "b"}\r')
+    task = write(tmp_path, '{"prompt": "a\u2028b\x85c", "answer": "5\u2029"}', '{"prompt": "b"}\r')
     source = load_task(task)
     assert [source.problem(index).question for index in range(2)] == ["a\u2028b\x85c", "b"]
-    assert source.problem(0).answer == "\u2029"
+    assert source.problem(0).answer == "5\u2029"
 
 
 @pytest.mark.parametrize("name", [".", "/dev/null", "/dev/zero"])

@@ -7,13 +7,13 @@ import time
 import pytest
 
 from megarl.config.schema import Reward
+from megarl.data.thoughts import TAGS, after_thoughts, opened_tag
 from megarl.rewards.code import extract_code
 from megarl.rewards.interface import ScoreRequest
 from megarl.rewards.judge import parse_score
 from megarl.rewards.remote import request_row
 from megarl.rewards.rules import format_think
 from megarl.rewards.scorer import make_scorer
-from megarl.rewards.thoughts import TAGS, after_thoughts, opened_tag
 from megarl.types import Prompt
 
 from .test_scorer import PROMPT, sample, scorer_of
