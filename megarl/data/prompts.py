@@ -53,7 +53,7 @@ class PromptStream:
     # part -> epoch, permutation
     _orders: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
     # part and number within it, of each position so far of a mixture: number x parts + part
-    _drawn: array[int] = field(default_factory=partial(array, "q"))
+    _drawn: "array[int]" = field(default_factory=partial(array, "q"))
 
     def take(self, count: int, *, repeat: bool = True) -> list[Prompt]:
         """The next `count` prompts.
