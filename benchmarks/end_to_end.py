@@ -36,9 +36,10 @@ from megarl.commands.random_model import create_model
 from megarl.config.load import load_config
 from megarl.config.schema import Algorithm, Config, Create, Train
 from megarl.data.collate import collate
+from megarl.data.conversations import example_encoder
 from megarl.data.prompts import PromptStream
 from megarl.data.tasks import load_sources
-from megarl.data.tokenizer import load_tokenizer, prompt_encoder
+from megarl.data.tokenizer import load_tokenizer
 from megarl.layout import Layout, Parallel
 from megarl.models.registry import read_model
 from megarl.platform.env import child_env, get_env
@@ -124,7 +125,7 @@ def _folder(model: str, parent: Path) -> Path:
 def _prompts(config: Config, folder: Path, count: int) -> list[list[int]]:
     """Prompts as token ids, the same on both sides."""
     tokenizer = load_tokenizer(folder, trust_remote_code=False)
-    encode = prompt_encoder(tokenizer, config.task)
+    encode = example_encoder(tokenizer, config.task)
     stream = PromptStream(
         load_sources(config.task, "train", ()), encode, max_tokens=1024, seed=config.run.seed
     )
