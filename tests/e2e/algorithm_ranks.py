@@ -58,7 +58,7 @@ OPTIONS = {  # two steps each, two updates a step, on top of the preset grpo whe
     "unfiltered": ["rewards=[{name: 'algorithm_rewards:coarse'}]", "algorithm.filter_zero_std=false"],
     "all_flat": ["rewards=[{name: 'algorithm_rewards:same'}]", "algorithm.max_refills=1"],
     "hostile": [
-        "algorithm.preset=dr_grpo", "rewards=[{name: 'algorithm_rewards:Hostile'}]", "train.steps=4",
+        "algorithm.preset=dr_grpo", "rewards=[{name: 'algorithm_rewards:hostile'}]", "train.steps=4",
         "algorithm.max_refills=0",
     ],
     "process": ["algorithm.advantage=grpo_process", PROCESS],

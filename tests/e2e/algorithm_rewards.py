@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -24,20 +25,19 @@ def same(tokens: Sequence[int]) -> float:
     return 0.7
 
 
-class Hostile:
+CALLS = itertools.count()
+
+
+def hostile(tokens: Sequence[int]) -> float:
     """Every step of 64 samples is hostile in its own way: numbers out of bounds, none at all, huge, kind."""
-
-    calls = 0
-
-    def __new__(cls, tokens: Sequence[int]) -> float:  # called as a function
-        step, cls.calls = cls.calls // 64, cls.calls + 1
-        if step == 0:
-            return {0: float("inf"), 1: float("nan"), 2: 1e39, 3: -1e300}.get(
-                tokens[0] % 8, even(tokens)
-            )
-        if step == 1:
-            raise RuntimeError("the server is down")
-        return 1e30 * even(tokens) if step == 2 else even(tokens)
+    step = next(CALLS) // 64
+    if step == 0:
+        return {0: float("inf"), 1: float("nan"), 2: 1e39, 3: -1e300}.get(
+            tokens[0] % 8, even(tokens)
+        )
+    if step == 1:
+        raise RuntimeError("the server is down")
+    return 1e30 * even(tokens) if step == 2 else even(tokens)
 
 
 def judged(split: str, vocab: int, size: int = 512) -> list[dict[str, Any]]:

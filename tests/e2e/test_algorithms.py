@@ -239,12 +239,12 @@ def test_flat_groups_are_refilled_and_counted(runs: dict[str, Rows]) -> None:
 def test_hostile_rewards_are_counted_and_the_run_goes_on(runs: dict[str, Rows]) -> None:
     bounds, empty, huge, kind = runs["hostile"]
     assert (
-        bounds["reward/algorithm_rewards:Hostile/nan"] > 0 and bounds["reward/total/overflow"] > 0
+        bounds["reward/algorithm_rewards:hostile/nan"] > 0 and bounds["reward/total/overflow"] > 0
     )
     assert (
         bounds["samples/count"] + bounds["samples/dropped"] == 64 and bounds["update/skipped"] == 0
     )
-    assert empty["reward/algorithm_rewards:Hostile/error"] == empty["samples/dropped"] == 64
+    assert empty["reward/algorithm_rewards:hostile/error"] == empty["samples/dropped"] == 64
     assert (empty["rollout/empty"], empty["groups/empty"], empty["update/skipped"]) == (1, 8, 1)
     assert huge["update/skipped"] == huge["updates"] == 2 and math.isfinite(huge["loss"])
     assert (
