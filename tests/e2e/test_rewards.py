@@ -52,7 +52,9 @@ def test_a_run_with_bad_servers_and_bad_code_goes_on(tmp_path):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}/score"
     task = tmp_path / "task.jsonl"
-    rows = [{"prompt": f"{n % 60 + 4} {n // 60 + 4}", "tests": ["assert True"]} for n in range(64)]
+    rows = [
+        {"prompt": f"{n % 60 + 4} {n // 60 + 4}", "tests": ["assert f(1) == 1"]} for n in range(64)
+    ]
     task.write_text("".join(json.dumps(row) + "\n" for row in rows))
     rewards = [
         {
