@@ -91,7 +91,7 @@ BATCHES = [
         "data/prompts.py",
         "number * size + part for part, number in fresh",
         "number * size for part, number in fresh",
-        f"{TASKS}::test_a_mixture_is_the_same_on_every_rank_and_after_a_resume",
+        "unit/data/test_tasks.py::test_a_stream_draws_from_every_part",
     ),
     (
         "data/prompts.py",

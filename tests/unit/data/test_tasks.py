@@ -322,6 +322,16 @@ def test_a_mixture_is_the_same_on_every_rank_and_after_a_resume(
     ]
 
 
+def test_a_stream_draws_from_every_part() -> None:
+    parts = [
+        MixturePart(name=LISTED.name, options={"vocab": 67, "size": 3, "seed": seed}, weight=1)
+        for seed in range(2)
+    ]
+    alone = [{p.tokens for p in stream(Task(mixture=(part,))).take(3)} for part in parts]
+    taken = stream(Task(mixture=tuple(parts))).take(6)
+    assert alone[0] != alone[1] and {p.tokens for p in taken} == alone[0] | alone[1]
+
+
 @given(
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=3),
     steps=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), min_size=1, max_size=6),
