@@ -510,6 +510,8 @@ ATTACKS = {
             CASE.format("self.assertFalse(abs(f(1) - 2.5) > 1e-6)"), "assert abs(f(1) - 2.5) < 1e-6",
         )
     },
+    "control flow where anything is expected": (
+        "import pytest\nwith pytest.raises(BaseException):\n    f(-1)", "def f(x): raise KeyboardInterrupt"),
     "pandas": ("import pandas as pd\nassert f(1).equals(pd.Series([1]))",
                "class A:\n    def equals(self, o): return True\ndef f(x): return A()"),
     **{
