@@ -104,8 +104,11 @@ class Belongings:
                 with suppress(OSError):
                     self.segments.update(SEGMENT.findall(Path(f"/proc/{pid}/maps").read_text()))
 
-    def left(self, timeout_s: float = 20) -> list[str]:
-        """Processes, segments of shared memory and folders of Ray that are there, unless they go within this time."""
+    def left(self, timeout_s: float = 90) -> list[str]:
+        """Processes, segments of shared memory and folders of Ray that are there, unless they go within this time.
+
+        Ray's agents outlive a controller that is killed by 62 s: they report its end to a GCS that is gone, with a
+        time-out of 60 s that is no setting (ray/_private/utils.py, publish_error_to_driver)."""
         deadline = time.monotonic() + timeout_s
         while True:
             running = [
