@@ -1,6 +1,7 @@
-"""A time limit on Python code, for the main thread."""
+"""A time limit on Python code in the main thread, which alone gets signals."""
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,8 +13,11 @@ class Alarm(BaseException):
 @contextmanager
 def alarm(timeout_s: float) -> Iterator[None]:
     """Raise Alarm after `timeout_s` seconds, and every second after that in case the code catches
-    it.
+    it. In another thread, such as a server's, nothing is limited.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
     def ring(number: int, frame: object) -> None:
         raise Alarm

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,14 @@ def test_a_template_that_is_a_trap_is_refused_in_time(
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         rendered(template)
     assert "\n" not in str(caught.value) and time.process_time() - began < 5
+
+
+def test_a_template_renders_in_a_servers_thread() -> None:
+    """`megarl serve-reward` scores in one, where no signal can limit the template's time."""
+    tokenizer = tokenizer_of(DEFAULT_SYSTEM)
+    with ThreadPoolExecutor(1) as pool:
+        prompt = pool.submit(tokenizer.encode_prompt, "1 + 1", None).result()
+    assert prompt == tokenizer.encode_prompt("1 + 1", None)
 
 
 def test_the_variables_of_a_template_that_is_a_trap(monkeypatch: pytest.MonkeyPatch) -> None:
