@@ -169,12 +169,6 @@ SYSTEM = [
     ),
     (
         "config/load.py",
-        "if key in RENAMED:",
-        "if False:",
-        f"{LOAD}::test_a_renamed_key_is_refused_with_its_new_name",
-    ),
-    (
-        "config/load.py",
         'model.pop("create", None)',
         "pass",
         f"{LOAD}::test_path_on_the_command_line_replaces_create",

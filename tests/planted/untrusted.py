@@ -11,6 +11,7 @@ SPAWN = "unit/processes/test_spawn.py"
 CHAT = "unit/data/test_chat.py"
 
 MALFORMED = f"{HEADERS}::test_a_malformed_header"
+JSON = "unit/platform/test_json_text.py::test_what_is_refused_names_the_place"
 TRAP = f"{LOAD}::test_yaml_that_is_a_trap_is_one_line_at_once"
 
 UNTRUSTED = [
@@ -68,13 +69,6 @@ UNTRUSTED = [
         "",
         f"{STATE}::test_a_manifest_that_covers_less_is_not_whole",
     ),
-    ("config/load.py", "or depth > MAX_DEPTH:", "or depth > 5000:", TRAP),
-    (
-        "config/load.py",
-        'rf".{{{MAX_DIGITS + 1}}}"',
-        '"^$"',
-        TRAP,
-    ),
     ("config/load.py", "    except RecursionError:", "    except KeyboardInterrupt:", TRAP),
     (
         "config/section.py",
@@ -102,32 +96,19 @@ UNTRUSTED = [
     ),
     (
         "models/headers.py",
-        "begin != expected or end != begin + tensor.nbytes",
-        "end != begin + tensor.nbytes",
+        '        safe_open(file, framework="numpy")\n',
+        "",
         MALFORMED,
     ),
-    (
-        "models/headers.py",
-        "begin != expected or end != begin + tensor.nbytes",
-        "begin != expected",
-        MALFORMED,
-    ),
-    ("models/headers.py", "type(number) is not int or number < 0", "number < 0", MALFORMED),
     ("platform/json_text.py", "object_pairs_hook=_unique", "", MALFORMED),
-    (
-        "models/headers.py",
-        "if length > MAX_HEADER_BYTES:",
-        "if False:",
-        f"{HEADERS}::test_a_long_header_is_not_read",
-    ),
     ("models/headers.py", 'or "/" in file ', "", f"{HEADERS}::test_a_malformed_index"),
     (
         "platform/json_text.py",
         "    except RecursionError:",
         "    except KeyboardInterrupt:",
-        MALFORMED,
+        JSON,
     ),
-    ("platform/json_text.py", "return bool(level)", "return False", MALFORMED),
+    ("platform/json_text.py", "return bool(level)", "return False", JSON),
     (
         "processes/shared_memory.py",
         'SHM.glob(f"{prefix}*")',

@@ -171,10 +171,8 @@ def test_files_are_those_of_a_stage_and_an_expert_rank(moe, tmp_path):
 
 def damage_truncate(folder: Path) -> tuple[str, ...]:
     file = sorted(folder.glob("*.safetensors"))[-1]
-    last = json.loads(file.read_bytes()[8 : 8 + int.from_bytes(file.read_bytes()[:8], "little")])
-    last.pop("__metadata__", None)
     os.truncate(file, file.stat().st_size - 4)
-    return file.name, max(last, key=lambda name: last[name]["data_offsets"])
+    return file.name, "file not fully covered", "copy it again"
 
 
 def edited(folder: Path, edit) -> None:

