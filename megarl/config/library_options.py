@@ -1,14 +1,12 @@
 """Options passed on to vLLM (`rollout.engine_options`) and to Megatron-Core
 (`trainer.megatron_options`).
 
-They must be fields of the library's own dataclasses, which are read from their source. What is not
-known to change speed or memory only is refused, with the guarantee that it may break, unless
-`unsafe: true` is among the options.
+They must be fields of the library's own dataclasses, which are read from their source. What may
+break a guarantee is refused, with that guarantee, unless `unsafe: true` is among the options.
 """
 
 import ast
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from functools import cache
 from importlib.util import find_spec
 from itertools import product
@@ -18,40 +16,42 @@ from typing import Any
 
 from megarl.config.section import did_you_mean
 
-# key: package, files that define its dataclasses, what these are; patterns of fields that change
-# speed or memory only; patterns of fields and what they may break, of which the first that matches
-# counts
+# key: package, files that define its dataclasses, what these are; guarantees, and the fields that
+# may break each
 LIBRARIES = {
     "rollout.engine_options": (
         "vllm",
         "engine/arg_utils.py",
         "vLLM's EngineArgs",
-        "max_num_* block_size enable_prefix_caching prefix_caching_hash_algo "
-        "enable_chunked_prefill kernel_config "
-        "long_prefill_token_threshold* async_scheduling scheduling_policy compilation_config "
-        "*cudagraph_capture_size* "
-        "optimization_level performance_mode disable_cascade_attn disable_custom_all_reduce "
-        "kv_cache_memory_bytes "
-        "num_gpu_blocks_override enable_flashinfer_autotune attention_* disable_log_stats "
-        "numa_bind* watermark",
         {
-            "*parallel* data_* *nnodes node_rank master_* *expert* *eplb* worker_* distrib*": (
-                "the plan of the sync"
-            ),
-            "max_model_len gpu_memory_utilization enforce_eager trust_remote_code *sleep*": (
-                "the config's own key"
-            ),
-            "*dtype* quantization* hf_* model_impl *tokenizer*": (
-                "that the engine computes the trainer's log-probs"
-            ),
-            "load_format *model* *offload* *revision *lora* weight_* moe_* linear_*": (
-                "that every sync is verified"
-            ),
-            "*logprobs* logits_processors": (
-                "that log-probs are those of the distribution that was sampled"
-            ),
-            # seed, speculative_config, generation_config ...
-            "*": "that every layout samples the same tokens",
+            "the plan of the sync": """
+                tensor_parallel_size pipeline_parallel_size data_parallel_size
+                prefill_context_parallel_size decode_context_parallel_size enable_expert_parallel
+                enable_eplb expert_placement_strategy distributed_executor_backend nnodes
+                node_rank worker_cls worker_extension_cls enable_return_routed_experts
+            """,
+            "the config's own key": """
+                max_model_len gpu_memory_utilization enforce_eager trust_remote_code
+                enable_sleep_mode
+            """,
+            "that the engine computes the trainer's log-probs": """
+                dtype kv_cache_dtype kv_cache_dtype_skip_layers lora_dtype quantization
+                quantization_config hf_overrides hf_config_path model_impl tokenizer
+                tokenizer_mode skip_tokenizer_init disable_sliding_window mamba_cache_dtype
+                mamba_ssm_cache_dtype
+            """,
+            "that every sync is verified": """
+                model revision load_format model_loader_extra_config model_weights enable_lora
+                moe_backend linear_backend weight_transfer_config cpu_offload_gb offload_backend
+            """,
+            "that log-probs are those of the distribution that was sampled": """
+                logprobs_mode max_logprobs logits_processors
+            """,
+            "that every layout samples the same tokens": """
+                seed speculative_config generation_config override_generation_config scheduler_cls
+                runner convert use_fp64_gumbel kv_transfer_config kv_sharing_fast_prefill
+                structured_outputs_config additional_config
+            """,
         },
     ),
     "trainer.megatron_options": (
@@ -59,34 +59,50 @@ LIBRARIES = {
         "core/model_parallel_config.py core/transformer/transformer_config.py "
         "core/distributed/distributed_data_parallel_config.py",
         "Megatron-Core's TransformerConfig or DistributedDataParallelConfig",
-        "apply_rope_fusion moe_permute_fusion moe_router_fusion moe_shared_expert_overlap "
-        "bias_*_fusion "
-        "deallocate_pipeline_outputs batch_p2p_sync overlap_grad_reduce bucket_size num_buckets "
-        "cpu_offloading* "
-        "pad_buckets_for_high_nccl_busbw fine_grained_activation_offloading offload_modules "
-        "min_offloaded_tensor_size "
-        "deterministic_mode distribute_saved_activations memory_efficient_layer_norm "
-        "high_priority_a2a_comm_stream",
         {
-            "*_parallel_size *parallel_layout sequence_parallel recompute_* *dispatcher_type": (
-                "the config's own key"
-            ),
-            "*dtype bf16 fp16 fp8* fp4* *in_fp32": (
-                "the precision, train.dtype, which the parity gate assumes"
-            ),
-            "*dropout *jitter* moe_token_drop* *capacity* *force_load*": (
-                "that a forward pass repeats"
-            ),
-            "overlap_param_* align_param_* *fsdp* *distributed_*": (
-                "that a sync reads whole weights"
-            ),
-            "variable_seq_lengths *p2p_comm* tp_comm_*": (
-                "that packed micro-batches differ in length"
-            ),
-            "*": (
-                "that the model is that of config.json, and its gradient the same "
-                "however tokens are divided"
-            ),
+            "the config's own key": """
+                tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
+                virtual_pipeline_model_parallel_size expert_model_parallel_size
+                expert_tensor_parallel_size pipeline_model_parallel_layout sequence_parallel
+                recompute_granularity recompute_method recompute_num_layers recompute_modules
+                moe_token_dispatcher_type moe_aux_loss_coeff moe_z_loss_coeff
+                moe_router_bias_update_rate moe_router_load_balancing_type
+            """,
+            "the precision, train.dtype, which the parity gate assumes": """
+                fp16 bf16 fp8 fp8_recipe fp8_param fp4 fp4_recipe fp4_param params_dtype
+                pipeline_dtype autocast_dtype enable_autocast moe_router_dtype grad_reduce_in_fp32
+                attention_softmax_in_fp32 fp32_residual_connection
+            """,
+            "that a forward pass repeats": """
+                hidden_dropout attention_dropout moe_router_force_load_balancing
+                moe_input_jitter_eps moe_token_dropping moe_expert_capacity_factor
+                moe_pad_expert_input_to_capacity
+            """,
+            "that a sync reads whole weights": """
+                overlap_param_gather align_param_gather use_distributed_optimizer
+                use_megatron_fsdp use_custom_fsdp num_distributed_optimizer_instances
+            """,
+            "that packed micro-batches differ in length": """
+                variable_seq_lengths overlap_p2p_comm batch_p2p_comm tp_comm_overlap
+            """,
+            "that the model is that of config.json, and its gradient the same "
+            "however tokens are divided": """
+                num_layers hidden_size num_attention_heads num_query_groups kv_channels
+                ffn_hidden_size normalization layernorm_epsilon layernorm_zero_centered_gamma
+                qk_layernorm qk_l2_norm qk_clip gated_linear_unit activation_func
+                glu_linear_offset activation_func_clamp_value add_bias_linear add_qkv_bias
+                softmax_scale softmax_type window_size window_attn_skip_freq rotary_interleaved
+                multi_latent_attention mtp_num_layers init_method output_layer_init_method
+                embedding_init_method perform_initialization num_moe_experts moe_layer_freq
+                moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_topk
+                moe_router_pre_softmax moe_router_score_function moe_router_topk_scaling_factor
+                moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias
+                moe_grouped_gemm q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim
+                v_head_dim rope_type rotary_base rotary_percent rotary_scaling_factor
+                original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim
+                calculate_per_token_loss average_in_collective gradient_accumulation_fusion
+                masked_softmax_fusion persist_layer_norm
+            """,
         },
     ),
 }
@@ -97,7 +113,7 @@ def check_library_options(config: Any) -> Iterator[str]:
 
     Raises ValueError for one that is refused.
     """
-    for key, (package, files, owner, harmless, breaks) in LIBRARIES.items():
+    for key, (package, files, owner, breaks) in LIBRARIES.items():
         options = dict(attrgetter(key)(config))
         is_unsafe = options.pop("unsafe", False) is True
         known = _fields(package, files) if options else []
@@ -107,16 +123,12 @@ def check_library_options(config: Any) -> Iterator[str]:
                     f"{key}.{name} is not a field of {owner}; "
                     f"{did_you_mean(name, known, 'remove it')}"
                 )
-            if not _matches(name, harmless):
-                broken = next(what for names, what in breaks.items() if _matches(name, names))
+            broken = next((what for what, names in breaks.items() if name in names.split()), None)
+            if broken:
                 problem = f"{key}.{name}={value} may break a guarantee: {broken}"
                 if not is_unsafe:
                     raise ValueError(f"{problem}; remove it, or set {key}.unsafe=true")
                 yield f"{problem}; {key}.unsafe=true accepts that"
-
-
-def _matches(name: str, patterns: str) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns.split())
 
 
 @cache

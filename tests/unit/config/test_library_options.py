@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -105,21 +106,28 @@ def test_fields_are_those_of_vllm():
     ) - ASYNC
 
 
-def test_what_megarl_sets_itself_is_not_harmless():
+def named(key: str) -> set[str]:
+    """The options of `key` that are refused."""
+    return set(" ".join(LIBRARIES[key][3].values()).split())
+
+
+def test_what_megarl_sets_itself_is_refused():
     """Of the engine's settings, but for the three that a CPU needs."""
-    engine = (
-        Path(library_options.__file__).parents[1].joinpath("rollout/vllm/arguments.py").read_text()
-    )
-    ours = [
-        line.split('"')[1]
-        for line in engine.split("settings: dict")[1].split("}\n")[0].splitlines()
-        if '": ' in line
-    ]
-    harmless = LIBRARIES[ENGINE][3]
+    package = Path(library_options.__file__).parents[1]
+    engine = package.joinpath("rollout/vllm/arguments.py").read_text()
+    settings = engine.split("settings: dict")[1].split("}\n")[0]
+    ours = set(re.findall(r'^ *"(\w+)": ', settings, re.MULTILINE))
     assert len(ours) > 10
-    assert {name for name in ours if library_options._matches(name, harmless)} == {
+    assert ours - named(ENGINE) == {
         "block_size", "kv_cache_memory_bytes", "enable_chunked_prefill",
     }  # fmt: skip
+    trainer = package.joinpath("trainer/megatron_config.py").read_text()
+    ours = set(re.findall(r'"(\w+)"(?:: |\] = )', trainer.partition("INIT_METHODS = ")[2]))
+    assert len(ours) > 40
+    assert ours - named(MEGATRON) == {
+        "apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion", "moe_shared_expert_overlap",
+        "bias_activation_fusion", "bias_dropout_fusion", "deallocate_pipeline_outputs",
+    } | {"silu", "quick_gelu"}  # fmt: skip
 
 
 def test_without_the_library_only_names_are_trusted(monkeypatch):
