@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from megarl.config import estimators
-from megarl.config.section import Config, Options, Section, did_you_mean, one_of, refuse
+from megarl.config.section import Config, Options, Section, check_options, one_of, refuse
 
 AT_LEAST = {"dual_clip": 1.0}  # a bound must exceed this; others are at least 0
 
@@ -182,15 +182,8 @@ def check_algorithm(config: Config) -> None:
     for key, known in tables.items():
         name = getattr(algorithm, key)
         _check_known(key, name, known)
-        _check_options(
-            f"algorithm.{key}", name, getattr(algorithm, f"{key}_options"), known[name].options
-        )
-    _check_options(
-        "algorithm.token_selection",
-        f"loss={algorithm.loss}",
-        algorithm.token_selection_options,
-        estimators.SELECT.get(algorithm.loss, estimators.Estimator()).options,
-    )
+        _check_options(algorithm, key, key, known)
+    _check_options(algorithm, "loss", "token_selection", estimators.SELECT)
     if not config.stage_spec.needs_engine:
         return
     _check_group(config)
@@ -207,13 +200,13 @@ def _check_known(key: str, name: str, known: Iterable[str]) -> None:
 
 
 def _check_options(
-    key: str, name: str, options: Mapping[str, Any], known: Mapping[str, Any]
+    algorithm: Algorithm, key: str, kind: str, table: Mapping[str, estimators.Estimator]
 ) -> None:
-    for option in options:
-        if option not in known:
-            takes = f"it takes {', '.join(known) or 'none'}; remove it"
-            remedy = did_you_mean(option, known, takes)
-            raise ValueError(f"{key}_options.{option} is not an option of {key}={name}; {remedy}")
+    """Checks `algorithm.<kind>_options` of the function that `key` names, of those in `table`."""
+    name = getattr(algorithm, key)
+    known = table.get(name, estimators.Estimator()).options
+    options = getattr(algorithm, f"{kind}_options")
+    check_options(f"algorithm.{key}={name}", options, known, f"algorithm.{kind}_options.")
 
 
 def _check_group(config: Config) -> None:

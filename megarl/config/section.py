@@ -1,11 +1,18 @@
 """The base of all sections of a config, and what their checks share."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 if TYPE_CHECKING:
     from megarl.config.schema import Config as Config
@@ -15,12 +22,39 @@ else:  # schema.py imports the sections, whose checks name its class in annotati
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 MULTILINE = "system_prompt stop separator phrases pattern template"  # fields
 Options = dict[str, Any]
+AnySection = TypeVar("AnySection", bound=BaseModel)
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str, *, most: int = 1) -> str:
     """Suggests up to `most` similar names; `otherwise` is the remedy if none is."""
     near = get_close_matches(name, [*known], n=most)
     return f"did you mean {' or '.join(near)}?" if near else otherwise
+
+
+def check_options(
+    owner: str, options: Iterable[str], known: Collection[str], prefix: str = ""
+) -> None:
+    """Raises ValueError for an option, written after `prefix`, that its `owner` does not have."""
+    for name in options:
+        if name not in known:
+            remedy = did_you_mean(name, known, f"it takes {', '.join(known) or 'none'}; remove it")
+            raise ValueError(f"{owner} has no option {prefix + name!r}; {remedy}")
+
+
+def validate_options(section: type[AnySection], options: Options, owner: str) -> AnySection:
+    """Returns the options of `owner`. Raises ValueError with the value and the remedy."""
+    try:
+        return section.model_validate(options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        if first["type"] == "missing":
+            raise ValueError(f"{owner} needs the option {key}; set it") from None
+        where = f"option {key}={first['input']!r} is invalid" if key else "invalid options"
+        message = first["msg"].removeprefix("Value error, ")
+        raise ValueError(
+            f"{owner}, {where}: {message.replace('Input should be', 'it should be')}"
+        ) from None
 
 
 def refuse(*problems: tuple[object, str], start: str = "") -> None:

@@ -17,9 +17,9 @@ from functools import reduce
 from itertools import chain, compress
 from typing import Any
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
-from megarl.config.section import Pattern, Section, did_you_mean
+from megarl.config.section import Options, Pattern, Section, check_options, validate_options
 from megarl.data.media import MEDIA, PLACEHOLDER, refuse_media
 from megarl.platform.json_text import parse_json
 
@@ -169,22 +169,14 @@ def enter(value: Any, key: str) -> Any:
     return value.get(key) if isinstance(value, Mapping) else None
 
 
-def parse_options(name: str, options: Mapping[str, Any]) -> StoredOptions:
+def parse_options(name: str, options: Options) -> StoredOptions:
     """Raises ValueError for a wrong value, or an option that the task `name` does not take."""
     known = [*COLUMNS, "eval_file"]
     if name.startswith("hf:"):
         known = [key for key in StoredOptions.model_fields if key != "eval_file"]
-    for key in options.keys() - {*known}:
-        remedy = did_you_mean(key, known, f"it takes {', '.join(known)} only; remove {key}")
-        raise ValueError(f"task.options.{key} is not an option of task.name={name}; {remedy}")
-    try:
-        return StoredOptions.model_validate(options)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ValueError(
-            f"task.options.{first['loc'][0]}={first['input']!r} of task.name={name}: "
-            f"{first['msg'].removeprefix('Value error, ')}"
-        ) from None
+    owner = f"task.name={name}"
+    check_options(owner, options, known, "task.options.")
+    return validate_options(StoredOptions, options, owner)
 
 
 def listed(

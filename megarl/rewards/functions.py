@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from megarl.rewards.interface import Score, ScoreError, ScoreRequest, check_options, try_score
+from megarl.config.section import check_options
+from megarl.rewards.interface import Score, ScoreError, ScoreRequest, try_score
 from megarl.rewards.time_limit import call_with_time_limit
 
 SUPPLIED = [*ScoreRequest("", "", "").arguments()]  # for each sample
@@ -63,7 +64,9 @@ class FunctionReward:
         self.accepted = None  # names of the function's arguments; None: any keyword
         if parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters):
             self.accepted = {p.name for p in parameters}
-            check_options(self.name, self.options, sorted(self.accepted - ARGUMENTS))
+            check_options(
+                f"rewards: name={self.name!r}", self.options, sorted(self.accepted - ARGUMENTS)
+            )
 
     def __call__(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         return [try_score(self._score, request) for request in requests]

@@ -9,17 +9,14 @@ the cause.
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
-
-from pydantic import BaseModel, ValidationError
+from typing import Any
 
 from megarl.config.schema import Reward
-from megarl.config.section import did_you_mean
+from megarl.config.section import AnySection, check_options, validate_options
 
 log = logging.getLogger(__name__)
-RewardOptions = TypeVar("RewardOptions", bound=BaseModel)
 Decode = Callable[[Sequence[int]], str]  # token ids -> text
 
 # causes: the server gave no answer, or stopped in the middle of one
@@ -119,26 +116,8 @@ def try_score(score: Callable[..., Score], *args: Any) -> Score:
         return Score(None, "error", f"raised {type(error).__name__}: {error}")
 
 
-def parse_options(section: type[RewardOptions], reward: Reward) -> RewardOptions:
+def parse_options(section: type[AnySection], reward: Reward) -> AnySection:
     """Validates a reward's options. Raises ValueError with the values and the remedy."""
-    check_options(reward.name, reward.options, section.model_fields)
-    try:
-        return section.model_validate(reward.options)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = f"rewards: name={reward.name!r}"
-        key = ".".join(map(str, first["loc"]))
-        if first["type"] == "missing":
-            raise ValueError(f"{name} needs the option {key}; set it") from None
-        where = f"option {key}={first['input']!r} is invalid" if key else "invalid options"
-        message = first["msg"].removeprefix("Value error, ")
-        raise ValueError(
-            f"{name}, {where}: {message.replace('Input should be', 'it should be')}"
-        ) from None
-
-
-def check_options(reward: str, options: Iterable[str], known: Collection[str]) -> None:
-    for name in options:
-        if name not in known:
-            remedy = did_you_mean(name, known, f"it takes {', '.join(known) or 'none'}; remove it")
-            raise ValueError(f"rewards: name={reward!r} has no option {name!r}; {remedy}")
+    owner = f"rewards: name={reward.name!r}"
+    check_options(owner, reward.options, section.model_fields)
+    return validate_options(section, reward.options, owner)

@@ -265,9 +265,13 @@ BAD: dict[str, bytes] = {
             {},
             "roles.jsonl: line 1: the prompt: message 1 is {'from': 'human'",
         ),
-        ("good.jsonl", {"prompts": "a"}, "task.options.prompts is not an option of task.name=hf:"),
+        ("good.jsonl", {"prompts": "a"}, "has no option 'task.options.prompts'; did"),
         ("good.jsonl", {"prompts": "a"}, "did you mean prompt?"),
-        ("good.jsonl", {"held_out": 2}, "task.options.held_out=2 of task.name=hf:"),
+        (
+            "good.jsonl",
+            {"held_out": 2},
+            "good.jsonl, option held_out=2 is invalid: it should be less than 1",
+        ),
         (
             "good.jsonl",
             {"answer_pattern": "#### .*"},
