@@ -43,6 +43,7 @@ def check_options(
 
 def validate_options(section: type[AnySection], options: Options, owner: str) -> AnySection:
     """Returns the options of `owner`. Raises ValueError with the value and the remedy."""
+    check_options(owner, options, section.model_fields)
     try:
         return section.model_validate(options)
     except ValidationError as error:

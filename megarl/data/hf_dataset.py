@@ -21,9 +21,9 @@ from megarl.data.media import FEATURE, refuse_media
 from megarl.data.rows import (
     PROMPT_TEXTS,
     BadRow,
+    DatasetOptions,
     Problem,
     Source,
-    StoredOptions,
     listed,
     read_problem,
     read_rows,
@@ -40,7 +40,7 @@ BATCH = 1000  # rows read at once in a scan
 
 
 def load_rows(
-    name: str, options: StoredOptions, split: str, *, ignore_media: bool = False
+    name: str, options: DatasetOptions, split: str, *, ignore_media: bool = False
 ) -> Source:
     """Loads one split. Raises ValueError or FileNotFoundError with the value and the remedy."""
     dataset = _read(name, options, split)
@@ -100,7 +100,7 @@ def _read_batches(dataset: Any) -> Iterator[dict[str, Any]]:
             yield dict(zip(batch, row, strict=True))
 
 
-def _read(name: str, options: StoredOptions, split: str) -> Any:
+def _read(name: str, options: DatasetOptions, split: str) -> Any:
     """Returns the rows of a split: of JSON and CSV as a list, with their places."""
     folder = resolve(name, options)
     import datasets
@@ -166,7 +166,7 @@ def _open(file: str) -> Iterator[bytes]:
         yield from lines
 
 
-def resolve(name: str, options: StoredOptions) -> Path:
+def resolve(name: str, options: DatasetOptions) -> Path:
     """Returns the local file or folder, or downloads a hub id; returns its folder, named by the
     commit.
     """

@@ -1,6 +1,6 @@
 """Rows of files and datasets, as problems. No torch.
 
-    bytes --read_rows | read_table--> (where, row) --read_problem, by StoredOptions--> Problem
+    bytes --read_rows | read_table--> (where, row) --read_problem, by Columns--> Problem
 
 What a row may have is listed here; the rest is refused with its file and line, as a prompt that
 has lost a part is another prompt.
@@ -17,9 +17,9 @@ from functools import reduce
 from itertools import chain, compress
 from typing import Any
 
-from pydantic import Field, field_validator
+from pydantic import BaseModel, Field, field_validator
 
-from megarl.config.section import Options, Pattern, Section, check_options, validate_options
+from megarl.config.section import Pattern, Section, not_misread
 from megarl.data.media import MEDIA, PLACEHOLDER, refuse_media
 from megarl.platform.json_text import parse_json
 
@@ -112,25 +112,17 @@ class Source:
         )
 
 
-COLUMNS = ("prompt", "answer", "answer_pattern")
+class Columns(BaseModel):
+    """What is read of the rows of stored problems."""
 
-
-class StoredOptions(Section):
-    """task.options of a `jsonl:` task (the first four), or of an `hf:` task (the others)."""
+    model_config = Section.model_config
+    _not_misread = not_misread
 
     prompt: str | list[str] | None = None  # text or chat messages; several columns are joined
     # None: `answer`, if it exists. A dot enters a struct, as in reward_model.ground_truth
     answer: str | None = None
     # a regular expression; group 1 of its last match is the answer
     answer_pattern: Pattern | None = None
-    eval_file: str | None = None
-    split: str = "train"  # may be sliced, as in train[:1000]
-    eval_split: str | None = None  # None: some problems of `split` are held out
-    held_out: float = Field(default=0.05, ge=0, lt=1)  # their share, without eval_split
-    config: str | None = None  # a subset, as datasets.load_dataset's `name`
-    # branch, tag or commit of a hub id; None: main. A run records the commit
-    revision: str | None = None
-    data_files: str | None = None  # a glob: reads, and downloads, only these files
 
     @field_validator("answer_pattern")
     @classmethod
@@ -162,26 +154,34 @@ class StoredOptions(Section):
             )
 
 
-NO_OPTIONS = StoredOptions()
+class FileOptions(Columns):
+    """task.options of a `jsonl:` task."""
+
+    eval_file: str | None = None
+
+
+class DatasetOptions(Columns):
+    """task.options of an `hf:` task."""
+
+    split: str = "train"  # may be sliced, as in train[:1000]
+    eval_split: str | None = None  # None: some problems of `split` are held out
+    held_out: float = Field(default=0.05, ge=0, lt=1)  # their share, without eval_split
+    config: str | None = None  # a subset, as datasets.load_dataset's `name`
+    # branch, tag or commit of a hub id; None: main. A run records the commit
+    revision: str | None = None
+    data_files: str | None = None  # a glob: reads, and downloads, only these files
+
+
+NO_OPTIONS = Columns()
 
 
 def enter(value: Any, key: str) -> Any:
     return value.get(key) if isinstance(value, Mapping) else None
 
 
-def parse_options(name: str, options: Options) -> StoredOptions:
-    """Raises ValueError for a wrong value, or an option that the task `name` does not take."""
-    known = [*COLUMNS, "eval_file"]
-    if name.startswith("hf:"):
-        known = [key for key in StoredOptions.model_fields if key != "eval_file"]
-    owner = f"task.name={name}"
-    check_options(owner, options, known, "task.options.")
-    return validate_options(StoredOptions, options, owner)
-
-
 def listed(
     rows: Iterable[tuple[str, Any]],
-    columns: StoredOptions,
+    columns: Columns,
     name: object,
     *,
     ignore_media: bool = False,
@@ -250,7 +250,7 @@ def utf8_lines(lines: Iterable[bytes], file: object) -> Iterator[tuple[str, str]
 
 
 def read_table(
-    lines: Iterable[bytes], file: object, columns: StoredOptions, separator: str = ","
+    lines: Iterable[bytes], file: object, columns: Columns, separator: str = ","
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the place and the cells of each row of CSV; an empty cell is None. Cells of the prompt
     and the answer are text, also where they are numbers. Raises ValueError with file and line.
@@ -280,7 +280,7 @@ def read_table(
 
 
 def read_problem(
-    row: Any, where: str, columns: StoredOptions = NO_OPTIONS, *, ignore_media: bool = False
+    row: Any, where: str, columns: Columns = NO_OPTIONS, *, ignore_media: bool = False
 ) -> Problem:
     """Makes a problem of a row; all fields but question and answer go into `extra`.
 

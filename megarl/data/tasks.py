@@ -21,16 +21,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megarl.config.schema import Eval, EvalSet, Task
-from megarl.config.section import did_you_mean
+from megarl.config.section import did_you_mean, validate_options
 from megarl.data.hf_dataset import FORMATS, load_rows
 from megarl.data.rows import (
     EXAMPLE,
+    DatasetOptions,
+    FileOptions,
     Problem,
     Source,
     errors_of,
     listed,
     messages_of,
-    parse_options,
     read_problem,
     read_rows,
 )
@@ -210,7 +211,7 @@ def hash31(text: str) -> int:
 
 def _dataset(name: str, task: Task, split: Split) -> Source:
     """A hash of the question decides what is held out, unless there is an `eval_split`."""
-    options = parse_options(task.name, task.options)
+    options = validate_options(DatasetOptions, task.options, f"task.name={task.name}")
     stored = (split == "eval" and options.eval_split) or options.split
     source = load_rows(name, options, stored, ignore_media=task.ignore_media)
     if options.eval_split is not None:
@@ -230,7 +231,7 @@ def _dataset(name: str, task: Task, split: Split) -> Source:
 
 
 def _jsonl(file: str, task: Task, split: Split) -> Source:
-    options = parse_options(task.name, task.options)
+    options = validate_options(FileOptions, task.options, f"task.name={task.name}")
     path = Path(file)
     if split == "eval":
         if options.eval_file is None:

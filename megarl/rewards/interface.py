@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.config.schema import Reward
-from megarl.config.section import AnySection, check_options, validate_options
+from megarl.config.section import AnySection, validate_options
 
 log = logging.getLogger(__name__)
 Decode = Callable[[Sequence[int]], str]  # token ids -> text
@@ -118,6 +118,4 @@ def try_score(score: Callable[..., Score], *args: Any) -> Score:
 
 def parse_options(section: type[AnySection], reward: Reward) -> AnySection:
     """Validates a reward's options. Raises ValueError with the values and the remedy."""
-    owner = f"rewards: name={reward.name!r}"
-    check_options(owner, reward.options, section.model_fields)
-    return validate_options(section, reward.options, owner)
+    return validate_options(section, reward.options, f"rewards: name={reward.name!r}")

@@ -137,8 +137,8 @@ BATCHES = [
     ),
     (
         "commands/downloads.py",
-        'options["revision"] = _commit(',
-        "_commit(",
+        'options, {"revision": COMMIT})',
+        "options, {})",
         f"{DATASETS}::test_a_dataset_of_the_hub_is_pinned_to_its_commit_and_read_offline",
     ),
     (

@@ -265,7 +265,7 @@ BAD: dict[str, bytes] = {
             {},
             "roles.jsonl: line 1: the prompt: message 1 is {'from': 'human'",
         ),
-        ("good.jsonl", {"prompts": "a"}, "has no option 'task.options.prompts'; did"),
+        ("good.jsonl", {"prompts": "a"}, "has no option 'prompts'; did"),
         ("good.jsonl", {"prompts": "a"}, "did you mean prompt?"),
         (
             "good.jsonl",

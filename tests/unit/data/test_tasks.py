@@ -89,7 +89,7 @@ def test_a_generator_that_is_a_list_wraps_round():
         (Task(name="jsonl:nowhere.jsonl"), "nowhere.jsonl does not exist"),
         (
             Task(name="jsonl:x.jsonl", options={"vocab": 67}),
-            "it takes prompt, answer, answer_pattern, eval_file only; remove vocab",
+            "it takes prompt, answer, answer_pattern, eval_file; remove it",
         ),
         (
             Task(name="megarl.data.tasks:random_tokens"),
