@@ -47,8 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    env = Env.read()
     if args.precision:
-        return _print_precision(load(args, Env.read()))
+        from megarl.commands.precision import describe_precision
+        from megarl.config.validate import check_config
+
+        config = load(args, env)
+        print(describe_precision(config, check_config(config, env, command="check").model))
+        return DONE
     if args.parity or args.sync:
         from megarl.commands.start import start
 
@@ -57,16 +63,7 @@ def run(args: argparse.Namespace) -> int:
             command = "parity"
         return start(command, args)
     layouts = [text for text in args.layouts if "=" not in text]
-    env = Env.read()
     return compare_layouts(load(args, env), layouts, env)
-
-
-def _print_precision(config: "Config") -> int:
-    from megarl.commands.precision import describe_precision
-    from megarl.config.validate import check_config
-
-    print(describe_precision(config, check_config(config, Env.read(), command="check").model))
-    return DONE
 
 
 def compare_layouts(config: "Config", layouts: Sequence[str], env: Env) -> int:

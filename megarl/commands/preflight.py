@@ -53,7 +53,7 @@ def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
         folder = model_folder(model.path, model.revision)
         check_model_media(folder, ignore=config.task.ignore_media)
     job = check_config(config, env, command=command)
-    notes = ()
+    notes = []
     engine = []
     if needs_engine(config.stage, command):
         engine = ["vllm"]
@@ -70,26 +70,24 @@ def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
         if not is_remote and not (folder / ".metadata").is_file():
             files = {tensor.file for tensor in check_weights(folder, job.model).values()}
             others = sorted({*folder.glob("*.safetensors")} - files)
-            notes = tuple(f"{file} is not read: it is not the model's" for file in others)
+            notes += [f"{file} is not read: it is not the model's" for file in others]
         copied_files(folder)
     is_evaluated = command == "eval" or config.eval.every > 0
     check = ProblemCheck(config, folder, command)
-    notes += tuple(
-        check_tasks(
-            config.task,
-            config.eval,
-            held_out=is_evaluated,
-            check=check,
-            check_set=partial(check, learns="prompts"),
-        )
+    notes += check_tasks(
+        config.task,
+        config.eval,
+        held_out=is_evaluated,
+        check=check,
+        check_set=partial(check, learns="prompts"),
     )
-    notes += tuple(check.notes)
+    notes += check.notes
     if engine:
         for rewards in (config.rewards, config.iterative.reward_model.labels):
-            notes += tuple(check_problems(make_rewards(rewards), lambda: check.sources))
+            notes += check_problems(make_rewards(rewards), lambda: check.sources)
     if command == "train" and env.is_main:
         check_trackers(config.telemetry)
-    return replace(job, warnings=job.warnings + notes)
+    return replace(job, warnings=(*job.warnings, *notes))
 
 
 def _is_config_alone(folder: Path) -> bool:

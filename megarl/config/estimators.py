@@ -90,5 +90,5 @@ BOUNDS = {
 BOUND_NAMES = tuple(dict.fromkeys(chain.from_iterable(BOUNDS.values())))
 SELECT = table("losses", "SELECT", "generator", *BOUND_NAMES)
 CORRECTIONS = table("corrections", "RULES")
-AGGREGATIONS = tuple(table("aggregation", "RULES"))
-KL = tuple(table("kl", "KL"))
+AGGREGATIONS = table("aggregation", "RULES")
+KL = table("kl", "KL")

@@ -8,6 +8,7 @@ by accident.
 """
 
 import json
+import re
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -114,11 +115,9 @@ def prepare_run_dir(config: Config, command: str) -> Path:
 
 
 def _newest(run: Path) -> Path | None:
-    files = [
-        file for file in run.glob("config_*.yaml") if file.stem.removeprefix("config_").isdecimal()
-    ]
-    first = run / "config.yaml"
-    return max(files, key=_number, default=first if first.is_file() else None)
+    files = run.glob("config*.yaml")
+    numbered = [file for file in files if re.fullmatch("config(_[0-9]+)?", file.stem)]
+    return max(numbered, key=_number, default=None)
 
 
 def _number(file: Path) -> int:

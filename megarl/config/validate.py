@@ -68,7 +68,15 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
         world = env.world_size
     check_topology(config, env, shape, command)
     has_engine = needs_engine(config.stage, command)
-    _check_models(config, shape, gpus, has_engine=has_engine)
+    check_model(config, shape)
+    check_moe(config, shape)
+    check_router_replay(config, shape, gpus)
+    if has_engine and not gpus and not is_split:
+        # split engines may be on another machine: split.entry asks it
+        check_cpu_engine(config, shape)
+    if has_engine:
+        check_fp8_rollout(config, shape, gpus)
+    check_fp8_training(config, shape, gpus)
     check_world(config, world, smallest, env)
     layout = Layout.of(config.parallel.sizes, world, rank=min(env.rank, world - 1))
     _check_learning(config, shape, has_engine=has_engine)
@@ -88,19 +96,6 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
     replicas = (rollout.replicas or 1) if is_split else world // rollout.tensor
     warnings = (*_warnings(config, shape, layout, rows, longest, gpus), *unsafe)
     return Job(world, gpus, layout, replicas, shape, rows, longest, warnings)
-
-
-def _check_models(config: Config, shape: ModelShape, gpus: int, *, has_engine: bool) -> None:
-    """Raises ValueError if trainer or engine cannot run the model in this layout and precision."""
-    check_model(config, shape)
-    check_moe(config, shape)
-    check_router_replay(config, shape, gpus)
-    if has_engine and not gpus and config.launch.topology == "colocated":
-        # split engines may be on another machine: split.entry asks it
-        check_cpu_engine(config, shape)
-    if has_engine:
-        check_fp8_rollout(config, shape, gpus)
-    check_fp8_training(config, shape, gpus)
 
 
 def _check_learning(config: Config, shape: ModelShape, *, has_engine: bool) -> None:

@@ -19,7 +19,6 @@ import numpy as np
 
 from megarl.data.media import FEATURE, refuse_media
 from megarl.data.rows import (
-    PROMPT_TEXTS,
     BadRow,
     DatasetOptions,
     Problem,
@@ -67,14 +66,9 @@ def load_rows(
             row[column] = labels[row[column]]
         return read_problem(row, where, options, ignore_media=ignore_media)
 
-    def scan(whole: bool) -> Iterator[Problem]:
-        known = dataset.column_names
-        names = options.prompts or [*PROMPT_TEXTS, "messages"]
-        if options.answer_pattern:
-            names = [*names, options.answer_path(features)[0]]
-        columns = [key for key in known if whole or key in names]
+    def scan() -> Iterator[Problem]:
         try:
-            yield from map(problem, count(), _read_batches(dataset.select_columns(columns)))
+            yield from map(problem, count(), _read_batches(dataset))
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"hf:{name} has a text that is not UTF-8 ({error}); write its files again"
@@ -146,7 +140,8 @@ def _read_files(
     read: Callable[..., Iterable[tuple[str, Any]]], files: Mapping[str, Sequence[str]], split: Any
 ) -> list[tuple[str, Any]]:
     rows = {}
-    for part, names in zip(map(str, files), files.values(), strict=True):
+    for key, names in files.items():
+        part = str(key)
         rows[part] = []
         if re.search(rf"\b{re.escape(part)}\b", str(split)):
             for name in names:

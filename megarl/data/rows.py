@@ -85,19 +85,19 @@ class Source:
 
     problem: Callable[[int], Problem]
     size: int | None  # None: endless
-    # all problems in order, faster than one by one; if the argument is False, only their questions
-    scan: Callable[[bool], Iterable[Problem]] | None = None
+    # all problems in order, faster than one by one; None: they are generated
+    scan: Callable[[], Iterable[Problem]] | None = None
     weight: float = 1.0  # in a mixture
     held_out: int = 0  # training problems that were removed because they are evaluated on
 
-    def problems(self, whole: bool = True) -> Iterable[Problem]:
-        """All problems of a finite source, or only their questions; the first of an endless one."""
-        return self.scan(whole) if self.scan else map(self.problem, range(self.size or 1))
+    def problems(self) -> Iterable[Problem]:
+        """All problems of a finite source; the first of an endless one."""
+        return self.scan() if self.scan else map(self.problem, range(self.size or 1))
 
     def digest(self) -> str:
         """Hashes the questions in order; "" for those that are generated."""
         total = hashlib.sha256()
-        for problem in self.scan(False) if self.scan else ():
+        for problem in self.scan() if self.scan else ():
             total.update(f"{len(problem.text)} {problem.text}".encode())
         return total.hexdigest()[:16] if self.scan else ""
 
@@ -108,7 +108,7 @@ class Source:
             self,
             problem=lambda index: self.problem(indices[index]),
             size=len(indices),
-            scan=lambda whole: compress(self.problems(whole), keep),
+            scan=lambda: compress(self.problems(), keep),
         )
 
 
@@ -135,12 +135,10 @@ class Columns(BaseModel):
     def prompts(self) -> list[str]:
         return [self.prompt] if isinstance(self.prompt, str) else self.prompt or []
 
-    def answer_path(self, row: Mapping[str, Any]) -> list[str]:
-        name = self.answer or "answer"
-        return [name] if name in row else name.split(".")
-
     def answer_in(self, row: Mapping[str, Any]) -> Any:
-        return reduce(enter, self.answer_path(row), row)
+        name = self.answer or "answer"
+        path = [name] if name in row else name.split(".")
+        return reduce(enter, path, row)
 
     def check(self, known: Mapping[str, Any], name: object) -> None:
         """Raises ValueError for a column that `known`, the columns of the file `name`, lacks."""
@@ -200,7 +198,7 @@ def listed(
     known |= next((row for row in objects if columns.answer_in(row) is not None), {})
     columns.check(known, name)
     problems = [read_problem(row, where, columns, ignore_media=ignore_media) for where, row in rows]
-    return Source(problems.__getitem__, len(problems), lambda whole: problems)
+    return Source(problems.__getitem__, len(problems), lambda: problems)
 
 
 @contextmanager

@@ -100,9 +100,9 @@ def load_task(task: Task, split: Split = "train", eval_tasks: Sequence[Task] = (
             for other in (task, *eval_tasks)
             if other.options.keys() & {"eval_file", "eval_split"}
         ]
-        held_out = set(map(_words_of, chain.from_iterable(part.problems(False) for part in stored)))
+        held_out = set(map(_words_of, chain.from_iterable(part.problems() for part in stored)))
         if held_out:
-            keep = [_words_of(problem) not in held_out for problem in source.problems(False)]
+            keep = [_words_of(problem) not in held_out for problem in source.problems()]
             source = replace(source.select(keep), held_out=source.held_out + keep.count(False))
     if source.size == 0:
         reason = f", as {source.held_out} are held out" if source.held_out else ""
@@ -113,7 +113,7 @@ def load_task(task: Task, split: Split = "train", eval_tasks: Sequence[Task] = (
         return source
     size = min(task.size, source.size or task.size)
     scan = source.scan
-    return replace(source, size=size, scan=scan and (lambda whole: islice(scan(whole), size)))
+    return replace(source, size=size, scan=scan and (lambda: islice(scan(), size)))
 
 
 def read_all(source: Source) -> None:
@@ -218,7 +218,7 @@ def _dataset(name: str, task: Task, split: Split) -> Source:
         return source
     is_eval = [
         hash31(f"held out? {_words_of(problem)}") < options.held_out * 2**31
-        for problem in source.problems(False)
+        for problem in source.problems()
     ]
     if split == "train":
         return replace(source.select([not value for value in is_eval]), held_out=sum(is_eval))

@@ -50,18 +50,15 @@ class ConfigReader:
     def family(self) -> str:
         return str(self.raw.get("model_type"))
 
-    def size(self, key: str, default: int | None = None) -> int:
-        """Returns an integer of at least 1."""
+    def size(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """Returns an integer of at least `least`."""
         value = self._get(key, default)
-        is_valid = type(value) is int and 1 <= value < 2**31
-        return self._checked(key, value, is_valid, "an integer of at least 1, below 2**31")
+        is_valid = type(value) is int and least <= value < 2**31
+        return self._checked(key, value, is_valid, f"an integer of at least {least}, below 2**31")
 
     def count(self, key: str, default: int | None = 0) -> int:
-        value = self._get(key, default)
-        if value is None:
-            return 0
-        is_valid = type(value) is int and 0 <= value < 2**31
-        return self._checked(key, value, is_valid, "a non-negative integer below 2**31, or null")
+        """Returns an integer of at least 0, which null is."""
+        return 0 if self._get(key, default) is None else self.size(key, default, least=0)
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._get(key, default)

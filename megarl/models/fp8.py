@@ -14,6 +14,7 @@ from itertools import chain
 from megarl.layout import Axis
 from megarl.models.engine import engine_table
 from megarl.models.formats import FORMATS, BlockFormat
+from megarl.models.lora import linears
 from megarl.models.registry import hf_shapes, megatron_table
 from megarl.models.shape import ModelShape, Settings, Shape
 from megarl.models.shards import (
@@ -51,19 +52,9 @@ def with_scales(table: Table, fmt: BlockFormat, *, is_whole: bool = False) -> Ta
     )
 
 
-def _is_fp8(rule: Rule) -> bool:
-    """True for weights of linear layers; not for a router's, whose near-ties need precision."""
-    return all(
-        len(shape) == 2
-        and name.endswith(".weight")
-        and name.split(".")[-2] not in ("gate", "router")
-        for name, shape in rule.shapes().items()
-    )
-
-
 def _scales(rule: Rule, fmt: BlockFormat, is_whole: bool) -> Iterator[Rule]:
     """Yields the rules of a rule's scales: none unless its weights have FP8 blocks."""
-    if not _is_fp8(rule):
+    if not linears(rule):
         return
     if is_whole:
         for name, shape in rule.shapes().items():
@@ -137,7 +128,7 @@ def _cut_weight(
     """Describes a weight of which an engine's rank would keep part of a block, or stack one within
     a block."""
     table = engine_table(shape)
-    for rule in filter(_is_fp8, table.layer + table.dense + table.expert):
+    for rule in filter(linears, table.layer + table.dense + table.expert):
         is_expert = rule in table.expert
         ranks = 1 if is_expert and expert > 1 else tensor
         parts = list(rule.slices(Axis(ranks)))

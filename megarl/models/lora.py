@@ -13,7 +13,6 @@ from itertools import chain
 
 from megarl.models.shape import Settings, Shape
 from megarl.models.shards import (
-    InterleavedGateUp,
     Replicated,
     Rule,
     Rules,
@@ -21,7 +20,6 @@ from megarl.models.shards import (
     Slices,
     Stack,
     Table,
-    Transposed,
 )
 
 PREFIX = "base_model.model."  # of PEFT's names
@@ -47,7 +45,7 @@ def adapter_table(table: Table, targets: Sequence[str], rank: int) -> Table:
     """Returns the adapters' table. Raises ValueError naming targets that no linear layer of the
     model has."""
     rules = table.dense + table.layer + table.expert
-    known = sorted(set(map(module_name, chain.from_iterable(map(_linears, rules)))))
+    known = sorted(set(map(module_name, chain.from_iterable(map(linears, rules)))))
     unbound = [name for name in targets if name not in known and name != ALL_LINEAR]
     if unbound:
         raise ValueError(
@@ -91,16 +89,16 @@ def is_adapter(param: str) -> bool:
     return param.rpartition(".")[2].startswith("lora_")
 
 
-def _linears(rule: Rule) -> list[str]:
-    """Returns the HF tensors of a rule that are weights of linear layers other than a router."""
-    if isinstance(rule, Transposed | InterleavedGateUp) or ".router." in rule.param:
-        return []
+def linears(rule: Rule) -> list[str]:
+    """Returns the HF tensors of a rule that are weights of linear layers other than a router, whose
+    near-ties need precision."""
     shapes = rule.shapes().items()
-    return [name for name, size in shapes if name.endswith(".weight") and len(size) == 2]
+    weights = [name for name, size in shapes if name.endswith(".weight") and len(size) == 2]
+    return [name for name in weights if module_name(name) not in ("gate", "router")]
 
 
 def _adapters(rule: Rule, targets: Sequence[str], rank: int) -> Iterator[Rule]:
-    names = [name for name in _linears(rule) if module_name(name) in targets]
+    names = [name for name in linears(rule) if module_name(name) in targets]
     if not names:
         return
     a, b = adapter_names(rule.param)

@@ -31,7 +31,7 @@ FP8 = [
     ),
     ("weights/sync/execute.py", "None if transfer.is_relay", "None if not transfer.is_relay", SENT),
     (
-        "models/fp8.py",
+        "models/lora.py",
         'not in ("gate", "router")',
         'not in ("router",)',
         f"{WEIGHTS}::test_modules_that_stay_as_they_are_are_listed",

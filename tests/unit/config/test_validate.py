@@ -850,8 +850,8 @@ def test_a_group_of_one_is_legal_where_its_advantage_is_not_zero() -> None:
 
 def test_what_is_read_from_the_source_is_what_the_maths_take() -> None:
     """Names, options and defaults, without an import of torch."""
-    assert tuple(AGGREGATIONS) == estimators.AGGREGATIONS
-    assert tuple(KL) == estimators.KL
+    assert list(AGGREGATIONS) == list(estimators.AGGREGATIONS)
+    assert list(KL) == list(estimators.KL)
     for known, functions, common in (
         (estimators.ADVANTAGES, ADVANTAGES, {"whiten", "std", "eps"}),
         (estimators.LOSSES, LOSSES, set()),

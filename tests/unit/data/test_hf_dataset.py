@@ -120,9 +120,6 @@ def test_a_scan_reads_what_the_problems_have(tmp_path: Path) -> None:
     assert scanned == problems and [problem.where for problem in scanned] == [
         problem.where for problem in problems
     ]
-    assert [problem.question for problem in source.problems(whole=False)] == [
-        problem.question for problem in problems
-    ]
 
 
 # --- held-out problems --------------------------------------------------------------------------------------------
