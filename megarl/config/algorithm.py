@@ -212,11 +212,11 @@ def _check_options(
 def _check_group(config: Config) -> None:
     """Raises ValueError if a sample would be compared with a group of which it is alone."""
     algorithm = config.algorithm
+    singleton = estimators.ADVANTAGES[algorithm.advantage].options.get("singleton")
     scores_steps = any(reward.name in ("process", "model") for reward in config.rewards)
     if (
         config.rollout.samples_per_prompt > 1
-        or algorithm.advantage not in estimators.GROUP_ADVANTAGES
-        or algorithm.advantage_options.get("singleton") == "raw"
+        or algorithm.advantage_options.get("singleton", singleton) in (None, "raw")
         or (algorithm.advantage == "grpo_process" and scores_steps)
         or config.stage_spec.compares  # whose own check explains it
     ):

@@ -32,16 +32,12 @@ def table(file: str, name: str, *passed: str) -> dict[str, Estimator]:
     `passed`: options that the loop passes, so they are none of the config.
     """
     functions, values = _module(file)
-    entries = values[name]
-    assert isinstance(entries, ast.Dict), (
-        f"{name} of {file}.py is not a dict of names and functions"
-    )
-    estimators = {}
-    for key, value in zip(entries.keys, entries.values, strict=True):
-        assert isinstance(key, ast.Constant)
+    entries: Any = values[name]  # an ast.Dict
+    return {
         # neither a partial nor a lambda has options
-        estimators[str(key.value)] = _estimator(functions.get(ast.unparse(value)), *passed)
-    return estimators
+        key.value: _estimator(functions.get(ast.unparse(value)), *passed)
+        for key, value in zip(entries.keys, entries.values, strict=True)
+    }
 
 
 @cache
@@ -77,10 +73,6 @@ ADVANTAGES = {
     name: Estimator({**_COMMON.options, **estimator.options}, estimator.inputs)
     for name, estimator in (PER_ROW | PER_TOKEN).items()
 }
-# zero for a group of one sample
-GROUP_ADVANTAGES = tuple(
-    name for name, each in ADVANTAGES.items() if each.options.get("singleton") == "zero"
-)
 LOSSES = table("losses", "RULES", "select_T")
 # options that are keys of `algorithm` itself, with their defaults
 BOUNDS = {

@@ -28,6 +28,7 @@ from megarl.data.rows import (
     read_rows,
     read_table,
 )
+from megarl.models.hub import HUB_ID
 from megarl.platform.hub import Repository
 from megarl.platform.packages import require
 
@@ -173,12 +174,7 @@ def resolve(name: str, options: DatasetOptions) -> Path:
                 f"task.options.revision={options.revision} is for hub ids, not hf:{name}; remove it"
             )
         return local
-    if (
-        name.startswith((".", "/", "~"))
-        or local.suffix in FORMATS
-        or name.count("/") > 1
-        or not name
-    ):
+    if local.suffix in FORMATS or not HUB_ID.fullmatch(name):
         raise FileNotFoundError(
             f"task.name=hf:{name} does not exist; name a file, a folder or a hub id"
         )

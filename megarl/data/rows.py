@@ -96,10 +96,12 @@ class Source:
 
     def digest(self) -> str:
         """Hashes the questions in order; "" for those that are generated."""
+        if self.scan is None:
+            return ""
         total = hashlib.sha256()
-        for problem in self.scan() if self.scan else ():
+        for problem in self.scan():
             total.update(f"{len(problem.text)} {problem.text}".encode())
-        return total.hexdigest()[:16] if self.scan else ""
+        return total.hexdigest()[:16]
 
     def select(self, keep: Sequence[bool]) -> "Source":
         """The problems whose entry in `keep`, one per problem, is True."""
