@@ -74,14 +74,14 @@ def compare_layouts(config: "Config", layouts: Sequence[str], env: Env) -> int:
     from megarl.commands.downloads import download_weights
     from megarl.commands.random_model import materialize_model
     from megarl.commands.start import launch
-    from megarl.config.load import changed, run_dir
+    from megarl.config.load import changed
     from megarl.config.run_dir import make_run_dir
 
     config = changed(config, "run", name=f"{config.run.name}-check")
     fits, world, job = _fitting(config, layouts, env)
     download_weights(config, env, "check")
     make_run_dir(config)
-    folder = run_dir(config)
+    folder = config.run_dir
     (folder / "check.json").unlink(missing_ok=True)
     (folder / "layouts.json").write_text(json.dumps(fits))
     code = launch(env, materialize_model(_under(config, fits[0], world)), job, "check")

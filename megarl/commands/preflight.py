@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cache, cached_property, partial
 from pathlib import Path
 
-from megarl.config.load import resolved_yaml, run_dir
+from megarl.config.load import resolved_yaml
 from megarl.config.schema import Config, Create
 from megarl.config.stages import needs_engine
 from megarl.config.validate import Job, check_config
@@ -248,6 +248,6 @@ def describe(config: Config, job: Job) -> str:
         f"{job.longest_row} tokens; {train.updates_per_step} updates of "
         f"{job.rows // train.updates_per_step} rows{epochs}, micro-batches of at most "
         f"{train.max_tokens_per_microbatch} tokens",
-        f"run        {train.steps} steps -> {run_dir(config)}",
+        f"run        {train.steps} steps -> {config.run_dir}",
     ]
     return "\n".join(lines)

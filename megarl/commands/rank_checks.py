@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 from functools import partial
 
-from megarl.config.load import changed, run_dir
+from megarl.config.load import changed
 from megarl.data.collate import collate, supervised_batch
 from megarl.parity.gate import difference
 from megarl.parity.layouts import check_layouts, prompt_rows
@@ -96,7 +96,7 @@ def layouts(rank: Rank) -> None:
         batch = supervised_batch(rank.tokenizer, prompts)
     else:
         batch = prompt_rows(prompts, num_tokens=RANDOM_TOKENS, vocab=rank.shape.vocab)
-    folder = run_dir(config)
+    folder = config.run_dir
     names = json.loads((folder / "layouts.json").read_text())
     build = partial(make_trainer, rank)
     rows = check_layouts(names, batch, build, world=rank.env.world_size, rank=rank.env.rank)

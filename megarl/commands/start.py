@@ -9,7 +9,7 @@ import json
 from megarl.commands.downloads import download_weights, resolve_datasets, resolve_model
 from megarl.commands.preflight import describe, preflight
 from megarl.commands.random_model import materialize_model
-from megarl.config.load import changed, load_config, run_dir
+from megarl.config.load import changed, load_config
 from megarl.config.run_dir import check_resumed, make_run_dir
 from megarl.config.schema import Config
 from megarl.config.validate import Job
@@ -37,7 +37,7 @@ def start(command: str, args: argparse.Namespace) -> int:
                 check_resumed(config)
     except (ValueError, FileNotFoundError) as error:
         if env.has_launcher and env.is_main:  # torchrun turns every exit code into 1
-            write_exit(run_dir(config), USER, Failure(0, USER, str(error), "start-up"))
+            write_exit(config.run_dir, USER, Failure(0, USER, str(error), "start-up"))
         raise
     if env.is_main:
         for warning in job.warnings:
@@ -74,12 +74,12 @@ def _report(env: Env, config: Config, job: Job, code: int) -> None:
         # the planner needs a table
         if config.stage_spec.needs_engine and job.model.bridge is None:
             _write_plan(env, config, job.world)
-        print(f"report: {write_report(run_dir(config))}")
+        print(f"report: {write_report(config.run_dir)}")
     except FileNotFoundError:  # no step has finished
         pass
     except OSError as error:
         if code == DONE:  # otherwise the run has ended by it, and said so
-            raise OSError(error.errno, error.strerror, str(run_dir(config))) from None
+            raise OSError(error.errno, error.strerror, str(config.run_dir)) from None
 
 
 def _write_plan(env: Env, config: Config, world: int) -> None:
@@ -95,4 +95,4 @@ def _write_plan(env: Env, config: Config, world: int) -> None:
     per_node = config.launch.processes_per_node or per_node
     config = changed(config, "launch", processes=world, processes_per_node=per_node)
     _, figures = plan_weights(config)
-    (run_dir(config) / PLAN).write_text(json.dumps(figures), encoding="utf-8")
+    (config.run_dir / PLAN).write_text(json.dumps(figures), encoding="utf-8")

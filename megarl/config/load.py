@@ -97,10 +97,6 @@ def resolved_yaml(config: Config) -> str:
     )
 
 
-def run_dir(config: Config) -> Path:
-    return Path(config.run.dir) / config.run.name
-
-
 def changed(config: Config, section: str, **values: Any) -> Config:
     """Returns the config with other values in a section, which are not validated."""
     return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megarl.config.load import flat, load_config, resolved_yaml, run_dir
+from megarl.config.load import flat, load_config, resolved_yaml
 from megarl.config.schema import Config
 from megarl.platform.json_text import read_json
 
@@ -43,7 +43,7 @@ FREE = {
 
 def make_run_dir(config: Config) -> None:
     """Raises ValueError unless the run directory can be written to."""
-    folder = run_dir(config)
+    folder = config.run_dir
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -59,7 +59,7 @@ def resumed_run(config: Config) -> Path | None:
     starts afresh.
     """
     resume = config.checkpoint.resume
-    folder = run_dir(config)
+    folder = config.run_dir
     if resume not in ("auto", "never"):
         return Path(resume).resolve().parent.parent
     return folder if resume == "auto" and any((folder / "checkpoints").glob("step_*")) else None
@@ -92,7 +92,7 @@ def prepare_run_dir(config: Config, command: str) -> Path:
     """Write the resolved config, and remove the exit record of an earlier run; returns the config's
     file.
     """
-    folder = run_dir(config)
+    folder = config.run_dir
     text = resolved_yaml(config)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     (folder / "exit.json").unlink(missing_ok=True)

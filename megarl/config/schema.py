@@ -4,6 +4,7 @@ A section is in the file of its concern, with its checks. The defaults train wit
 0.28, token-mean, no KL. A default that another module needs is read from here.
 """
 
+from pathlib import Path
 from typing import Annotated
 
 from megarl.config.algorithm import Algorithm, KlTerm
@@ -94,6 +95,11 @@ class Config(Section):
     """Settings of the stage reward_model."""
     telemetry: Telemetry = Telemetry()
     """Trackers and files of samples."""
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of the run."""
+        return Path(self.run.dir) / self.run.name
 
     @property
     def stage_spec(self) -> Stage:

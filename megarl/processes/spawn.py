@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megarl.config.load import run_dir
 from megarl.config.run_dir import prepare_run_dir
 from megarl.config.schema import Config
 from megarl.config.validate import Job
@@ -50,7 +49,7 @@ POLL_S = 0.05
 
 def spawn_ranks(config: Config, job: Job, command: str) -> int:
     """Run `command` on `job.world` local ranks; returns the exit code of the job."""
-    folder = run_dir(config)
+    folder = config.run_dir
     with lock_run_dir(folder):
         file = prepare_run_dir(config, command)
         started = time.time()

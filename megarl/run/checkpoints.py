@@ -10,7 +10,6 @@ from megarl.checkpoint.hf import export_hf
 from megarl.checkpoint.hf_folder import HfFolder
 from megarl.checkpoint.state import Checkpoints, Further
 from megarl.checkpoint.torch_dist import CRITIC
-from megarl.config.load import run_dir
 from megarl.data.tokenizer import pad_token
 from megarl.models.lora import CONFIG
 from megarl.models.registry import FAMILIES
@@ -42,7 +41,7 @@ def make_checkpoints(
         further = replace(further, models={CRITIC: learner.critic, **further.models})
     _storage(rank)  # an impossible export fails now
     return Checkpoints(
-        run_dir(config) / "checkpoints",
+        config.run_dir / "checkpoints",
         trainer,
         prompts,
         state,
@@ -90,7 +89,7 @@ def export(rank: Rank, trainer: Trainer, step: int | None = None) -> None:
     adapters = trainer.adapters
     if adapters is not None and (is_due or step is None):
         export_hf(
-            run_dir(rank.config) / f"adapter{suffix}",
+            rank.config.run_dir / f"adapter{suffix}",
             origin=None,
             weights=WeightFormat(adapters.shapes, DTYPES[rank.config.train.dtype]),
             sources=slices_by_rank(adapters.table, rank.shape, rank.layout),
@@ -101,7 +100,7 @@ def export(rank: Rank, trainer: Trainer, step: int | None = None) -> None:
     if not is_due:
         return
     export_hf(
-        run_dir(rank.config) / f"hf{suffix}",
+        rank.config.run_dir / f"hf{suffix}",
         origin=rank.model_folder,
         weights=rank.weight_format(trainer.hf_shapes()),
         sources=trainer.slices_by_rank(),

@@ -20,7 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TextIO
 
-from megarl.config.load import load_config, run_dir
+from megarl.config.load import load_config
 from megarl.config.run_dir import prepare_run_dir
 from megarl.config.schema import Config
 from megarl.config.stages import program
@@ -58,7 +58,7 @@ def run_rank(config: Config, env: Env, command: str) -> int:
 
     It never raises.
     """
-    folder = run_dir(config)
+    folder = config.run_dir
     terminal = redirect_output(folder / "logs" / f"rank_{env.rank}.log")
     if env.is_main:
         sys.stdout = terminal

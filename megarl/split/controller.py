@@ -22,7 +22,6 @@ from typing import Any
 import ray
 import torch
 
-from megarl.config.load import run_dir
 from megarl.config.schema import Config
 from megarl.data.ledger import Ledger
 from megarl.data.tokenizer import stop_token_ids
@@ -214,7 +213,7 @@ def train_split(config: Config, cluster: Cluster, fleet: Fleet, phase: CurrentPh
     last checkpoint."""
     rank = Rank.of(config, Env(), torch.device("cpu"), phase, fleet.trainer_layout(0))
     watch = Watch(config.launch.timeout_s)
-    logs = run_dir(config) / "logs"
+    logs = config.run_dir / "logs"
     place = Place(cluster, watch, fleet.trainers, fleet.ranks_per_replica, logs)
     stop = stop_token_ids(rank.tokenizer, config.rollout.stop)
     engines = Engines(config, rank.model_folder, stop, place)

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 
 from megarl.config.launch import fallbacks
-from megarl.config.load import run_dir
 from megarl.config.rollout import check_cpu_engine
 from megarl.config.run_dir import prepare_run_dir
 from megarl.config.schema import Config
@@ -21,7 +20,7 @@ from megarl.weights.plan.from_config import fleet_of
 
 def run_split(config: Config) -> int:
     """Runs the stage rl; returns the exit code."""
-    folder = run_dir(config)
+    folder = config.run_dir
     phase = CurrentPhase()
     failure = None
     layouts = [config, *fallbacks(config)]

@@ -12,7 +12,6 @@ from statistics import fmean
 from typing import Any
 
 from megarl.algorithms.pass_at_k import ks_of, mean_interval, pass_at_k
-from megarl.config.load import run_dir
 from megarl.config.schema import Task
 from megarl.data.tasks import eval_task
 from megarl.rollout.schedule import Generate, request_seed
@@ -178,7 +177,7 @@ def make_evaluation(
     config = rank.config
     file = None
     if rank.env.is_main:
-        file = run_dir(config) / "eval.jsonl"
+        file = config.run_dir / "eval.jsonl"
         if file.exists():  # a resumed run measures them again
             forget_steps(file, start)
     return Evaluation(measures, config.eval.every, config.train.steps, file, evaluated)

@@ -12,7 +12,6 @@ from functools import partial
 
 from megarl.algorithms.objective import Objective
 from megarl.checkpoint.state import Further
-from megarl.config.load import run_dir
 from megarl.config.run_dir import LEDGER
 from megarl.data.collate import collate
 from megarl.data.ledger import Ledger
@@ -174,9 +173,7 @@ def make_run(
     """
     config = rank.config
     if rank.env.is_main:
-        ledger.open(
-            run_dir(config) / LEDGER, step=start, max_staleness=config.rollout.max_staleness
-        )
+        ledger.open(config.run_dir / LEDGER, step=start, max_staleness=config.rollout.max_staleness)
     return partial(
         RlRun,
         prompts=ledger,

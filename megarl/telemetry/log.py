@@ -24,7 +24,6 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
 from megarl import roles
-from megarl.config.load import run_dir
 from megarl.config.schema import Config
 from megarl.telemetry.gpus import open_gpus
 from megarl.telemetry.metrics import (
@@ -206,7 +205,7 @@ class Telemetry:
         facts: roles.Values,
         gpu_uuids: Sequence[str] = (),
     ) -> None:
-        folder = run_dir(config)
+        folder = config.run_dir
         self._facts = facts
         self._samples = SampleWriter(
             folder / "rollouts", config.telemetry.rollouts, seed=config.run.seed, start=start

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megarl.config.load import run_dir
 from megarl.config.schema import Config, Telemetry
 from megarl.platform.env import get_env, log_text
 from megarl.platform.packages import require
@@ -95,7 +94,7 @@ class TensorBoard:
     def __init__(self, config: Config, *, start: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(run_dir(config)), purge_step=start)
+        self._writer = SummaryWriter(str(config.run_dir), purge_step=start)
 
     def log(self, step: int, metrics: Mapping[str, float], *, is_complete: bool) -> None:
         for name, value in metrics.items():
@@ -117,7 +116,7 @@ class WandB:
     def __init__(self, config: Config, *, start: int) -> None:
         import wandb
 
-        folder = run_dir(config)
+        folder = config.run_dir
         file = folder / "wandb_run_id"
         # a run from the start gets a new id, since W&B ignores steps that go back
         if not start or not file.is_file():

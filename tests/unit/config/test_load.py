@@ -17,7 +17,6 @@ from megarl.config.load import (
     load_config,
     parse_config,
     resolved_yaml,
-    run_dir,
 )
 from megarl.config.presets import PRESETS
 from megarl.config.schema import Config, ParallelSizes
@@ -362,7 +361,7 @@ def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
     file = tmp_path / "empty.yaml"
     file.write_text("")
     config = load_config(file, ["run.name=7"])
-    assert run_dir(config) == Path("runs/7")
+    assert config.run_dir == Path("runs/7")
 
 
 def test_config_imports_no_heavy_package() -> None:
