@@ -31,26 +31,25 @@ def table(file: str, name: str, *passed: str) -> dict[str, Estimator]:
 
     `passed`: options that the loop passes, so they are none of the config.
     """
-    functions, values = _module(file)
-    entries: Any = values[name]  # an ast.Dict
+    nodes = _module(file)
+    entries = nodes[name]
     return {
         # neither a partial nor a lambda has options
-        key.value: _estimator(functions.get(ast.unparse(value)), *passed)
+        key.value: _estimator(nodes.get(ast.unparse(value)), *passed)
         for key, value in zip(entries.keys, entries.values, strict=True)
     }
 
 
 @cache
-def _module(file: str) -> tuple[dict[str, ast.FunctionDef], dict[str, ast.expr]]:
-    """Returns the functions of a module, and the values of its names."""
-    functions = {}
-    values = {}
+def _module(file: str) -> dict[str, Any]:
+    """Returns the functions of a module, and the values of its annotated names, as nodes."""
+    nodes = {}
     for node in ast.parse((FOLDER / f"{file}.py").read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef):
-            functions[node.name] = node
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value:
-            values[node.target.id] = node.value
-    return functions, values
+            nodes[node.name] = node
+        elif isinstance(node, ast.AnnAssign):
+            nodes[ast.unparse(node.target)] = node.value
+    return nodes
 
 
 def _estimator(function: ast.FunctionDef | None, *passed: str) -> Estimator:
@@ -67,8 +66,7 @@ def _estimator(function: ast.FunctionDef | None, *passed: str) -> Estimator:
 
 PER_ROW = table("advantages", "PER_ROW")
 PER_TOKEN = table("advantages", "PER_TOKEN")  # an advantage may differ within a response
-_FUNCTIONS, _ = _module("advantages")
-_COMMON = _estimator(_FUNCTIONS["_advantages"], "values_T", "step_ends_T", "baseline_N")
+_COMMON = _estimator(_module("advantages")["_advantages"], "values_T", "step_ends_T", "baseline_N")
 ADVANTAGES = {
     name: Estimator({**_COMMON.options, **estimator.options}, estimator.inputs)
     for name, estimator in (PER_ROW | PER_TOKEN).items()

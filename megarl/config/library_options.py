@@ -145,6 +145,6 @@ def _fields(package: str, files: str) -> list[str]:
         for node in nodes:
             members = node.body if isinstance(node, ast.ClassDef) else []
             for member in members:
-                if isinstance(member, ast.AnnAssign) and isinstance(member.target, ast.Name):
-                    fields.append(member.target.id)
+                if isinstance(member, ast.AnnAssign):
+                    fields.append(ast.unparse(member.target))
     return fields

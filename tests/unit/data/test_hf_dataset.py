@@ -419,7 +419,7 @@ def test_mistakes_with_a_hub(hub: Hub, tmp_path: Path) -> None:
         "task.name=hf:org/gated": "is gated; accept its terms on its page on the hub, and set HF_TOKEN",
         "task.name=hf:org/cut": "cannot be downloaded (",
         "task.name=hf:org/code": "cannot be read",
-        "task.name=hf:no such": "cannot be downloaded (",
+        "task.name=hf:no such": "does not exist; name a file, a folder or a hub id",
         "task.options.revision=v9": "task.name=hf:org/sums has no revision v9; set task.options.revision to",
         "task.options.config=more": "['many', 'few']); correct its files, or task.options.eval_split=test and config=more",
         "task.options.split=dev": "['train', 'test'].); correct its files, or task.options.split=dev",
