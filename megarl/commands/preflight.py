@@ -178,7 +178,12 @@ class ProblemCheck:
         tokens, mask = self.encoder(learns)(problem)
         texts = []
         if learns == "feedback" and not self.config.reward_model.process:
-            texts = ranked_responses(problem.extra, problem.text, problem.where)[0]
+            texts, _, _ = ranked_responses(
+                problem.extra,
+                problem.text,
+                problem.where,
+                ignore_media=self.config.task.ignore_media,
+            )
         elif learns == "answers" and not mask:
             texts = [reference_text(problem.answer)]
         if len(tokens) > self.config.rollout.max_prompt_tokens:

@@ -48,7 +48,7 @@ def check_feedback(source: Source, *, steps: bool, ignore_media: bool = False) -
 
 
 def ranked_responses(
-    extra: Mapping[str, Any], text: str, where: str, *, ignore_media: bool = True
+    extra: Mapping[str, Any], text: str, where: str, *, ignore_media: bool = False
 ) -> tuple[list[str], list[float], float]:
     """Returns the responses to the prompt `text`, their ranks (the lowest is best) and the margin
     of its pairs. Equal responses have the rank of the first, as nothing could tell them apart.

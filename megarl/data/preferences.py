@@ -78,7 +78,9 @@ def rankings(groups: Sequence[Group], pairs: Literal["all", "best_worst"] = "all
     return result
 
 
-def preference_batch(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> PreferenceBatch:
+def preference_batch(
+    tokenizer: Tokenizer, prompts: Sequence[Prompt], *, ignore_media: bool = False
+) -> PreferenceBatch:
     """Returns a row for each response, which ends with the end token and is learned, and every pair
     of unequal ones.
 
@@ -87,8 +89,9 @@ def preference_batch(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> Prefere
     """
     rankings = []
     for prompt in prompts:
+        where = f"problem {prompt.prompt_id} ({prompt.text[:40]!r})"
         responses, ranks, margin = ranked_responses(
-            prompt.extra, prompt.text, f"problem {prompt.prompt_id} ({prompt.text[:40]!r})"
+            prompt.extra, prompt.text, where, ignore_media=ignore_media
         )
         if len(set(ranks)) > 1:
             rows = tuple(answer_row(tokenizer, prompt, response) for response in responses)

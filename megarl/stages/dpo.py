@@ -33,9 +33,9 @@ def run(rank: Rank) -> None:
     reference = reference_of(trainer)  # before a checkpoint is restored
     with open_run(rank, trainer, prompts) as run:
         learner = DpoLearner(trainer, reference, rank.config.dpo, prompts.kept, run.telemetry.span)
-        train_measured(
-            rank, run, partial(preference_batch, rank.tokenizer), learner.update, learner.accuracy
-        )
+        ignore = rank.config.task.ignore_media
+        examples = partial(preference_batch, rank.tokenizer, ignore_media=ignore)
+        train_measured(rank, run, examples, learner.update, learner.accuracy)
 
 
 @dataclass(frozen=True)

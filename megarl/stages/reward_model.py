@@ -39,7 +39,8 @@ def run(rank: Rank) -> None:
         examples = partial(step_batch, rank.tokenizer, separator=options.separator)
     else:
         model = Rankings(trainer, head, options.centre, by_prompt=options.average == "prompts")
-        examples = partial(preference_batch, rank.tokenizer)
+        ignore = rank.config.task.ignore_media
+        examples = partial(preference_batch, rank.tokenizer, ignore_media=ignore)
     with open_run(rank, trainer, make_prompts(rank)) as run:
         train_measured(rank, run, examples, model.update, partial(held_out_accuracy, model))
 

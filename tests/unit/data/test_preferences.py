@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,6 +96,18 @@ def test_formats(text: str, extra: dict, responses: list, pairs: list, margins: 
     assert learned == [[*response, EOS] for response in responses]
     assert batch.pairs.tolist() == pairs and batch.pairs.shape[1] == 2
     assert batch.margins.tolist() == margins and batch.group.tolist() == [0] * len(rows)
+
+
+@pytest.mark.parametrize("ignore_media", [False, True])
+def test_a_text_keeps_what_looks_like_a_placeholder_unless_media_are_ignored(
+    ignore_media: bool,
+) -> None:
+    """Answers about HTML have <image> as well; the prompt keeps it, too."""
+    pair = prompt(chosen="write <image>", rejected="4")
+    tokenizer: Any = SimpleNamespace(encode_answer=lambda text: tuple(text.encode()))
+    batch = preference_batch(tokenizer, [pair], ignore_media=ignore_media)
+    text = bytes(batch.tokens.tolist()).decode()
+    assert ("<image>" in text) != ignore_media
 
 
 def test_rows_of_a_prompt_are_consecutive_and_tied_prompts_leave_no_gap() -> None:
