@@ -12,17 +12,14 @@ before anything is sent, so that its peers do not wait for it.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import chain, groupby
-from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors.torch import load, save
 from torch import Tensor
 
 from megarl.layout import Axis
@@ -34,15 +31,10 @@ from megarl.types import (
     Request,
     Routes,
     Sample,
-    ScoredBatch,
     Terminated,
-    TokenBatch,
-    TokenScores,
-    TrainBatch,
 )
-from megarl.weights.sync.transports.values import gather_values
+from megarl.weights.sync.transports.values import from_bytes, gather_values, to_bytes
 
-BATCHES = {kind.__name__: kind for kind in (TokenBatch, TrainBatch, ScoredBatch, TokenScores)}
 ERRORS = (RuntimeError, CheckFailed, Terminated)
 
 
@@ -178,24 +170,6 @@ def deal(requests: Sequence[Request], replicas: int) -> list[list[Request]]:
     return shares
 
 
-def _frame(header: Any, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Returns [bytes] uint8: a file of safetensors, in which "header" is JSON."""
-    # safetensors refuses tensors that share memory
-    stored = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
-    stored["header"] = _bytes(json.dumps(header).encode())
-    return _bytes(save(stored))
-
-
-def _bytes(content: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
-
-
-def _unframe(data: np.ndarray) -> tuple[Any, dict[str, Tensor]]:
-    """Returns the header and copies of the tensors that `_frame` was given."""
-    tensors = load(data.tobytes())
-    return json.loads(tensors.pop("header").numpy().tobytes()), tensors
-
-
 def pack(samples: Sequence[Sample]) -> Tensor:
     """Returns [bytes] uint8. Raises TypeError if JSON cannot represent a value in `extra`."""
     rows = []
@@ -208,12 +182,13 @@ def pack(samples: Sequence[Sample]) -> Tensor:
     for name, dtype in SAMPLE_TENSORS.items():
         parts = [getattr(sample, name).to(dtype) for sample in samples]
         columns[name] = torch.cat([torch.empty(0, dtype=dtype), *parts])
-    return _frame(rows, columns)
+    return to_bytes((json.dumps(rows), columns))
 
 
 def unpack(part: Tensor) -> list[Sample]:
     """Returns the samples that `pack` packed, with equal values and dtypes, but no experts."""
-    rows, columns = _unframe(part.numpy())
+    text, columns = from_bytes(part)
+    rows = json.loads(text)
     lengths = [row.pop("length") for row in rows]
     for row in rows:  # JSON has lists only
         row["step_rewards"] = tuple(map(tuple, row["step_rewards"]))
@@ -224,22 +199,3 @@ def unpack(part: Tensor) -> list[Sample]:
         for row, values in zip(rows, column.split(lengths), strict=True):
             row[name] = values
     return [Sample(**row) for row in rows]
-
-
-def pack_batch(value: Any) -> Any:
-    """Returns a batch, or scores, as flat bytes [L] uint8; anything else as it is."""
-    if type(value).__name__ not in BATCHES:
-        return value
-    contents = dict(vars(value))
-    assert not contents.pop("routes"), "only the colocated topology replays routes"
-    tensors = {name: content for name, content in contents.items() if isinstance(content, Tensor)}
-    header = {name: content for name, content in contents.items() if name not in tensors}
-    return _frame((type(value).__name__, header), tensors).numpy()
-
-
-def unpack_batch(data: Any) -> Any:
-    """Returns what `pack_batch` packed, with equal values and dtypes."""
-    if not isinstance(data, np.ndarray):
-        return data
-    (name, values), tensors = _unframe(data)
-    return BATCHES[name](**(values | tensors))

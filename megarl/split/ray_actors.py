@@ -90,12 +90,10 @@ class RankActor(_Actor):
             return self._failed(error)
 
     def call(self, method: str, *values: Any) -> Outcome:
-        """Batches arrive and leave as flat bytes; only rank 0 returns a value."""
-        from megarl.rollout.exchange import pack_batch, unpack_batch
-
+        """Only rank 0 returns a value."""
         try:
-            value = getattr(self._made, method)(*map(unpack_batch, values))
-            return {"value": pack_batch(value) if self._number == 0 else None}
+            value = getattr(self._made, method)(*values)
+            return {"value": value if self._number == 0 else None}
         except BaseException as error:  # noqa: BLE001 (every failure becomes a record)
             return self._failed(error)
 
@@ -220,14 +218,11 @@ class TrainerRanks:
         return ask(cast("TrainerRank", Proxy(self._send)))
 
     def _send(self, method: str, *values: Any) -> list[Any]:
-        from megarl.rollout.exchange import pack_batch
-
-        refs = [ray.put(pack_batch(value)) for value in values]
+        refs = list(map(ray.put, values))
         return [actor.call.remote(method, *refs) for actor in self.actors]
 
     def wait(self, refs: Sequence[Any], meanwhile: Callable[[], object] | None = None) -> Any:
         """Waits for a call of all ranks, and calls `meanwhile` again and again."""
-        from megarl.rollout.exchange import unpack_batch
         from megarl.types import CheckFailed
 
         ranks = {ref: rank for rank, ref in enumerate(refs)}
@@ -253,7 +248,7 @@ class TrainerRanks:
                         deadline = 0.0
         first = first_failure(failures)
         if not first:
-            return unpack_batch(value)
+            return value
         if [failure.code for failure in failures] == [REFUSED] * len(refs):
             raise CheckFailed(first.message)
         raise gone or RankLost(first)  # what the peers of one that is gone report is a consequence

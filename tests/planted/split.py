@@ -2,7 +2,6 @@
 
 GROUP = "dist/test_transports.py::test_processes_of_different_worlds_share_a_group_leave_it_and_join_again"
 CHILDREN = "unit/processes/test_children.py::test_a_lost_child_is_noticed_and_its_family_ended"
-BATCH = "unit/rollout/test_exchange.py::test_a_batch_is_flat_bytes_and_comes_back_as_it_was"
 WORLD = "unit/config/test_validate.py::test_the_split_topology_counts_trainers_and_engines_apart"
 
 FOLDER = "unit/split/test_ray_cluster.py::test_folders_of_jobs_that_were_killed_go_and_those_of_others_stay"
@@ -188,18 +187,6 @@ SPLIT = [
         CHILDREN,
     ),
     ("processes/children.py", "Path(name).unlink()", "pass", CHILDREN),
-    (
-        "rollout/exchange.py",
-        "tensor.contiguous().clone()",
-        "tensor.contiguous()",
-        BATCH,
-    ),
-    (
-        "rollout/exchange.py",
-        "tensor.contiguous().clone()",
-        "tensor.flatten().clone()",
-        BATCH,
-    ),
     (
         "split/ray_cluster.py",
         "fcntl.LOCK_EX | fcntl.LOCK_NB",

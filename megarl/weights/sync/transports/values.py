@@ -25,9 +25,7 @@ def carry(*types: type) -> None:
 def gather_values(value: Any, group: Any = None) -> list[Any]:
     """A collective. Returns the value of every rank, by rank: tensors, Python's plain types and
     containers, and KNOWN. Raises CheckFailed if a rank sends anything else, without running it."""
-    stream = BytesIO()
-    torch.save(value, stream)
-    own = torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)
+    own = to_bytes(value)
     sizes = torch.empty(dist.get_world_size(group), dtype=torch.int64)
     dist.all_gather_into_tensor(sizes, torch.tensor([own.numel()]), group=group)
     longest = int(sizes.max())
@@ -36,10 +34,25 @@ def gather_values(value: Any, group: Any = None) -> list[Any]:
     return [_load(part[: sizes[rank]], rank) for rank, part in enumerate(parts)]
 
 
+def to_bytes(value: Any) -> Tensor:
+    """Returns [bytes] uint8."""
+    stream = BytesIO()
+    torch.save(value, stream)
+    return torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)
+
+
+def from_bytes(data: Tensor) -> Any:
+    """Returns what `to_bytes` was given.
+
+    Raises UnpicklingError for anything but the values of `gather_values`, without running it.
+    """
+    with torch.serialization.safe_globals(KNOWN):
+        return torch.load(BytesIO(data.numpy().tobytes()), weights_only=True)
+
+
 def _load(data: Tensor, rank: int) -> Any:
     try:
-        with torch.serialization.safe_globals(KNOWN):
-            return torch.load(BytesIO(data.numpy().tobytes()), weights_only=True)
+        return from_bytes(data)
     except pickle.UnpicklingError as error:
         raise CheckFailed(
             f"rank {rank} sent what is not a value of megarl, and it was not run: "
