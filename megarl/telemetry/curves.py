@@ -1,17 +1,14 @@
 """Curves of metrics over steps: which ones a report shows, and how they are drawn.
 
-    metrics.jsonl, eval.jsonl --run_panels, compared_panels--> Panels --draw_png--> one picture
-                                                       Panels --svg--> a picture per panel
-
-A page may be dark or light: its SVG pictures refer to the colours of COLOURS by name, as CSS
-variables.
+metrics.jsonl, eval.jsonl --run_panels, compared_panels--> Panels --draw_png--> one picture
+                                                   Panels --svg--> a picture per panel
 """
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
-from itertools import chain, cycle
+from itertools import chain, cycle, product
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
@@ -23,10 +20,7 @@ JsonRows = Sequence[Mapping[str, Any]]
 Points = Sequence[tuple[int, float]]  # step, value
 
 CHARTS = yaml.safe_load(Path(__file__).with_name("curves.yaml").read_text(encoding="utf-8"))
-COLOURS = CHARTS["colours"]  # name: on a light page, on a dark one
-INK = COLOURS["ink"][0]
-FAINT = COLOURS["faint"][0]
-CURVE_COLOURS = tuple(COLOURS)[4:]
+COLOURS = CHARTS["colours"]
 STYLE = Path(__file__).with_name("curves.mplstyle")
 MAX_POINTS = 1000  # of a curve that are drawn
 MAX_DRAWN = 1e100  # matplotlib's axes overflow near the largest float
@@ -35,7 +29,7 @@ MAX_DRAWN = 1e100  # matplotlib's axes overflow near the largest float
 @dataclass(frozen=True)
 class Curve:
     label: str
-    colour: str  # a name in COLOURS
+    colour: str
     points: Points
     is_sparse: bool = False  # measured now and then: points on a dotted line
     is_dashed: bool = False
@@ -88,7 +82,7 @@ def compared_panels(runs: Mapping[str, tuple[JsonRows, JsonRows]]) -> list[Panel
     for source, titles in ((1, held_out), (0, CHARTS["compared"])):
         for key, title in titles.items():
             curves = []
-            for name, (colour, is_dashed) in run_styles(runs).items():
+            for name, (is_dashed, colour) in run_styles(runs).items():
                 points = _series(runs[name][source], key)
                 if points:
                     curves.append(Curve(name, colour, points, source == 1, is_dashed))
@@ -98,10 +92,9 @@ def compared_panels(runs: Mapping[str, tuple[JsonRows, JsonRows]]) -> list[Panel
     return panels
 
 
-def run_styles(names: Iterable[str]) -> dict[str, tuple[str, bool]]:
-    """A colour for each run, and whether its line is dashed because the colour is in use."""
-    count = len(CURVE_COLOURS)
-    return {name: (CURVE_COLOURS[i % count], i >= count) for i, name in enumerate(names)}
+def run_styles(names: Iterable[str]) -> dict[str, tuple[bool, str]]:
+    """Each run's line: if it is dashed, because its colour is in use, and the colour."""
+    return dict(zip(names, cycle(product((False, True), COLOURS))))
 
 
 def draw_png(panels: Sequence[Panel], title: str, file: Path) -> None:
@@ -120,13 +113,13 @@ def draw_png(panels: Sequence[Panel], title: str, file: Path) -> None:
             _label_ends(axes, first.curves[0])
         for index, panel in enumerate(others):
             _draw(figure.add_subplot(grid[1 + index // 3, index % 3]), panel)
-        figure.suptitle(_plain(title, most=100), color=INK, fontsize=13, x=0.01, ha="left")
-        figure.supxlabel("step", color=FAINT, fontsize=9)
+        figure.suptitle(_plain(title, most=100), fontsize=13, x=0.01, ha="left")
+        figure.supxlabel("step", fontsize=9)
         figure.savefig(file, dpi=130, format="png")
 
 
 def svg(panel: Panel) -> str:
-    """An <svg> element whose colours are CSS variables and whose text stays text."""
+    """An <svg> element whose text stays text."""
     from matplotlib import style
     from matplotlib.figure import Figure
 
@@ -139,23 +132,18 @@ def svg(panel: Panel) -> str:
         axes.set_xlabel("step")
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(out, format="svg", transparent=True, metadata=nothing)
-    return themed(out.getvalue())
+    return svg_element(out.getvalue())
 
 
-def themed(picture: str) -> str:
-    """The <svg> element of an SVG file, with the colours of a light page replaced by
-    CSS variables.
-    """
-    picture = picture[picture.index("<svg") :]
-    for name, (light, _) in COLOURS.items():
-        picture = picture.replace(light, f"var(--{name})")
-    return picture
+def svg_element(picture: str) -> str:
+    """The <svg> element of an SVG file."""
+    return picture[picture.index("<svg") :]
 
 
 def _curves(
     rows: JsonRows, labels: Mapping[str, str], *, is_sparse: bool = False, skip: int = 0
 ) -> list[Curve]:
-    colours = cycle(CURVE_COLOURS[skip:])
+    colours = cycle(COLOURS[skip:])
     series = [(label, _series(rows, key)) for key, label in labels.items()]
     return [Curve(label, next(colours), points, is_sparse) for label, points in series if points]
 
@@ -209,7 +197,7 @@ def _thin(points: Points) -> tuple[Points, Points]:
 
 
 def _draw_curve(axes: Any, curve: Curve, points: Points) -> None:
-    colour = COLOURS[curve.colour][0]
+    colour = curve.colour
     label = _plain(curve.label)
     extremes, means = _thin(points)
     steps = [step for step, _ in means]
@@ -251,6 +239,6 @@ def _label_ends(axes: Any, curve: Curve) -> None:
             ha=side,
             va="top",
             fontsize=9,
-            color=COLOURS[curve.colour][0],
+            color=curve.colour,
             weight="bold",
         )

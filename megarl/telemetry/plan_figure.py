@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.telemetry.curves import FAINT, INK
+import numpy as np
 
 BOX = 0.035  # width; the inner edges of the boxes are at x = 0 and 1
 GAP = 0.012  # between boxes, as a fraction of the height
@@ -23,7 +23,6 @@ def draw_plan(figures: Mapping[str, Any], file: Path) -> None:
     """Raises ValueError for a file that is neither .png nor .svg."""
     if file.suffix not in (".png", ".svg"):
         raise ValueError(f"--figure {file} must be a .png or .svg file")
-    import numpy as np
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
@@ -44,16 +43,14 @@ def draw_plan(figures: Mapping[str, Any], file: Path) -> None:
     count = len(received) // len(right)  # ranks of a replica
     for replica, span in enumerate(right):
         ranks = received[replica * count : (replica + 1) * count]
-        _draw_box(axes, span, 1, INK, f"replica {replica}", ranks)
+        _draw_box(axes, span, 1, "0.2", f"replica {replica}", ranks)
     axes.set(xlim=(-0.42, 1.42), ylim=(1.01, -0.01))
     axes.axis("off")
-    picture.suptitle(_title(figures), color=INK, fontsize=12, x=0.01, ha="left")
+    picture.suptitle(_title(figures), fontsize=12, x=0.01, ha="left")
     picture.supxlabel(
-        "bytes sent (left) and received (right) per GPU in one sync, min to max",
-        color=FAINT,
-        fontsize=9,
+        "bytes sent (left) and received (right) per GPU in one sync, min to max", fontsize=9
     )
-    picture.savefig(file, dpi=130)
+    picture.savefig(file, dpi=130, transparent=file.suffix == ".svg")
 
 
 def _title(figures: Mapping[str, Any]) -> str:
@@ -82,25 +79,17 @@ def _amount(*counts: int) -> str:
 
 def _spans(totals: Any) -> list[Span]:
     """Boxes whose heights are proportional to `totals`, separated by gaps."""
-    free = 1 - GAP * (len(totals) - 1)
-    total = sum(totals) or 1
-    top = 0.0
-    spans = []
-    for count in totals:
-        height = free * count / total
-        spans.append((top, height))
-        top += height + GAP
-    return spans
+    heights = (1 - GAP * (len(totals) - 1)) * totals / max(totals.sum(), 1)
+    tops = np.cumsum(heights + GAP) - heights - GAP
+    return list(zip(tops, heights, strict=True))
 
 
 def _draw_ribbons(
     axes: Any, between: Any, left: Sequence[Span], right: Sequence[Span], colours: Any
 ) -> None:
-    from matplotlib.patches import PathPatch
-    from matplotlib.path import Path as Curve
-
+    x = np.linspace(0, 1, 25)
+    bend = x**2 * (3 - 2 * x)  # from 0 to 1
     columns = between.sum(0).clip(1)
-    codes = [Curve.MOVETO, *[Curve.CURVE4] * 3, Curve.LINETO, *[Curve.CURVE4] * 3, Curve.CLOSEPOLY]
     ends = [top for top, _ in right]
     for row, (end, height), colour in zip(between, left, colours, strict=True):
         total = row.sum().clip(1)
@@ -110,20 +99,9 @@ def _draw_ribbons(
             end += height * count / total
             right_end = right_top + right[replica][1] * count / columns[replica]
             ends[replica] = right_end
-            points = [
-                (0, left_top),
-                (0.5, left_top),
-                (0.5, right_top),
-                (1, right_top),
-                (1, right_end),
-                (0.5, right_end),
-                (0.5, end),
-                (0, end),
-                (0, left_top),
-            ]
-            axes.add_patch(
-                PathPatch(Curve(points, codes), facecolor=colour, alpha=0.45, linewidth=0)
-            )
+            top = left_top + (right_top - left_top) * bend
+            bottom = end + (right_end - end) * bend
+            axes.fill_between(x, top, bottom, color=colour, alpha=0.45, linewidth=0)
 
 
 def _draw_box(axes: Any, span: Span, side: int, colour: Any, name: str, ranks: Any) -> None:
@@ -138,5 +116,4 @@ def _draw_box(axes: Any, span: Span, side: int, colour: Any, name: str, ranks: A
         ha="right" if side < 0 else "left",
         va="center",
         fontsize=8,
-        color=INK,
     )

@@ -21,7 +21,6 @@ from megarl.config.load import flat, parse_yaml
 from megarl.platform.env import escape_hidden
 from megarl.processes.files import replacing, write_atomic
 from megarl.telemetry.curves import (
-    COLOURS,
     JsonRows,
     Panel,
     compared_panels,
@@ -29,7 +28,7 @@ from megarl.telemetry.curves import (
     run_panels,
     run_styles,
     svg,
-    themed,
+    svg_element,
 )
 from megarl.telemetry.metrics import read_jsonl, read_metrics
 from megarl.telemetry.plan_figure import draw_plan
@@ -168,7 +167,7 @@ def _weight_sync(folder: Path) -> str:
     except Exception as error:  # noqa: BLE001 (whatever the file holds, the other parts are drawn)
         _warn_left_out(plan, error)
         return ""
-    return themed(picture.read_text(encoding="utf-8"))
+    return svg_element(picture.read_text(encoding="utf-8"))
 
 
 def _reward(sample: Mapping[str, Any]) -> float:
@@ -193,7 +192,7 @@ def _write_page(
 
     page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     text = Template(page, autoescape=True, finalize=_shown).render(
-        sections, title=title, figures=map(svg, panels), colours=COLOURS
+        sections, title=title, figures=map(svg, panels)
     )
     write_atomic(file, text.encode(errors="replace"))
     return file
