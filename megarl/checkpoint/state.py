@@ -289,7 +289,6 @@ def _load(
     for name in {**known, **now}:
         if _differ(known.get(name), now.get(name)):
             raise ValueError(f"its frozen weights are others: {name}")
-    part = part.get(0, part)  # older ones number dense and expert
     group = part["optimizer"]["param_groups"][0]
     rank_state.allocate(trained.optimizer, group.get("step", 0))
     rank_state.load(_chunks(trained), source, trained.optimizer, prefix=prefix)

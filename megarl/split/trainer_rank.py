@@ -115,11 +115,7 @@ class TrainerRank:
     def transfer(self, version: int) -> bool:
         """Sends a version, as Publisher.transfer does."""
         self.phase.name = "sync"
-        try:
-            return self.publisher.transfer(version)
-        except BaseException:
-            self._leave()  # so that nobody waits for this rank
-            raise
+        return self.publisher.transfer(version)
 
     def end(self, version: int, committed: bool) -> PublishReport | None:
         if committed:

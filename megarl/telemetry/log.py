@@ -16,6 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -52,6 +53,7 @@ TIMES = """
     publish publish
 """
 
+PACE_S = 86400.0  # the steps of so long tell the remaining time
 MAX_BYTES = 32 << 20  # of timeline.json: some 300,000 spans
 
 # metric, format, label
@@ -150,22 +152,18 @@ def brief(metrics: roles.Values) -> str:
 
 
 class ProgressDisplay:
-    """Shows each finished step, as a bar or a line, and the remaining time, estimated from recent
-    steps.
+    """Shows each finished step, as a bar or a line, and the time left, estimated from the steps
+    after the first, which includes warm-up.
     """
 
     def __init__(self, *, steps: int, start: int, name: str, interactive: bool) -> None:
-        self._steps = steps
-        self._start = start
-        self._name = name
-        self._pace_s = None  # of a step, smoothed
-        self._last = time.monotonic()
         self._bar = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
             BarColumn(24),
             MofNCompleteColumn(),
             TextColumn("{task.fields[text]}"),
+            speed_estimate_period=PACE_S,
             disable=not interactive,
         )
         self._task = self._bar.add_task(name, total=steps, completed=start, text="starting")
@@ -173,21 +171,15 @@ class ProgressDisplay:
         self.close = self._bar.stop
 
     def show(self, step: int, metrics: roles.Values) -> None:
-        now = time.monotonic()
-        took = now - self._last
-        self._last = now
-        if step > self._start:  # the first step includes warm-up
-            self._pace_s = took if self._pace_s is None else 0.9 * self._pace_s + 0.1 * took
         text = brief(metrics)
-        if self._pace_s is not None and (left := self._steps - step - 1):
-            minutes, seconds = divmod(round(self._pace_s * left), 60)
-            text += f"  {minutes}m{seconds:02d}s left" if minutes else f"  {seconds}s left"
-        self._bar.update(self._task, completed=step + 1, text=text)
+        self._bar.update(self._task, completed=step + 1)
+        (task,) = self._bar.tasks
+        if task.time_remaining:
+            text += f"  {timedelta(seconds=task.time_remaining)} left"
+        self._bar.update(self._task, text=text)
         if self._bar.disable:
-            print(
-                f"{self._name} {step + 1:>{len(str(self._steps))}}/{self._steps}  {text}",
-                flush=True,
-            )
+            steps = str(task.total)
+            print(f"{task.description} {step + 1:>{len(steps)}}/{steps}  {text}", flush=True)
 
 
 class Telemetry:

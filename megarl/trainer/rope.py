@@ -13,46 +13,21 @@ from megarl.models.shape import ModelShape
 
 
 def scaled_frequencies(shape: ModelShape) -> Tensor:
-    """Returns [rotary dim / 2] fp32 frequencies.
+    """Returns [rotary dim / 2] fp32 frequencies, those of transformers."""
+    from transformers import PreTrainedConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    Low ones are divided by `factor`, with a ramp to the high ones.
-    """
-    dim = int(shape.head_dim * shape.rotary_fraction)
     scaling = shape.rope_scaling
-    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
-    frequencies = 1.0 / shape.rope_theta**exponents
-    ramps = {"llama3": _llama3_ramp, "yarn": _yarn_ramp}
-    ramp = ramps[scaling["rope_type"]](shape, frequencies)
-    return ramp * frequencies + (1 - ramp) * frequencies / float(scaling["factor"])
-
-
-def _llama3_ramp(shape: ModelShape, frequencies: Tensor) -> Tensor:
-    """Returns the unscaled share of each frequency, linear in its turns over that context."""
-    scaling = shape.rope_scaling
-    turns = float(scaling["original_max_position_embeddings"]) * frequencies / (2 * math.pi)
-    low = float(scaling["low_freq_factor"])
-    return ((turns - low) / (float(scaling["high_freq_factor"]) - low)).clamp(0, 1)
-
-
-def _yarn_ramp(shape: ModelShape, frequencies: Tensor) -> Tensor:
-    """Returns the unscaled share of each frequency, linear in its index."""
-    scaling = shape.rope_scaling
-    count = frequencies.numel()
-    context = float(scaling["original_max_position_embeddings"])
-
-    def index(turns: float) -> float:
-        """Returns the index of the frequency with that many turns over the original context."""
-        return count * math.log(context / (turns * 2 * math.pi)) / math.log(shape.rope_theta)
-
-    low = index(scaling["beta_fast"])
-    high = index(scaling["beta_slow"])
-    if scaling["truncate"]:
-        low = math.floor(low)
-        high = math.ceil(high)
-    low = max(low, 0)
-    high = min(high, 2 * count - 1)
-    indices = torch.arange(count, dtype=torch.float32, device="cpu")
-    return 1 - ((indices - low) / max(high - low, 0.001)).clamp(0, 1)
+    theirs = {"rope_theta": shape.rope_theta, "partial_rotary_factor": shape.rotary_fraction}
+    config: Any = {
+        "rope_parameters": scaling | theirs,
+        "head_dim": shape.head_dim,
+        "hidden_size": shape.hidden,
+        "num_attention_heads": shape.heads,
+        "max_position_embeddings": shape.max_position,
+    }
+    function = ROPE_INIT_FUNCTIONS[scaling["rope_type"]]
+    return function(PreTrainedConfig(**config), torch.device("cpu"))[0]
 
 
 def yarn_factor(shape: ModelShape) -> float:

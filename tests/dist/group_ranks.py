@@ -11,16 +11,20 @@ import torch
 import torch.distributed as dist
 
 from megarl.types import CheckFailed
-from megarl.weights.sync.transports.collective import Collective, RankGroup, end_barrier, open_store
+from megarl.weights.sync.transports.collective import (
+    Collective,
+    end_barrier,
+    join_group,
+    open_store,
+)
 
 TIMEOUT = timedelta(seconds=60)
 
 
 def join(store: str, rank: int, world: int, name: str) -> Collective:
-    group = RankGroup.join(
+    return join_group(
         open_store(store, name, TIMEOUT), rank, world, name=name, is_cuda=False, timeout=TIMEOUT
     )
-    return Collective(timeout_s=60, group=group)
 
 
 def main(store: str, rank: int, world: int) -> None:

@@ -145,9 +145,9 @@ SPLIT = [
     (  # gloo ends a group's connections with its last reference
         "weights/sync/transports/collective.py",
         "        # gloo keeps connections until the last reference\n"
-        "        process_group = self.process_group\n"
-        "        self.process_group = None\n",
-        "        process_group = self.process_group  # gloo keeps connections until the last reference\n",
+        "        process_group = self._joined\n"
+        "        self._joined = None\n",
+        "        process_group = self._joined  # gloo keeps connections until the last reference\n",
         GROUP,
     ),
     (
@@ -158,13 +158,13 @@ SPLIT = [
     ),
     (
         "weights/sync/transports/collective.py",
-        "        barriers.meet(",
-        "        next(barriers._numbers)  # (",
+        "    barriers.meet(",
+        "    next(barriers._numbers)  # (",
         GROUP,
     ),
     (  # the rank in the default group, which is 0 everywhere
         "weights/sync/transports/collective.py",
-        "self.rank = group.process_group.rank()",
+        "self.rank = barriers.rank",
         "self.rank = dist.get_rank()",
         GROUP,
     ),

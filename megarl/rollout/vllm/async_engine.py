@@ -30,7 +30,7 @@ from megarl.types import CheckFailed, Request, Sample
 from megarl.weights.plan.from_config import fleet_of
 from megarl.weights.sync.from_config import make_publisher
 from megarl.weights.sync.publish import WeightFormat
-from megarl.weights.sync.transports.collective import Collective, RankGroup, open_store
+from megarl.weights.sync.transports.collective import Collective, join_group, open_store
 
 CHECK_S = 10.0
 SILENT = 0.9  # of the time-out, as of a rank (processes.heartbeat)
@@ -59,7 +59,7 @@ class SyncGroup:
         timeout = timedelta(seconds=config.launch.timeout_s)
         if replica is not None:
             rank += fleet.first_receiver + replica * fleet.ranks_per_replica
-        group = RankGroup.join(
+        group = join_group(
             open_store(self.store, self.name, timeout),
             rank,
             fleet.world,
@@ -67,7 +67,7 @@ class SyncGroup:
             is_cuda=is_cuda,
             timeout=timeout,
         )
-        return config, fleet, Collective(timeout_s=config.launch.timeout_s, group=group)
+        return config, fleet, group
 
 
 class WorkerExtension:

@@ -79,56 +79,6 @@ class Barriers:
             )
 
 
-@dataclass
-class RankGroup:
-    """A process group across worlds: its members' default groups are others, and dist.get_rank
-    knows only those."""
-
-    process_group: Any
-    barriers: Barriers  # the first is that of `join`
-
-    @classmethod
-    def join(
-        cls,
-        store: Any,
-        rank: int,
-        world: int,
-        *,
-        name: str,
-        is_cuda: bool,
-        timeout: timedelta,
-    ) -> "RankGroup":
-        """A collective of the group's `world` members; after a death, the rest join again under
-        another `name`. Raises CheckFailed if one does not come."""
-        barriers = Barriers(dist.distributed_c10d.PrefixStore(BARRIER, store), rank, world)
-        # connecting to one that is gone would end at the time-out only
-        barriers.meet("the weight sync's process group", timeout)
-        backend = dist.Backend("cpu:gloo,cuda:nccl" if is_cuda else "gloo")
-        helper: Any = dist.distributed_c10d._new_process_group_helper
-        process_group, _ = helper(
-            world,
-            rank,
-            [],
-            backend,
-            store,
-            group_name=name,
-            timeout=timeout,
-        )
-        dist.distributed_c10d._world.pg_group_ranks[process_group] = {
-            number: number for number in range(world)
-        }
-        return cls(process_group, barriers)
-
-    def leave(self) -> None:
-        """Ends the connections, which fails what others wait for; works without them."""
-        # gloo keeps connections until the last reference
-        process_group = self.process_group
-        self.process_group = None
-        if process_group is not None:
-            with suppress(RuntimeError, ValueError):
-                dist.destroy_process_group(process_group)
-
-
 def end_barrier(
     address: str,
     name: str,
@@ -137,43 +87,49 @@ def end_barrier(
     timeout: timedelta,
 ) -> None:
     """Ends the barrier `number` of a group whose store is at `address` and `name`, naming those
-    that will not come; the barrier 0 is that of RankGroup.join."""
+    that will not come; the barrier 0 is that of join_group."""
     store = dist.distributed_c10d.PrefixStore(BARRIER, open_store(address, name, timeout))
     store.compare_set(f"{number}/verdict", "", absent)
 
 
 class Collective(Transport):
-    """A Transport over the default group, or another. `timeout_s=None`: torch's default."""
+    """A Transport over the default group, or one that `join_group` made."""
 
-    def __init__(self, *, timeout_s: float | None = None, group: RankGroup | None = None) -> None:
-        self._joined = group
+    def __init__(
+        self,
+        *,
+        timeout_s: float | None = None,  # None: torch's default
+        group: Any = None,
+        barriers: Barriers | None = None,
+    ) -> None:
         self._timeout = default_pg_timeout
         if timeout_s:
             self._timeout = timedelta(seconds=timeout_s)
-        if group:
-            self.rank = group.process_group.rank()
-            self.world = group.process_group.size()
-            self._barriers = group.barriers
-        else:
-            self.rank = dist.get_rank()
-            self.world = dist.get_world_size()
+        if barriers is None:
             # the store that the ranks used for rendezvous
             store = dist.distributed_c10d._get_default_store()
             store = dist.distributed_c10d.PrefixStore(f"{BARRIER}/{next(_INSTANCES)}", store)
-            self._barriers = Barriers(store, self.rank, self.world)
+            barriers = Barriers(store, dist.get_rank(), dist.get_world_size())
+        self.rank = barriers.rank
+        self.world = barriers.world
+        self._barriers = barriers
+        self._joined = group
+        self._is_default = group is None
 
     @property
     def _group(self) -> Any:
-        if self._joined is None:
-            return None
-        if self._joined.process_group is None:
+        if self._joined is None and not self._is_default:
             raise CheckFailed("the process group of the weight sync has ended; join another")
-        return self._joined.process_group
+        return self._joined
 
     def leave(self) -> None:
-        """Works without the others."""
-        if self._joined:
-            self._joined.leave()
+        """Ends the connections, which fails what others wait for; works without them."""
+        # gloo keeps connections until the last reference
+        process_group = self._joined
+        self._joined = None
+        if process_group is not None:
+            with suppress(RuntimeError, ValueError):
+                dist.destroy_process_group(process_group)
 
     def start(
         self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]
@@ -250,3 +206,33 @@ class Collective(Transport):
         timeout = min(self._timeout, timedelta(seconds=DIAGNOSIS_S))
         self.barrier(f"the end of a weight sync ({text})", timeout)
         raise CheckFailed(f"a weight sync failed although all ranks are still running: {text}")
+
+
+def join_group(
+    store: Any,
+    rank: int,
+    world: int,
+    *,
+    name: str,
+    is_cuda: bool,
+    timeout: timedelta,
+) -> Collective:
+    """A collective of the `world` members of a process group across worlds: their default groups
+    are others, and dist.get_rank knows only those. After a death, the rest join again under another
+    `name`. Raises CheckFailed if one does not come."""
+    barriers = Barriers(dist.distributed_c10d.PrefixStore(BARRIER, store), rank, world)
+    # connecting to one that is gone would end at the time-out only
+    barriers.meet("the weight sync's process group", timeout)
+    backend = dist.Backend("cpu:gloo,cuda:nccl" if is_cuda else "gloo")
+    helper: Any = dist.distributed_c10d._new_process_group_helper
+    group, _ = helper(
+        world,
+        rank,
+        [],
+        backend,
+        store,
+        group_name=name,
+        timeout=timeout,
+    )
+    dist.distributed_c10d._world.pg_group_ranks[group] = {number: number for number in range(world)}
+    return Collective(timeout_s=timeout.total_seconds(), group=group, barriers=barriers)
