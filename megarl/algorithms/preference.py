@@ -101,12 +101,12 @@ def dpo_losses(
         if reference_N is None
         else to_device(reference_N[[*rows.rows]], policy_R.device)
     )
-    rewards_Q2 = options.beta * (policy_R - reference_R).detach()[pairs]
+    rewards_R = options.beta * (policy_R - reference_R).detach()
+    rewards_Q2 = rewards_R[pairs]
     logprobs_Q2 = policy_R.detach()[pairs]
-    margin_Q = rewards_Q2[:, 0] - rewards_Q2[:, 1]
     values = {
-        "rewards/margin": margin_Q,
-        "rewards/accuracy": (margin_Q.sign() + 1) / 2,  # of a tie: half
+        "rewards/margin": rewards_Q2[:, 0] - rewards_Q2[:, 1],
+        "rewards/accuracy": ranked_right(rewards_R, pairs),
         "logprobs/chosen": logprobs_Q2[:, 0],
         "logprobs/rejected": logprobs_Q2[:, 1],
     }
@@ -131,6 +131,12 @@ def local_pairs(batch: PreferenceBatch, rows: MicrobatchRows) -> tuple[Tensor, T
     return to_device(places[is_here_P], rows.mask.device), to_device(
         batch.margins[is_here_P], rows.mask.device
     )
+
+
+def ranked_right(scores_N: Tensor, pairs: Tensor) -> Tensor:
+    """[P]: 1 where the better row has the higher score, 0.5 where both have the same."""
+    better_P, worse_P = scores_N[pairs].unbind(1)
+    return ((better_P - worse_P).sign() + 1) / 2
 
 
 def pair_losses(

@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from megarl.algorithms.preference import bradley_terry, local_pairs, pair_losses
+from megarl.algorithms.preference import (
+    bradley_terry,
+    local_pairs,
+    pair_losses,
+    ranked_right,
+)
 from megarl.algorithms.rows import Rows, clean
 from megarl.types import MicrobatchRows, PreferenceBatch, StepBatch, TokenLosses, TokenOutputs
 
@@ -57,12 +62,6 @@ def row_scores(outputs: TokenOutputs, mask_T: Tensor, cu_seqlens: Tensor, aggreg
     largest_T = rows.spread(extreme(outputs.gates_T.detach(), "max"))
     shares_T = clean(outputs.gates_T - largest_T, rows.mask_T).exp()
     return rows.sum(shares_T * outputs.values_T) / rows.sum(shares_T).clamp(min=1)
-
-
-def ranked_right(scores_N: Tensor, pairs: Tensor) -> Tensor:
-    """[P]: 1 where the better row has the higher score, 0.5 where both have the same."""
-    better_P, worse_P = scores_N[pairs].unbind(1)
-    return ((better_P - worse_P).sign() + 1) / 2
 
 
 def ranking_losses(

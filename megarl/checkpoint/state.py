@@ -100,11 +100,8 @@ class Checkpoints:
         Raises CheckFailed if an earlier checkpoint could not be written.
         """
         self._now = _Boundary(step, state, self.prompts.state())
-        if self._writing is not None:
-            is_done = torch.tensor(int(not self._writing[1].thread.is_alive()))
-            dist.all_reduce(is_done, dist.ReduceOp.MIN)
-            if is_done:
-                self.finish()
+        if self._writing and not any(gather_values(self._writing[1].thread.is_alive())):
+            self.finish()
         if self.every and (last or step == self.last_step or step % self.every == 0):
             self.save()
         self.export(step)

@@ -61,7 +61,7 @@ class Exchange:
         """
         rank = self.replica.rank * self.member.size + self.member.rank
         part = torch.empty(0, dtype=torch.uint8)
-        digest = "0"
+        digest = ""
         error = None
         own = []
         try:
@@ -86,27 +86,25 @@ class Exchange:
         part: Tensor,
         digest: str,
         error: tuple[int, int, str] | None,
-    ) -> list[int]:
+    ) -> Sequence[int]:
         """Returns the size of each replica's part. Raises, on every rank, if a rank failed."""
-        world = self.replica.size * self.member.size
-        entry = torch.tensor([part.numel(), int(digest[:15], 16), error is not None])
-        entries = entry.repeat(world)
-        if world > 1:
+        reports = [(part.numel(), digest, error)]
+        size = self.member.size
+        if self.replica.size * size > 1:
             self.meet()  # a replica may be later than a collective waits
-            dist.all_gather_into_tensor(entries, entry)
-        entries = entries.view(world, len(entry))
-        if entries[:, 2].any():
-            errors = gather_values(error) if world > 1 else [error]
+            reports = gather_values(reports[0])
+        sizes, digests, errors = zip(*reports, strict=True)
+        if any(errors):
             # report a bug before a refusal that it may have caused
             kind, rank, text = min(filter(None, errors))
             raise ERRORS[kind](f"rank {rank} could not sample: {text}")
-        for replica, digests in enumerate(entries[:, 1].view(-1, self.member.size).tolist()):
-            if len(set(digests)) > 1:
+        for first in range(0, len(digests), size):
+            if len(set(digests[first : first + size])) > 1:
                 raise CheckFailed(
-                    f"ranks {replica * self.member.size}..{(replica + 1) * self.member.size - 1} "
+                    f"ranks {first}..{first + size - 1} "
                     "of an engine replica sampled different tokens for the same requests"
                 )
-        return entries[:: self.member.size, 0].tolist()
+        return sizes[::size]
 
     def _sample(self, requests: Sequence[Request], version: int) -> tuple[list[Sample], str]:
         """Returns the replica's scored samples, on its first rank, and their digest."""
@@ -120,7 +118,7 @@ class Exchange:
             raise Terminated("stopped by SIGTERM")
         return scored, digest_samples(samples)
 
-    def _gather(self, part: Tensor, sizes: list[int]) -> Sequence[Tensor]:
+    def _gather(self, part: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
         """Returns the parts of all replicas, on every rank.
 
         They go round the ring of first ranks, and down the chain of each one's members: a part
@@ -131,7 +129,7 @@ class Exchange:
         rank = first + self.member.rank
         world = size * self.replica.size
         previous = (first - size) % world if self.member.first else rank - 1
-        parts = torch.empty(sum(sizes), dtype=torch.uint8).split(sizes)
+        parts = torch.empty(sum(sizes), dtype=torch.uint8).split(list(sizes))
         sends = []
         for hop in range(self.replica.size):
             this = parts[(self.replica.rank - hop) % self.replica.size]

@@ -12,7 +12,7 @@ from hashlib import sha256
 import torch
 from torch import Tensor
 
-from megarl.algorithms.preference import dpo_losses, pair_weights, response_logprobs
+from megarl.algorithms.preference import dpo_losses, pair_weights, ranked_right, response_logprobs
 from megarl.config.schema import Dpo
 from megarl.data.preferences import preference_batch
 from megarl.roles import SpanContext
@@ -63,8 +63,7 @@ class DpoLearner:
         rewards_N = self.options.beta * (self._logprobs(batch) - self.reference_logprobs(batch))
         margin_P = rewards_N[batch.pairs] @ rewards_N.new_tensor([1, -1])
         group_P = batch.group[batch.pairs[:, 0]]
-        is_right_P = (margin_P.sign() + 1) / 2  # 0.5 for a tie
-        share_G = group_P.bincount(is_right_P) / group_P.bincount()
+        share_G = group_P.bincount(ranked_right(rewards_N, batch.pairs)) / group_P.bincount()
         return {
             "size": len(share_G),
             **with_interval("accuracy", share_G.tolist()),

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.objective import loss_weights
-from megarl.algorithms.preference import pair_weights
-from megarl.algorithms.reward_model import ranked_right, ranking_losses, step_losses
+from megarl.algorithms.preference import pair_weights, ranked_right
+from megarl.algorithms.reward_model import ranking_losses, step_losses
 from megarl.data.preferences import preference_batch, step_batch
 from megarl.run.context import Rank
 from megarl.run.data import make_prompts

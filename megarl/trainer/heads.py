@@ -74,9 +74,7 @@ class VocabularyHead(Head):
     is_tensor_parallel: ClassVar[bool] = True
 
     def fields(self, *, entropy: bool) -> tuple[str, ...]:
-        if entropy:
-            return "logprobs_T", "entropy_T"
-        return ("logprobs_T",)
+        return ("logprobs_T", "entropy_T")[: 1 + entropy]
 
     def read(
         self,

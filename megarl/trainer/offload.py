@@ -14,7 +14,6 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel.random import HAVE_TE
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -76,12 +75,11 @@ class HostBuffer:
 class Memory:
     """Moves weights, gradients and optimizer state between device and host; idempotent."""
 
-    def __init__(self, chunks: Sequence[DistributedDataParallel], offload: Collection[str]) -> None:
-        """`offload`: of gradients, optimizer, weights."""
+    def __init__(self, chunks: Sequence[Any], offload: Collection[str]) -> None:
+        """`chunks`: DistributedDataParallel; `offload`: of gradients, optimizer, weights."""
         self._buffers = []
         self._frozen = []  # in no buffer
-        wrapped: Sequence[Any] = chunks
-        for chunk in wrapped:
+        for chunk in chunks:
             self._buffers += [*chunk.buffers, *chunk.expert_parallel_buffers]
             self._frozen += [x for x in chunk.parameters() if not x.requires_grad]
         # set later: the gradients are freed before it is built

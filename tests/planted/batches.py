@@ -425,8 +425,8 @@ BATCHES = [
     ),
     (
         "rollout/vllm/arguments.py",
-        "has_chunked_prefill = False",
-        "has_chunked_prefill = None",
+        '"enable_chunked_prefill": False',
+        '"enable_chunked_prefill": None',
         f"{LOOP}::test_a_stop_text_ends_responses",
     ),
 ]

@@ -40,16 +40,17 @@ def engine_settings(
     elif "quantization_config" in read_json(folder / "config.json"):
         # the trainer's weights are not quantised, whatever format the model came in
         overrides["quantization_config"] = None
-    kv_cache_bytes = int(rollout.cpu_kv_cache_gb * 2**30)
-    block_size = 32  # not 128: the prefix cache has no incomplete blocks
-    has_chunked_prefill = False  # seeded: "CPU Generator does not use offset"
-    returns_routes = False
-    can_sleep = False
+    of_device: dict[str, Any] = {
+        "kv_cache_memory_bytes": int(rollout.cpu_kv_cache_gb * 2**30),
+        "block_size": 32,  # not 128: the prefix cache has no incomplete blocks
+        "enable_chunked_prefill": False,  # seeded: "CPU Generator does not use offset"
+    }
     if torch.cuda.is_available():
-        kv_cache_bytes = block_size = has_chunked_prefill = None
-        returns_routes = rollout.router_replay == "engine"
-        can_sleep = bool(rollout.sleep_level)
-    settings: dict[str, Any] = {
+        of_device = {
+            "enable_sleep_mode": bool(rollout.sleep_level),
+            "enable_return_routed_experts": rollout.router_replay == "engine",
+        }
+    settings = {
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "trust_remote_code": trust_remote_code,
@@ -63,13 +64,9 @@ def engine_settings(
         "logprobs_mode": "processed_logprobs",
         # sample as requested, not as the model's generation_config.json suggests
         "generation_config": "vllm",
-        "kv_cache_memory_bytes": kv_cache_bytes,
-        "block_size": block_size,
-        "enable_chunked_prefill": has_chunked_prefill,
-        "enable_sleep_mode": can_sleep,
-        "enable_return_routed_experts": returns_routes,
+        **of_device,
+        **rollout.engine_options,
     }
-    settings |= rollout.engine_options
     settings.pop("unsafe", None)
     return settings
 

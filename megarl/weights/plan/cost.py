@@ -21,14 +21,14 @@ MESSAGE_S = 1e-5  # per point-to-point message; assumed, about the time of a sma
 class Links:
     """Nominal bytes per second, per GPU and direction; GB = 1e9."""
 
-    network: float  # between nodes: one 400G InfiniBand card per GPU (NDR, ConnectX-7)
     nvlink: float  # within a node
+    network: float = 50e9  # between nodes: one 400G InfiniBand card per GPU (NDR, ConnectX-7)
 
 
 LINKS = {
-    "h100": Links(network=50e9, nvlink=450e9),  # NVLink 4
-    "h200": Links(network=50e9, nvlink=450e9),
-    "b200": Links(network=50e9, nvlink=900e9),  # NVLink 5
+    "h100": Links(450e9),  # NVLink 4
+    "h200": Links(450e9),
+    "b200": Links(900e9),  # NVLink 5
 }
 
 
