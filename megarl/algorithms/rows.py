@@ -43,7 +43,7 @@ class Rows:
     def of(cls, mask_T: Tensor, cu_seqlens: Tensor) -> "Rows":
         mask_T = mask_T.bool()
         cu_seqlens = cu_seqlens.to(mask_T.device).long()
-        changes = _nonzero(mask_T[1:] != mask_T[:-1]) + 1
+        changes = (mask_T[1:] != mask_T[:-1]).nonzero().flatten() + 1
         cu_runlens = torch.unique(torch.cat([cu_seqlens, changes]))
         run_mask_R = mask_T[cu_runlens[:-1]]
         first_run_N = torch.searchsorted(cu_runlens, cu_seqlens)
@@ -67,7 +67,7 @@ class Rows:
         """[T]: each row's value on its True positions, 0 elsewhere."""
         x_R = x_N.repeat_interleave(self.first_run_N.diff(), output_size=self.run_mask_R.numel())
         x_R = clean(x_R, self.run_mask_R)
-        return _repeat(x_R, self.cu_runlens.diff(), self.mask_T.numel())
+        return x_R.repeat_interleave(self.cu_runlens.diff(), output_size=self.mask_T.numel())
 
     def sum_to_end(self, x_T: Tensor, *, decay: float = 1.0) -> Tensor:
         """[T] fp64: y_t = x_t + decay y_(next t), next t being the row's next True position; 0 on
@@ -159,11 +159,8 @@ class Groups:
         return (total_V / (size_V - (0 if biased else 1)).clamp(min=1)).sqrt()
 
 
-# On a CPU, numpy's kernels are several times faster than torch's.
-
-
 def _sums(x_T: Tensor, cu_seqlens: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sums of segments, none of them empty."""
+    """Sums of segments, none of them empty; numpy's are several times faster than torch's."""
     if x_T.requires_grad or x_T.device.type != "cpu":
         return torch.segment_reduce(x_T.to(dtype), "sum", offsets=cu_seqlens)
     x = x_T.numpy()
@@ -174,15 +171,3 @@ def _sums(x_T: Tensor, cu_seqlens: Tensor, dtype: torch.dtype) -> Tensor:
     ):  # outcome rewards: 0 but at the ends of segments
         return torch.from_numpy(last_R).to(dtype)
     return torch.from_numpy(np.add.reduceat(x, ends[:-1], dtype=str(dtype).removeprefix("torch.")))
-
-
-def _nonzero(mask_T: Tensor) -> Tensor:
-    if mask_T.device.type != "cpu":
-        return mask_T.nonzero().flatten()
-    return torch.from_numpy(np.flatnonzero(mask_T.numpy()))
-
-
-def _repeat(x_R: Tensor, lengths_R: Tensor, total: int) -> Tensor:
-    if x_R.requires_grad or x_R.device.type != "cpu":
-        return x_R.repeat_interleave(lengths_R, output_size=total)
-    return torch.from_numpy(np.repeat(x_R.numpy(), lengths_R.numpy()))

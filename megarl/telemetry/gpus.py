@@ -14,8 +14,10 @@ from statistics import fmean
 from threading import Event, Lock, Thread
 from typing import Any
 
+INTERVAL_S = 1.0
 
-def open_gpus(uuids: Sequence[str], *, interval_s: float = 1.0) -> "GpuMonitor | None":
+
+def open_gpus(uuids: Sequence[str]) -> "GpuMonitor | None":
     """Monitors the GPUs with these UUIDs (without the prefix `GPU-`); None if NVML does not find
     them.
     """
@@ -30,7 +32,7 @@ def open_gpus(uuids: Sequence[str], *, interval_s: float = 1.0) -> "GpuMonitor |
         devices = [pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}") for uuid in uuids]
     except pynvml.NVMLError:
         return None
-    return GpuMonitor(pynvml, devices, interval_s)
+    return GpuMonitor(pynvml, devices)
 
 
 def _quantities(nvml: Any) -> Mapping[str, Callable[[Any], float]]:
@@ -60,16 +62,16 @@ def _quantities(nvml: Any) -> Mapping[str, Callable[[Any], float]]:
 
 
 class GpuMonitor:
-    """Reads all devices every `interval_s` in a thread, and whenever the readings are taken."""
+    """Reads all devices every INTERVAL_S in a thread, and whenever the readings are taken."""
 
-    def __init__(self, nvml: Any, devices: Sequence[Any], interval_s: float) -> None:
+    def __init__(self, nvml: Any, devices: Sequence[Any]) -> None:
         self._nvml = nvml
         self._devices = devices
         self._quantities = _quantities(nvml)
         self._readings: dict[str, list[float]] = defaultdict(list)
         self._lock = Lock()
         self._stopped = Event()
-        self._thread = Thread(target=self._run, args=(interval_s,), name="gpus", daemon=True)
+        self._thread = Thread(target=self._run, name="gpus", daemon=True)
         self._thread.start()
 
     def take(self) -> dict[str, float]:
@@ -90,8 +92,8 @@ class GpuMonitor:
         with suppress(self._nvml.NVMLError):
             self._nvml.nvmlShutdown()
 
-    def _run(self, interval_s: float) -> None:
-        while not self._stopped.wait(interval_s):
+    def _run(self) -> None:
+        while not self._stopped.wait(INTERVAL_S):
             self._read()
 
     def _read(self) -> None:

@@ -16,8 +16,9 @@ from megarl.telemetry.gpus import open_gpus
 
 READ = """
 import json, sys, time
-from megarl.telemetry.gpus import open_gpus
-gpus = open_gpus(sys.argv[1:], interval_s=0.01)
+import megarl.telemetry.gpus
+megarl.telemetry.gpus.INTERVAL_S = 0.01
+gpus = megarl.telemetry.gpus.open_gpus(sys.argv[1:])
 if gpus is None:
     print("null")
 else:
