@@ -46,11 +46,7 @@ class HfFolder:
         if fmt:
             self.quantized = fmt.tensors(self.tensors)
         files = {tensor.file for tensor in self.tensors.values()}
-        self._handles = {file: os.open(file, os.O_RDONLY) for file in files}
-
-    def __del__(self) -> None:
-        for handle in getattr(self, "_handles", {}).values():
-            os.close(handle)
+        self._files = {file: file.open("rb", buffering=0) for file in files}
 
     def check(self, shapes: Mapping[str, Shape], *, ignored: Collection[str] = ()) -> None:
         """Raises the ValueErrors of `check_tensors`."""
@@ -156,7 +152,7 @@ class HfFolder:
         offset = tensor.offset + position(start[: lead + 1], full) * dtype.itemsize
         memory = bytes_of(buffer)
         while memory:
-            count = os.preadv(self._handles[tensor.file], [memory], offset)
+            count = os.preadv(self._files[tensor.file].fileno(), [memory], offset)
             if not count:
                 raise ValueError(
                     f"{tensor.file} ends within {box.name}: it was truncated while being read"

@@ -125,9 +125,8 @@ def svg(panel: Panel) -> str:
 
     out = StringIO()
     with style.context(STYLE):
-        # with fixed margins: a computed layout takes twice the time
-        figure = Figure(figsize=(4.8, 2.6))
-        axes = figure.add_axes((0.11, 0.16, 0.87, 0.74 - 0.07 * _legend_lines(panel)))
+        figure = Figure(figsize=(4.8, 2.6), layout="constrained")
+        axes = figure.subplots()
         _draw(axes, panel)
         axes.set_xlabel("step")
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -163,21 +162,15 @@ def _draw(axes: Any, panel: Panel) -> None:
     for curve in panel.curves:
         drawn = [(step, value) for step, value in curve.points if lowest < value < MAX_DRAWN]
         _draw_curve(axes, curve, drawn)
-    lines = _legend_lines(panel)
-    axes.set_title(_plain(panel.title, most=60), pad=6 + 13 * lines)
+    axes.set_title(_plain(panel.title, most=60))
     if panel.is_log and any(line.get_ydata().size for line in axes.lines):
         axes.set_yscale("log")
     else:
         # 5e-11, where the default writes 1e-11 over the title
         axes.yaxis.set_major_formatter("{x:g}")
-    if lines:  # above the curves, which it would hide
-        axes.legend(bbox_to_anchor=(0, 1.01), ncols=2)
+    if panel.has_legend and len(panel.curves) > 1:
+        axes.legend()
     axes.xaxis.get_major_locator().set_params(integer=True)
-
-
-def _legend_lines(panel: Panel) -> int:
-    """Two curves a line."""
-    return (len(panel.curves) + 1) // 2 if panel.has_legend and len(panel.curves) > 1 else 0
 
 
 def _thin(points: Points) -> tuple[Points, Points]:

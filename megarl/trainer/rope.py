@@ -27,7 +27,8 @@ def scaled_frequencies(shape: ModelShape) -> Tensor:
         "max_position_embeddings": shape.max_position,
     }
     function = ROPE_INIT_FUNCTIONS[scaling["rope_type"]]
-    return function(PreTrainedConfig(**config), torch.device("cpu"))[0]
+    with torch.device("cpu"):  # a model may be built on the meta device
+        return function(PreTrainedConfig(**config))[0]
 
 
 def yarn_factor(shape: ModelShape) -> float:

@@ -157,7 +157,7 @@ def test_dark_light_and_narrow(tmp_path: Path) -> None:
     assert "prefers-color-scheme:dark" in source and "width=device-width" in source
     assert "svg,.legend i{filter:invert(1)" in source, "pictures follow the page"
     svg = "".join(re.findall(r"<svg.*?</svg>", source, re.DOTALL))
-    assert COLOURS[0] in svg and "#ffffff" not in svg, "they are transparent"
+    assert COLOURS[0] in svg and 'style="fill: #ffffff"' not in svg, "they are transparent"
 
 
 def test_a_comparison_of_two_runs(tmp_path: Path) -> None:
