@@ -219,14 +219,11 @@ def _label_ends(axes: Any, curve: Curve) -> None:
     """Annotates a curve with its first and last value."""
     points = curve.points
     few = max(1, len(points) // 20)
-    for end, nearest, side in (
-        (points[0], points[:few], "left"),
-        (points[-1], points[-few:], "right"),
-    ):
-        mean = sum(value for _, value in nearest) / few
+    for end, nearest, side in ((0, points[:few], "left"), (-1, points[-few:], "right")):
+        mean = fmean(value for _, value in nearest)
         axes.annotate(
             f"{mean:.2f}",
-            (end[0], mean),
+            (nearest[end][0], mean),
             textcoords="offset points",
             xytext=(0, -7),
             ha=side,

@@ -18,14 +18,6 @@ ALGORITHMS = [
     ),
     (
         "algorithms/rows.py",
-        "    if np.count_nonzero(x != 0) == np.count_nonzero(\n"
-        "        last_R\n"
-        "    ):  # outcome rewards: 0 but at the ends of segments\n",
-        "    if np.count_nonzero(last_R):  # outcome rewards: 0 but at the ends of segments\n",
-        f"{ROWS}::test_sums_and_spreads_are_plain_loops",
-    ),
-    (
-        "algorithms/rows.py",
         "x_T = x_T.to(at_least_fp32(x_T.dtype))\n",
         "\n",
         f"{ROWS}::test_half_precision_is_summed_in_fp32_or_as_told",
