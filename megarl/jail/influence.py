@@ -27,7 +27,7 @@ FOREIGN = _words("""deque Counter OrderedDict defaultdict ChainMap Mock MagicMoc
 bytearray memoryview np numpy datetime timedelta date Path PurePath uuid UUID pd pandas torch
 GeneratorType Generator""")
 # attributes of objects that come as plain data
-LOST = _words("""shape dtype ndim tolist astype sum mean max min most_common elements popleft
+LOST = _words("""shape dtype ndim size tolist astype sum mean max min most_common elements popleft
 appendleft extendleft rotate move_to_end default_factory _asdict _fields _replace T all any flatten
 ravel dot item equals iloc loc columns to_dict""")
 CONTROL = _words("StopIteration StopAsyncIteration GeneratorExit KeyboardInterrupt SystemExit")
@@ -51,31 +51,30 @@ type allclose range bytes frozenset divmod pow isclose isnan isinf isfinite fabs
 approx loads dumps literal_eval Decimal Fraction split strip startswith endswith count index find
 replace format get issubset issuperset dict chain raises subTest reshape _call_test _sized
 AssertionError Exception ValueError""")
-ITERATING = _words("all any zip map filter")
 SPECIAL = _words("__init__ __import__ __name__")
 RAISES = _words("raises assertRaises assertRaisesRegex")
-EQUAL = ("Equal", "_series_equal", "_frame_equal")
+# beginnings of names; these functions broadcast no items to any shape
+NUMPY_ASSERTIONS = ("assert_a", "assert_equal", "_sized")
 # catch no exception but one that a test expects
 CONTEXTS = _words("subTest catch_warnings errstate") | RAISES
 FAILURES = _words("AssertionError Exception BaseException")
 RETURNING = (ast.Return, ast.Yield, ast.YieldFrom)
 ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 FAILING = (ast.Assert, ast.Raise)
-# end what an exception would have ended, and the exception
-ENDING = (ast.Return, ast.Break, ast.Continue)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 # share nothing with their operands
 FRESH = (ast.Compare, ast.JoinedStr, ast.Lambda, ast.Call)
 # the fields of a node that others get the values of
 SOURCES = "value iter context_expr defaults kw_defaults"
+OPERANDS = "left target right value comparators elts keys lower upper step"
+# decide what runs, or how
+DECIDING = "iter ifs test subject bases decorator_list format_spec"
 TARGETS = "targets target optional_vars args posonlyargs kwonlyargs"
 BOTH = "both sides are the solution's"
 FOREIGNER = "its class becomes another on the way to the solution or back"
-FORMATS = "the solution would choose the format"
 NAN = "true of NaN; compare the other way round"
-SKIPS = "the solution would decide which assertions run"
+DECIDES = "the solution would decide what the tests do"
 STALE = "the solution may have changed its argument, which is not sent back"
-PASSES = "passes a function to the solution"
 NAMED = {ast.Name: "id", ast.Attribute: "attr", ast.arg: "arg", ast.ExceptHandler: "name"}
 Node = TypeVar("Node", bound=ast.AST)
 Flow = tuple[set[str], set[str]]  # from names to others
@@ -160,6 +159,24 @@ def _is_in_place(call: ast.Call) -> bool:
     return any(keyword.arg == "_in_place" for keyword in call.keywords)
 
 
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.JoinedStr) or isinstance(getattr(node, "value", None), str)
+
+
+def _is_odd_method(node: ast.AST) -> bool:
+    """Returns whether names do not tell which argument is the object."""
+    if not isinstance(node, ast.FunctionDef):
+        return False
+    first = ast.unparse(node.args).partition(",")[0]
+    return first not in ("", "self", "cls") and "staticmethod" not in map(
+        ast.unparse, node.decorator_list
+    )
+
+
+def _passed(call: ast.Call) -> list[ast.expr]:
+    return [*call.args, *(keyword.value for keyword in call.keywords)]
+
+
 def _mutated(call: ast.Call) -> list[ast.AST]:
     """Returns expressions whose values a call changes."""
     if _is_in_place(call):
@@ -192,7 +209,8 @@ class Influence:
         self.fixed -= {
             _key(node) for node in nodes(module, ast.Name) if isinstance(node.ctx, ast.Store)
         }
-        for function in nodes(module, ast.FunctionDef):
+        functions = nodes(module, ast.FunctionDef)
+        for function in functions:
             self.functions[function.name].append(function)
         assignments = nodes(module, ast.Assign)
         for node in assignments:
@@ -206,7 +224,6 @@ class Influence:
         classes = [node.name for node in nodes(module, ast.ClassDef)]
         self.foreign = _reach({*FOREIGN, *classes}, flows)
         self.influenced = _reach(self.influenced, flows)
-        functions = nodes(module, ast.FunctionDef)
         self.asserting = _reach({item.name for item in functions if is_asserting(item)}, flows)
         self.capitalized = {name for name in names if name[0].isupper()}
         # classes are told from functions by attributes of what they return
@@ -214,9 +231,9 @@ class Influence:
         self.classes = self.capitalized if self.of(*attributes) else set()
         self.instances = self.several = set[str]()
         made = [node.targets for node in assignments if self.is_object(node.value)]
-        self.instances = self._roots(*chain.from_iterable(made))
+        self.instances = {*map(_key, chain.from_iterable(made))}
         calls = nodes(module, ast.Call)
-        given = [[*call.args, *call.keywords] for call in calls if self.of(call.func)]
+        given = [_passed(call) for call in calls if self.of(call.func)]
         # arguments of the solution
         self.given = _reach(self._roots(*chain.from_iterable(given)), flows)
         # names with independent results
@@ -231,7 +248,7 @@ class Influence:
         for node in todo:
             match node:
                 case ast.Call(func=function) if not self.of(function):
-                    todo += [*_children(function, "value"), *node.args, *node.keywords]
+                    todo += [*_children(function, "value"), *_passed(node)]
                     for helper in self.functions.get(called(node), ()):
                         returned = nodes(helper, RETURNING) or [helper]
                         roots |= _mentioned(*returned).difference(_arguments(helper))
@@ -253,8 +270,8 @@ class Influence:
                     yield {name}, {*_arguments(wrapper)}
                 if nodes(node, RETURNING):
                     yield _mentioned(node).difference(_arguments(node)), {name}
-            case ast.Call(args=arguments, keywords=keywords):
-                sources = [*arguments, *keywords]
+            case ast.Call(args=arguments):
+                sources = _passed(node)
                 if _is_in_place(node):
                     sources.append(node.func)
                 yield _mentioned(*sources), self._roots(*_mutated(node))
@@ -272,8 +289,6 @@ class Influence:
 
     def _functions(self, node: ast.AST) -> list[ast.FunctionDef | ast.Lambda]:
         """Returns the functions of the tests that an expression may be."""
-        if isinstance(node, ast.keyword):
-            node = node.value
         return [node] if isinstance(node, ast.Lambda) else self.functions.get(_key(node), [])
 
     def of(self, *trees: ast.AST) -> bool:
@@ -301,41 +316,33 @@ class Influence:
         if name in UNSUPPORTED or (name.startswith("__") and name not in SPECIAL):
             return f"{name} is not supported in tests"
         match node:
-            case ast.FunctionDef(args=parameters, decorator_list=decorators):
-                if self.of(*decorators):
-                    return PASSES
-                if name.startswith("test_") and ast.unparse(parameters) not in ("", "self"):
+            case ast.FunctionDef(args=parameters) if name.startswith("test_"):
+                if ast.unparse(parameters) not in ("", "self"):
                     return "fixtures are not supported"
             case ast.Expr(value=ast.Compare()) | ast.Assert(test=ast.Tuple()):
                 return "it asserts nothing"
-            case ast.If(test=test, body=[ast.Raise(), *_]) if self._is_ordering(test):
-                return NAN
-            case ast.Assert():
-                if any(self._is_ordering(item.operand) for item in nodes(node, ast.UnaryOp)):
+            case ast.Assert(test=test) | ast.If(test=test, body=[ast.Raise(), *_]):
+                negated = [item.operand for item in nodes(node, ast.UnaryOp)]
+                if isinstance(node, ast.If):
+                    negated = [test]
+                if any(map(self._is_ordering, negated)):
                     return NAN
-                parts = [node]
-                for group in filter(self.of, nodes(node, (ast.BoolOp, ast.Tuple))):
+                parts = [test]
+                for group in filter(self.of, nodes(test, (ast.BoolOp, ast.Tuple))):
                     parts += _children(group, "values elts")
-                return STALE if any(map(self._is_stale, parts)) else ""
+                if any(map(self._is_stale, parts)):
+                    return STALE
+            case ast.ClassDef(body=body) if any(map(_is_odd_method, body)):
+                return "a method's first parameter is not self"
             case ast.keyword(arg="record"):
                 return "warnings of the solution are not sent"
-            case ast.ClassDef(bases=bases) if self.of(*bases):
-                return "a class of the solution cannot be a base"
-            case ast.Compare():
-                return self._refused_comparison(node)
-            case ast.Set() | ast.Dict() | ast.Slice():
-                return self._refused_operands(_children(node, "elts keys lower upper step"))
-            case ast.SetComp(elt=key) | ast.DictComp(key=key) if self.of(key):
-                return BOTH
+            case (
+                ast.Compare() | ast.BinOp() | ast.AugAssign() | ast.Set() | ast.Dict() | ast.Slice()
+            ):
+                return self._refused_operands(node)
             case ast.Subscript(value=value, slice=key, ctx=context) if self.of(key):
                 is_read = isinstance(context, ast.Load)
                 return "" if is_read and not self._is_stale(value) else BOTH
-            case ast.BinOp() | ast.AugAssign():
-                operands = _children(node, "left target right value")
-                is_format = isinstance(node.op, ast.Mod) and ast.Constant not in map(type, operands)
-                if is_format and self.of(operands[0]):
-                    return FORMATS
-                return self._refused_operands(operands)
             case ast.Call():
                 return self._refused_call(node)
             case ast.Attribute(value=value) if self.of(value):
@@ -346,9 +353,7 @@ class Influence:
                     return f"{name} of plain data"
                 if _key(value) in self.caught and not hasattr(Exception, name):
                     return "attributes of exceptions are not sent"
-            case ast.FormattedValue() if self.of(*_children(node, "format_spec")):
-                return FORMATS
-        return SKIPS if self._skips(node) else ""
+        return DECIDES if self._decides(node) else ""
 
     def _is_ordering(self, tree: ast.AST) -> bool:
         """Returns whether an expression has an order of the solution's values, and is no `not`."""
@@ -358,94 +363,102 @@ class Influence:
     def _is_stale(self, tree: ast.AST) -> bool:
         return bool(_mentioned(tree) & self.given) and not self.of(tree)
 
-    def _refused_operands(self, operands: Sequence[ast.AST]) -> str:
-        if len([*filter(self.of, operands)]) > 1:
-            return BOTH
-        is_object = any(map(self.is_object, operands))
-        return "only the solution could answer for its object" if is_object else ""
-
-    def _refused_comparison(self, node: ast.Compare) -> str:
-        sides = [node.left, *node.comparators]
+    def _refused_operands(self, node: ast.AST) -> str:
+        sides = _children(node, OPERANDS)
         results = [*filter(self.of, sides)]
-        if results and _mentioned(node) & self.foreign - {"Counter"}:
-            return FOREIGNER
-        if any(isinstance(side, ast.Name) and side.id in self.names for side in sides):
-            return "variables of the solution are not sent"
-        if results == sides[-1:] and isinstance(node.ops[-1], ast.In | ast.NotIn):
-            return ""  # a container of the solution
-        return self._refused_operands(sides)
+        match node:
+            case ast.Compare(ops=[*_, operation]):
+                if results and _mentioned(node) & self.foreign - {"Counter"}:
+                    return FOREIGNER
+                if any(isinstance(side, ast.Name) and side.id in self.names for side in sides):
+                    return "variables of the solution are not sent"
+                if results == sides[-1:] and isinstance(operation, ast.In | ast.NotIn):
+                    return ""  # a container of the solution
+            case ast.BinOp(op=ast.Mod()) | ast.AugAssign(op=ast.Mod()) if sides[:1] == results[:1]:
+                if not isinstance(sides[1], ast.Constant):
+                    return DECIDES  # the format
+        if len(results) > 1:
+            return BOTH
+        is_object = any(map(self.is_object, sides))
+        return "only the solution could answer for its object" if is_object else ""
 
     def _refused_call(self, call: ast.Call) -> str:
         name = called(call)
-        arguments = [*call.args, *call.keywords]
+        arguments = _passed(call)
         is_assertion = name.startswith("assert")
         if is_assertion and self._is_stale(call):
             return STALE
         if name == "assertFalse" and self._is_ordering(call):
             return NAN
+        if name in ("assertTrue", "assertFalse"):
+            if not all(map(_is_text, call.args[1:])):
+                return "its second argument is a message, which it compares with nothing"
+            del arguments[1:]
         if is_assertion and ast.JoinedStr in map(type, call.args[2:]):
             del arguments[2:3]  # the message
         is_solution = self.of(call.func)
         if not is_solution and not self.of(*arguments):
             return ""
-        if name in ITERATING and not {*COMPREHENSIONS}.issuperset(map(type, call.args)):
-            return SKIPS
-        if name in self.functions:
-            is_plain = {ast.keyword, ast.Starred}.isdisjoint(map(type, arguments))
-            return "" if is_plain else f"{name} gets arguments by name"
+        is_helper = name in self.functions
+        is_spread = ast.Starred in map(type, arguments) and not is_solution
+        if is_spread or (is_helper and call.keywords):
+            return f"{name} gets arguments by name"
+        if is_helper:
+            return ""
         receivers = _children(call.func, "value")
-        foreign = set[str]()
         is_known = receivers or name in self.fixed
         if name in MUTATORS and is_known:
             return ""
-        if name.endswith(EQUAL) and "Almost" not in name:
-            foreign = self.foreign - {"Counter"}
-        elif is_solution or name in ("isinstance", "assertIsInstance"):
-            foreign = self.foreign
-        if foreign & _mentioned(*arguments):
+        foreign = _mentioned(*arguments) & self.foreign
+        if name.endswith("Equal"):
+            foreign.discard("Counter")
+        if foreign and not name.startswith(NUMPY_ASSERTIONS):
             return FOREIGNER
         if is_solution:
-            if any(map(self._is_function, arguments)):
-                return PASSES
+            functions = {*dir(builtins), *self.functions}
+            if any(isinstance(item, ast.Lambda) or _key(item) in functions for item in arguments):
+                return "passes a function to the solution"
             given = (_mentioned(*arguments) & self.influenced) - self.capitalized - self.instances
             is_changed_again = _is_in_place(call) and len(self.names) == 1
             return "gives the solution what it returned" if given and not is_changed_again else ""
         if not is_assertion:
             if name not in PURE or not is_known:
                 return f"{name} may change its arguments, or evaluate them"
-            if name == "format" and ast.unparse(call)[0] != "'":
-                return FORMATS
+            if name == "format" and ast.Constant not in map(type, receivers):
+                return DECIDES
+            if name in ("min", "max") and len(call.args) > 1:
+                return NAN
             if name not in KEEPING and any(map(self.is_several, arguments)):
                 return BOTH
         results = [item for item in arguments if self.of(item) or _mentioned(item) & MUTATORS]
-        return BOTH if len(results) > 1 or ast.Starred in map(type, results) else ""
+        return BOTH if len(results) > 1 else ""
 
-    def _is_function(self, argument: ast.AST) -> bool:
-        name = ast.unparse(argument).rpartition("=")[2]
-        return callable(getattr(builtins, name, None)) or bool(self._functions(argument))
-
-    def _skips(self, node: ast.AST) -> bool:
-        """Returns whether the solution decides what runs."""
+    def _decides(self, node: ast.AST) -> bool:
+        """Returns whether the solution decides what runs, or how."""
         match node:
+            case ast.Assert():
+                return False
             case ast.If(test=test, body=body, orelse=other) if self.of(test):
                 is_failing = all(isinstance(item, FAILING) for item in [*body, *other])
                 return not is_failing or not (other or isinstance(body[0], ast.Raise))
             case ast.BoolOp(values=[_, *later]) if self.of(node):
+                calls = chain.from_iterable(nodes(value, ast.Call) for value in later)
+                sent = [_passed(call) for call in calls if self.of(call.func)]
+                if isinstance(node.op, ast.Or) and ast.Attribute in map(type, chain(*sent)):
+                    return True  # it may be what cannot be sent
                 return bool(_mentioned(*later) & {*MUTATORS, *self.functions} - self.names)
-            case ast.Try(body=body, orelse=other, handlers=handlers):
-                is_ended = _ends_failure(handlers) or bool(
-                    nodes(ast.Module(node.finalbody, []), ENDING)
-                )
-                if not self.of(*body):
-                    return is_ended and not self.asserting.isdisjoint(_mentioned(*body))
-                if all(isinstance(handler.body[-1], ast.Raise) for handler in handlers):
+            case ast.Try(body=body, orelse=other, handlers=handlers) if self._is_judging(body):
+                if node.finalbody or all(isinstance(item.body[-1], ast.Raise) for item in handlers):
                     return bool(node.finalbody)
-                last = other if is_ended else [*body[1:], *other]
+                last = other if _ends_failure(handlers) else [*body[1:], *other]
                 text = ast.unparse(ast.Module(last, []))
                 return not text.startswith(("assert False", "raise ", "self.fail("))
-            case ast.With(items=items, body=body) if self.of(*body):
+            case ast.With(items=items, body=body) if self._is_judging(body):
                 contexts = [getattr(item.context_expr, "func", item) for item in items]
                 names = {*map(_key, contexts)}
-                is_hidden = names & RAISES and nodes(node, ast.Assert)
+                is_hidden = names & RAISES and (nodes(node, ast.Assert) or not self.of(*body))
                 return bool(is_hidden) or not CONTEXTS.issuperset(names)
-        return self.of(*_children(node, "iter ifs test subject"))
+        return self.of(*_children(node, DECIDING))
+
+    def _is_judging(self, body: Sequence[ast.AST]) -> bool:
+        return self.of(*body) or not self.asserting.isdisjoint(_mentioned(*body))

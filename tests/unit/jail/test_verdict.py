@@ -508,6 +508,7 @@ ATTACKS = {
         for test in (
             "if abs(f(1) - 2.5) > 1e-6:\n    raise AssertionError", "assert not abs(f(1) - 2.5) > 1e-6",
             CASE.format("self.assertFalse(abs(f(1) - 2.5) > 1e-6)"), "assert abs(f(1) - 2.5) < 1e-6",
+            "assert min(2.5, f(1)) == 2.5", "assert max(2.5, f(1)) == 2.5",
         )
     },
     "control flow where anything is expected": (
@@ -529,6 +530,17 @@ ATTACKS = {
             "    return inner\n@quiet\ndef h():\n    assert f(1) == 2\nh()",
         )
     },
+    "caught by a handler of another error": (
+        "def h():\n    assert f(1) == 2\ntry:\n    h()\nexcept ValueError:\n    pass", raising("ValueError")),
+    "expected of a helper that asserts": (
+        "import pytest\ndef h():\n    assert f(1) == 2\nwith pytest.raises(AssertionError):\n    h()", SAME),
+    "s.add twice, another name": ("s=set()\ns.add(f(5))\ns.add(g(5))\nt=s\nassert len(t) == 1", SAME),
+    "a method's first parameter is not self": (
+        "class H:\n    def same(this, a, b):\n        assert a == b\nH().same(f(5), g(5))", FIVE),
+    "the second argument is a message": (CASE.format("self.assertTrue(f(1), 2)"), SAME),
+    "the second argument is a message, by name": (CASE.format("e = 2; self.assertTrue(f(1), e)"), SAME),
+    "an argument that cannot be sent, by an earlier result": (
+        "import math\nr = f(5)\nassert r == 3\nassert r == 2 or f(math.sqrt) == 2", "def f(x): return 3"),
     "a context variable": ("import contextvars\nv = contextvars.ContextVar('v')\nv.set(g(5))\nassert f(5) == v.get()", FIVE),
     # to be left out, not 0
     "an unhashable result": ("assert {f(5)} == {3}", "def f(x): return [3]"),
@@ -866,7 +878,7 @@ REFUSED = set(
     objects in a set|a key|a context|an attribute that is deleted|isinstance|an instance|a copy|a sum of objects|
     the least|sorted|asynchronous|asynchronous tests|expects an exit|expects an end|an error's attribute|fixture|len and all|close list|
     inherit|stdout|in place + return|in place + return, literal|in place, sorted copy|in place through loop|
-    a name again|results and expectations|a map|a lambda for both|a message|arithmetic|arithmetic by name|
+    a name again|results and expectations|a map|a lambda for both|arithmetic|arithmetic by name|
     arithmetic in place|matrix obj|a sum of results|to_list|parametrize|iteration|iteration over objects|
     a loop over objects|an iterator|
     cm.exception.code (unittest)|pytest.raises as info; info.value.code|
