@@ -2,7 +2,7 @@
 
 The sandbox asks a fork server for a process that runs `run`; only the standard library:
 
-    source, requests are read --> drop_rights() --> the code runs (untrusted.py)
+    spec --> drop_rights() --> the code runs (untrusted.py)
 
 Every thread loses: capabilities; memory, CPU seconds, threads, file sizes and open files beyond the
 rlimits; all files outside Python's own and the folder (filesystem.py), which raise PermissionError;
@@ -99,17 +99,21 @@ def drop_rights(spec: JailMessage) -> dict[str, str]:
 
 
 def run(spec: JailMessage, stdin: int, stdout: int, report: int) -> None:
-    """Runs a jailed process from its start to its end, as a job of the fork server."""
-    os.dup2(stdin, 0)
+    """Runs a jailed process from its start to its end, as a job of the fork server.
+
+    `stdin` is a program's standard input, or has requests; the server's is /dev/null.
+    """
+    if spec["mode"] == "stdio":
+        os.dup2(stdin, 0)
+        os.close(stdin)
     os.dup2(stdout, 1)
+    os.close(stdout)
     # the server's was /dev/null, which unlike a pipe has positions
     sys.stdout = os.fdopen(1, "w", errors="surrogateescape", closefd=False)
     sys.__stdout__ = sys.stdout
-    os.closerange(3, report)
-    os.closerange(report + 1, 64)
     os.environ.update(HOME=spec["folder"], TMPDIR=spec["folder"])  # to what little the server has
     os.chdir(spec["folder"])
-    spec["report"] = report
+    spec |= {"report": report, "requests": stdin}
     untrusted.main(spec, drop_rights)
     # as Python itself does at exit
     wait_for_threads = threading._shutdown  # pyright: ignore[reportAttributeAccessIssue]

@@ -18,6 +18,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+from collections import deque
 from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -80,16 +81,16 @@ def missing_limits() -> dict[str, str]:
     """
     if not sys.platform.startswith("linux"):
         return {"all": f"{sys.platform} is not Linux"}
-    process = JailedProcess("print(6 * 7)", Limits(strict=False), mode="stdio")
+    process = JailedProcess("print(6 * 7)", Limits(strict=False), "stdio")
     run = process.run(time.monotonic() + START_S)
     if process.output != b"42\n":
         return {"all": f"a program does not answer ({run.kind or 'no output'} {run.detail})"}
-    return process.reports[0]["missing"]
+    return process.missing or {}
 
 
 def run_program(source: str, stdin: str, limits: Limits, *, deadline: float = math.inf) -> Run:
     """Runs `source` as a program; `deadline` is a time of ``time.monotonic``."""
-    return JailedProcess(source, limits, mode="stdio", stdin=stdin).run(deadline)
+    return JailedProcess(source, limits, "stdio", stdin=stdin).run(deadline)
 
 
 def known_kind(kind: Any) -> str:
@@ -109,8 +110,10 @@ class JailedProcess:
     stdin: str = ""
     requests: int | None = None  # descriptor to use as the standard input instead
     num_turns: int = 1
+    missing: dict[str, str] | None = None  # limits; once they are set, and the code is about to run
     # untrusted: the code can write to the pipe as well
-    reports: list[JailMessage] = field(default_factory=list)
+    reports: deque[JailMessage] = field(default_factory=deque)
+    end: str = ""
     partial_report: bytes = b""
     report_bytes: int = 0  # of this turn
     turn_deadline: float = math.inf
@@ -123,7 +126,7 @@ class JailedProcess:
         return self.ended
 
     def steps(self, deadline: float) -> Generator[None, None, None]:
-        """Yields after every report, while nothing is read or limited.
+        """Yields often; nothing is read or limited meanwhile.
 
         The caller may set `turn_deadline`.
         """
@@ -131,11 +134,11 @@ class JailedProcess:
         report, report_end = os.pipe()
         stdout, stdout_end = os.pipe()
         with temporary as folder, open(report, "rb", 0), open(stdout, "rb", 0):
-            for name, text in (("solution.py", self.source), ("stdin.txt", self.stdin)):
-                Path(folder, name).write_bytes(text.encode("utf-8", "replace"))
+            Path(folder, "stdin.txt").write_bytes(self.stdin.encode("utf-8", "replace"))
             spec = asdict(self.limits) | {
                 "folder": folder,
                 "mode": self.mode,
+                "source": self.source.encode("utf-8", "replace").decode(),
                 "cpu_s": math.ceil(self.limits.time_s * self.num_turns) + 1,
                 "readable": sorted({sys.base_prefix, sys.prefix, *SYSTEM} - {"/"}),
                 "packages": sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}),
@@ -179,10 +182,9 @@ class JailedProcess:
         poll = select.poll()
         for stream in open_streams:
             poll.register(stream, select.POLLIN)
-        num_seen = 0
         next_check = 0.0
         self.turn_deadline = min(time.monotonic() + START_S, deadline)
-        disk_bytes = self.limits.disk_bytes + len(self.source) + len(self.stdin) + 2 * 4096
+        disk_bytes = self.limits.disk_bytes + len(self.stdin) + 4096
         while True:
             if not open_streams:
                 with suppress(TimeoutError):
@@ -196,16 +198,15 @@ class JailedProcess:
                 elif stream == stdout:
                     self.output += data
                 else:
+                    was_started = self.missing is not None
                     self._add_reports(data)
+                    if not was_started:
+                        self.turn_deadline = min(time.monotonic() + self.limits.time_s, deadline)
             if max(len(self.output), self.report_bytes) > self.limits.output_bytes:
                 return "output"
-            if self.reports and not num_seen:
-                self.turn_deadline = min(time.monotonic() + self.limits.time_s, deadline)
-            if num_seen < len(self.reports):
-                num_seen = len(self.reports)
-                yield
+            yield
             if time.monotonic() > self.turn_deadline:
-                return "timeout" if self.reports else "sandbox"
+                return "timeout"
             if time.monotonic() > next_check:
                 next_check = time.monotonic() + POLL_S
                 violation = _excess(process.pid, folder, disk_bytes)
@@ -221,35 +222,28 @@ class JailedProcess:
                 report = json.loads(line)
             if not isinstance(report, dict):
                 report = {}
+            if self.missing is None:
+                self.missing = report.get("missing")
+                continue
+            if isinstance(report.get("end"), str):
+                self.end = report["end"]
             self.reports.append(report)
 
     def _classify(self, violation: str, status: int) -> Run:
-        missing = None
-        if self.reports:
-            missing = self.reports[0].get("missing")
-        if missing is None:
+        if self.missing is None:
             return Run(
                 "sandbox",
                 detail=f"the jail ended with status {status} before its limits were set",
             )
-        if missing and self.limits.strict:
-            return Run("sandbox", detail=f"this machine cannot enforce limits: {missing}")
+        if self.missing and self.limits.strict:
+            return Run("sandbox", detail=f"this machine cannot enforce limits: {self.missing}")
         if violation:
             kind = violation
         elif status < 0:
             kind = BY_SIGNAL.get(-status, "crashed")
         else:
-            kind = self._reported_kind()
+            kind = self.end and known_kind(self.end)
         return Run(kind, bytes(self.output))
-
-    def _reported_kind(self) -> str:
-        """Returns the kind of failure of a process that ended by itself."""
-        for report in self.reports:
-            end = report.get("end")
-            if isinstance(end, str):
-                return known_kind(end) if end else ""
-        # a program may exit; its output decides
-        return "" if self.mode == "stdio" else "exited"
 
 
 def _excess(pid: int, folder: str, disk_bytes: int) -> str:

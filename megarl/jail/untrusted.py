@@ -146,14 +146,9 @@ def write(report: int, line: JailMessage, dumps: Any = json.dumps, send: Any = o
 
 def main(spec: JailMessage, drop_rights: Callable[[JailMessage], dict[str, str]]) -> None:
     report = spec["report"]
+    requests = spec["requests"]
     mode = spec["mode"]
-    with open("solution.py", encoding="utf-8", errors="surrogateescape") as file:
-        source = file.read()
-    requests = None
-    if mode in ("solution", "tests"):
-        requests = os.fdopen(os.dup(0), "rb")
-        with open(os.devnull) as null:  # the standard input that the code finds
-            os.dup2(null.fileno(), 0)
+    source = spec["source"]
     sys.path += spec["packages"]
     missing = drop_rights(spec)
     write(report, {"missing": missing})
@@ -161,10 +156,10 @@ def main(spec: JailMessage, drop_rights: Callable[[JailMessage], dict[str, str]]
     spec.clear()  # the code could read it in the callers' frames
     if is_refused:
         return
-    if requests and mode == "tests":
-        run_tests(requests, report)
-    elif requests:
-        write(report, {"end": serve(source, requests, report)})
+    if mode == "tests":
+        run_tests(os.fdopen(requests, "rb"), report)
+    elif mode == "solution":
+        write(report, {"end": serve(source, os.fdopen(requests, "rb"), report)})
     else:
         sys.argv = ["solution.py"]
         builtins.__dict__.update(exit=sys.exit, quit=sys.exit)  # as Python's site module would

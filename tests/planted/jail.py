@@ -19,14 +19,14 @@ JAIL = [
     ),
     (
         "jail/sandbox.py",
-        "if missing and self.limits.strict:",
+        "if self.missing and self.limits.strict:",
         "if False:",
         f"{SANDBOX}::test_a_limit_that_fails_when_the_code_starts_leaves_the_sample_out",
     ),
     (
         "jail/sandbox.py",
-        "if self.reports and not num_seen:",
-        "if num_seen < len(self.reports):  # each",
+        "if not was_started:",
+        "if True:  # each",
         f"{SANDBOX}::test_a_forged_report_buys_no_time",
     ),
     (
