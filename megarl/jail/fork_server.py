@@ -42,8 +42,6 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }
-# the server has ended, or a child was killed
-DISCONNECTED = (BrokenPipeError, ConnectionResetError)
 
 
 class ForkServerError(Exception):
@@ -101,12 +99,12 @@ class ForkServer:
             pid = 0  # the server ended
             requests = None
             try:
-                with server_end, self.lock, suppress(*DISCONNECTED):
+                with server_end, self.lock, suppress(ConnectionError):  # the server ended
                     requests = self._running()
                     socket.send_fds(requests, [b"job"], [server_end.fileno(), *descriptors])
                 pid = _receive_number(control) or 0
                 if pid > 0:
-                    with suppress(*DISCONNECTED):  # it was killed; `wait` reports how
+                    with suppress(ConnectionError):  # it was killed; `wait` reports how
                         control.sendall(NUMBER.pack(len(job)) + job)
                     return Child(pid, control)
             except TimeoutError:
@@ -135,10 +133,7 @@ class ForkServer:
                 self.process = subprocess.Popen(
                     [
                         sys.executable,
-                        "-S",
-                        "-P",
-                        "-s",
-                        "-B",
+                        "-SPsB",
                         __file__,
                         str(server_end.fileno()),
                         str(os.getpid()),
@@ -153,7 +148,7 @@ class ForkServer:
                 )
             self.requests.send(pickle.dumps((list(self.path), list(self.modules))))
             reply = b""
-            with suppress(TimeoutError, ConnectionResetError):
+            with suppress(TimeoutError, ConnectionError):
                 reply = self.requests.recv(1 << 16)
             if reply != b"ready":
                 self.stop()
@@ -177,7 +172,7 @@ def _receive_number(connection: socket.socket) -> int | None:
     """Returns None at the end of the stream. Raises TimeoutError only before the first byte."""
     try:
         data = connection.recv(NUMBER.size, socket.MSG_WAITALL)
-    except ConnectionResetError:
+    except ConnectionError:
         return None
     if len(data) < NUMBER.size:
         return None
@@ -250,7 +245,7 @@ def _fork(control: int, *descriptors: int) -> int:
 
 
 def _send_number(descriptor: int, number: int) -> None:
-    with suppress(*DISCONNECTED):
+    with suppress(ConnectionError):
         os.write(descriptor, NUMBER.pack(number))
 
 

@@ -2,7 +2,9 @@
 
 The sandbox asks a fork server for a process that runs `run`; only the standard library:
 
-    spec --> drop_rights() --> the code runs (untrusted.py)
+    spec --> drop_rights() --> stdio      a program
+                               solution   functions, called by JSON lines; it replies on `report`
+                               tests      statements in JSON lines (proxies.py)
 
 Every thread loses: capabilities; memory, CPU seconds, threads, file sizes and open files beyond the
 rlimits; all files outside Python's own and the folder (filesystem.py), which raise PermissionError;
@@ -12,6 +14,7 @@ cannot.
 """
 
 import atexit
+import builtins
 import os
 import resource
 import signal
@@ -22,9 +25,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from megarl.jail import untrusted
 from megarl.jail.filesystem import enter_mount_namespace, landlock, private_root
+from megarl.jail.proxies import run_tests
 from megarl.jail.syscalls import LIBC, check, filter_rows, install
+from megarl.jail.untrusted import load, serve, write
 from megarl.jail.values import JailMessage
 
 PR_SET_PDEATHSIG = 1
@@ -113,10 +117,31 @@ def run(spec: JailMessage, stdin: int, stdout: int, report: int) -> None:
     sys.__stdout__ = sys.stdout
     os.environ.update(HOME=spec["folder"], TMPDIR=spec["folder"])  # to what little the server has
     os.chdir(spec["folder"])
-    spec |= {"report": report, "requests": stdin}
-    untrusted.main(spec, drop_rights)
-    # as Python itself does at exit
-    wait_for_threads = threading._shutdown  # pyright: ignore[reportAttributeAccessIssue]
-    for step in (wait_for_threads, atexit._run_exitfuncs, sys.stdout.flush):
-        with suppress(BaseException):
-            step()
+    mode = spec["mode"]
+    source = spec["source"]
+    sys.path += spec["packages"]
+    missing = drop_rights(spec)
+    write(report, {"missing": missing})
+    is_refused = missing and spec["strict"]
+    spec.clear()  # the code could read it in the callers' frames
+    if is_refused:
+        return
+    if mode == "stdio":
+        sys.argv = ["solution.py"]
+        builtins.__dict__.update(exit=sys.exit, quit=sys.exit)  # as Python's site module would
+        kind = load(source, "__main__")[1]
+        if kind == "exited":  # sys.exit is no failure
+            kind = ""
+        write(report, {"end": kind})
+        # as Python itself does at exit
+        wait_for_threads = threading._shutdown  # pyright: ignore[reportAttributeAccessIssue]
+        for step in (wait_for_threads, atexit._run_exitfuncs, sys.stdout.flush):
+            with suppress(BaseException):
+                step()
+        return
+    requests = os.fdopen(stdin, "rb")
+    if mode == "solution":
+        write(report, {"end": serve(source, requests, report)})
+    else:
+        run_tests(requests, report)
+    os._exit(0)  # without waiting for the solution's threads

@@ -83,8 +83,6 @@ class JudgePool:
                 verdicts += [Verdict(None, "no_judge", str(error))] * num_left
             return verdicts
 
-        if len(batches) <= 1:
-            return judge_batch(items)
         with ThreadPoolExecutor(children) as threads:
             return list(chain.from_iterable(threads.map(judge_batch, batches)))
 

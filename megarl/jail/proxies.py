@@ -46,7 +46,6 @@ class Link:
         self.names = first["names"]
         # classes that the tests expect
         self.errors = {name: type(name, (Exception,), {}) for name in first["errors"]}
-        self.objects: dict[int, Remote] = {}
         self.num_replies = 0
         self.refusal = ""
 
@@ -89,8 +88,8 @@ class Link:
         def resolve(number: int, kind: str) -> Remote:
             is_instance = kind in self.names and kind[0].isupper()
             if kind == "Solution" and remote._target != kind:  # was to return plain data
-                return Remote(self, number, False)
-            return self.objects.setdefault(number, Remote(self, number, is_instance))
+                is_instance = False
+            return Remote(self, number, is_instance)
 
         try:
             value = decode(reply["value"], resolve)

@@ -30,11 +30,10 @@ from megarl.jail.fork_server import Child, ForkServer, ForkServerError
 from megarl.jail.jailed import MAX_THREADS
 from megarl.jail.values import JailMessage
 
-# the others are imported once, for all programs
-MODULES = "megarl.jail.jailed collections heapq itertools math re string typing"
+# modules that programs often import, once for all of them
 SERVER = ForkServer(
-    modules=MODULES.split(),
-    path=(str(Path(__file__).parents[2]),),
+    ["megarl.jail.jailed", "collections", "heapq", "itertools", "math", "re", "string", "typing"],
+    [str(Path(__file__).parents[2])],
 )
 START_S = 20.0  # for Python to start and to set the limits, on a busy machine
 POLL_S = 0.1  # between two checks of the folder's size
@@ -53,7 +52,7 @@ BY_SIGNAL: dict[int, str] = {
     signal.SIGKILL: "memory",  # from the kernel's OOM killer
 }
 # of untrusted.failure_kind
-REPORTED_KINDS = "memory forbidden disk wrong_answer exited syntax"
+REPORTED_KINDS = ["memory", "forbidden", "disk", "wrong_answer", "exited", "syntax"]
 
 
 @dataclass(frozen=True)
@@ -95,9 +94,7 @@ def run_program(source: str, stdin: str, limits: Limits, *, deadline: float = ma
 
 def known_kind(kind: Any) -> str:
     """Maps unknown kinds to "exception", because the code could have written the report itself."""
-    if kind in REPORTED_KINDS.split():
-        return kind
-    return "exception"
+    return kind if kind in REPORTED_KINDS else "exception"
 
 
 @dataclass

@@ -30,7 +30,7 @@ class Session:
     Its methods raise Ended if the process ends before.
     """
 
-    mode: str  # of untrusted.main
+    mode: str  # of jailed.run
 
     def __init__(self, source: str, limits: Limits, *, num_tests: int, deadline: float) -> None:
         self._reader, self._requests = os.pipe()

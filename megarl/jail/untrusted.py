@@ -1,9 +1,4 @@
-"""Runs a program, a solution that is called, or the tests of a problem, after `jailed.drop_rights`.
-
-stdio       solution.py as a program
-solution    solution.py, then a JSON line on the report pipe for each request on the standard input
-tests       statements from the standard input (proxies.py)
-"""
+"""Runs a program, or a solution that is called, after `jailed.drop_rights`."""
 
 from __future__ import annotations
 
@@ -18,7 +13,6 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any, BinaryIO
 
-from megarl.jail.proxies import run_tests
 from megarl.jail.values import MAX_ITEMS, JailMessage, decode, encode, failure
 
 LAZY_ANNOTATIONS = annotations.compiler_flag  # List[int] in a signature needs no import
@@ -142,30 +136,3 @@ def write(report: int, line: JailMessage, dumps: Any = json.dumps, send: Any = o
         data = dumps(failure(type(error).__name__)).encode() + b"\n"
     while data:
         data = data[send(report, data) :]
-
-
-def main(spec: JailMessage, drop_rights: Callable[[JailMessage], dict[str, str]]) -> None:
-    report = spec["report"]
-    requests = spec["requests"]
-    mode = spec["mode"]
-    source = spec["source"]
-    sys.path += spec["packages"]
-    missing = drop_rights(spec)
-    write(report, {"missing": missing})
-    is_refused = missing and spec["strict"]
-    spec.clear()  # the code could read it in the callers' frames
-    if is_refused:
-        return
-    if mode == "tests":
-        run_tests(os.fdopen(requests, "rb"), report)
-    elif mode == "solution":
-        write(report, {"end": serve(source, os.fdopen(requests, "rb"), report)})
-    else:
-        sys.argv = ["solution.py"]
-        builtins.__dict__.update(exit=sys.exit, quit=sys.exit)  # as Python's site module would
-        kind = load(source, "__main__")[1]
-        if kind == "exited":  # sys.exit is no failure
-            kind = ""
-        write(report, {"end": kind})
-    if mode != "stdio":
-        os._exit(0)  # in stdio mode Python waits for the program's threads

@@ -90,7 +90,7 @@ JAIL = [
         f"{ESCAPES}::test_nothing_escapes[root]",
     ),
     (
-        "jail/untrusted.py",
+        "jail/jailed.py",
         "    spec.clear()  # the code could read it in the callers' frames\n",
         "",
         f"{ESCAPES}::test_nothing_escapes[root]",
