@@ -60,10 +60,7 @@ CONTEXTS = _words("subTest catch_warnings errstate") | RAISES
 FAILURES = _words("AssertionError Exception BaseException")
 RETURNING = (ast.Return, ast.Yield, ast.YieldFrom)
 ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
-FAILING = (ast.Assert, ast.Raise)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-# share nothing with their operands
-FRESH = (ast.Compare, ast.JoinedStr, ast.Lambda, ast.Call)
 # the fields of a node that others get the values of
 SOURCES = "value iter context_expr defaults kw_defaults"
 OPERANDS = "left target right value comparators elts keys lower upper step"
@@ -146,13 +143,13 @@ def _arguments(function: ast.FunctionDef | ast.Lambda) -> list[str]:
 def _bind(
     function: ast.FunctionDef | ast.Lambda, arguments: Sequence[ast.AST]
 ) -> Iterator[tuple[str, ast.AST]]:
-    """Yields the parameters that get positional arguments, and these."""
+    """Returns the parameters that get positional arguments, and these."""
     names = _arguments(function)
     rest = function.args.vararg
     if rest:
         names[names.index(rest.arg) :] = [rest.arg] * len(arguments)
-    num_extra = len(arguments) - len(names)  # `self` of a method that is called by its class
-    yield from zip(names, arguments[max(num_extra, 0) :], strict=False)
+    # without `self` of a method that is called by its class
+    return zip(names, arguments[-len(names) :], strict=False)
 
 
 def _is_in_place(call: ast.Call) -> bool:
@@ -258,7 +255,9 @@ class Influence:
                     roots.add(_key(node))
                 case _ if isinstance(node, COMPREHENSIONS):
                     todo += _children(node, "elt key value")
-                case _ if not isinstance(node, FRESH):
+                case ast.Compare() | ast.JoinedStr() | ast.Lambda() | ast.Call():
+                    pass  # shares nothing with its operands
+                case _:
                     todo += ast.iter_child_nodes(node)
         return roots - self.fixed
 
@@ -439,7 +438,7 @@ class Influence:
             case ast.Assert():
                 return False
             case ast.If(test=test, body=body, orelse=other) if self.of(test):
-                is_failing = all(isinstance(item, FAILING) for item in [*body, *other])
+                is_failing = all(isinstance(item, ast.Assert | ast.Raise) for item in body + other)
                 return not is_failing or not (other or isinstance(body[0], ast.Raise))
             case ast.BoolOp(values=[_, *later]) if self.of(node):
                 calls = chain.from_iterable(nodes(value, ast.Call) for value in later)
@@ -461,4 +460,4 @@ class Influence:
         return self.of(*_children(node, DECIDING))
 
     def _is_judging(self, body: Sequence[ast.AST]) -> bool:
-        return self.of(*body) or not self.asserting.isdisjoint(_mentioned(*body))
+        return bool(_mentioned(*body) & (self.influenced | self.asserting))

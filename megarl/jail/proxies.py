@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import builtins
 import json
-import os
 from copy import deepcopy
 from functools import partialmethod
 from typing import Any, BinaryIO, NoReturn
 
 from megarl.jail.influence import CONTROL
+from megarl.jail.untrusted import write
 from megarl.jail.values import PLAIN, JailMessage, decode, encode, failure
 
 # an object gives its data without knowing what the tests expect
@@ -49,11 +49,6 @@ class Link:
         self.num_replies = 0
         self.refusal = ""
 
-    def send(self, line: JailMessage) -> None:
-        data = json.dumps(line).encode() + b"\n"
-        while data:
-            data = data[os.write(self.report, data) :]
-
     def refuse(self, kind: str, why: str) -> NoReturn:
         self.refusal = kind
         raise Refused(why)
@@ -79,7 +74,7 @@ class Link:
             "keywords": {name: encode(value, _number) for name, value in keywords.items()},
             "in_place": in_place,
         }
-        self.send({"ask": operation})
+        write(self.report, {"ask": operation})
         reply = json.loads(self.requests.readline())
         self.num_replies += 1
         if "raised" in reply:
@@ -202,7 +197,7 @@ def run_tests(requests: BinaryIO, report: int) -> None:
     namespace = {"__name__": "tests", "_call_test": lambda test: test(), "_sized": _sized}
     namespace |= link.errors
     namespace |= {name: Remote(link, name) for name in link.names}
-    link.send({"ready": True})
+    write(report, {"ready": True})
     for line in requests:
         verdict = ""
         why = ""
@@ -214,4 +209,4 @@ def run_tests(requests: BinaryIO, report: int) -> None:
         except BaseException as error:  # noqa: BLE001 (tests may raise anything)
             verdict = _verdict(error, link)
             why = f"{type(error).__name__}: {error}"[:200]
-        link.send({"verdict": link.refusal or verdict, "why": why})
+        write(report, {"verdict": link.refusal or verdict, "why": why})

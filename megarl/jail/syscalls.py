@@ -23,31 +23,30 @@ FIRST_RECENT = 424  # calls since Linux 5.1, with one number on every architectu
 X32 = 0x40000000  # x32 numbers the same calls differently
 
 
-Numbers = tuple[int | None, int | None]  # on x86_64 and on aarch64; None: does not exist
+Numbers = tuple[int, int]  # on x86_64 and on aarch64; -1: does not exist
 Instruction = tuple[int, int, int, int]  # of BPF: code, jump if true, jump if false, operand
 
 
 def _parse_table(text: str) -> dict[str, Numbers]:
-    """Parses "name x86_64 aarch64" entries; "-" means that the architecture lacks the call."""
+    """Parses "name x86_64 aarch64" entries; -1 means that the architecture lacks the call."""
     calls = {}
     for entry in text.split(","):
-        name, *numbers = entry.split()
-        x86_64, aarch64 = (None if number == "-" else int(number) for number in numbers)
-        calls[name] = (x86_64, aarch64)
+        name, x86_64, aarch64 = entry.split()
+        calls[name] = (int(x86_64), int(aarch64))
     return calls
 
 
 ALLOWED = _parse_table("""
 read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, pwrite64 18 68, preadv 295 69,
-pwritev 296 70, lseek 8 62, close 3 57, close_range 436 436, dup 32 23, dup2 33 -, dup3 292 24,
-pipe 22 -, pipe2 293 59, sendfile 40 71, copy_file_range 326 285, fsync 74 82, fdatasync 75 83,
-ftruncate 77 46, creat 85 -, getdents 78 -, getdents64 217 61, getcwd 79 17, chdir 80 49,
-fchdir 81 50, rename 82 -, renameat 264 38, renameat2 316 276, unlink 87 -, unlinkat 263 35,
-umask 95 166, stat 4 -, lstat 6 -, fstat 5 80, newfstatat 262 79, statx 332 291, access 21 -,
-faccessat 269 48, faccessat2 439 439, readlink 89 -, readlinkat 267 78,
+pwritev 296 70, lseek 8 62, close 3 57, close_range 436 436, dup 32 23, dup2 33 -1, dup3 292 24,
+pipe 22 -1, pipe2 293 59, sendfile 40 71, copy_file_range 326 285, fsync 74 82, fdatasync 75 83,
+ftruncate 77 46, creat 85 -1, getdents 78 -1, getdents64 217 61, getcwd 79 17, chdir 80 49,
+fchdir 81 50, rename 82 -1, renameat 264 38, renameat2 316 276, unlink 87 -1, unlinkat 263 35,
+umask 95 166, stat 4 -1, lstat 6 -1, fstat 5 80, newfstatat 262 79, statx 332 291, access 21 -1,
+faccessat 269 48, faccessat2 439 439, readlink 89 -1, readlinkat 267 78,
 
-poll 7 -, ppoll 271 73, select 23 -, pselect6 270 72, epoll_create 213 -, epoll_create1 291 20,
-epoll_ctl 233 21, epoll_wait 232 -, epoll_pwait 281 22, eventfd 284 -, eventfd2 290 19,
+poll 7 -1, ppoll 271 73, select 23 -1, pselect6 270 72, epoll_create 213 -1, epoll_create1 291 20,
+epoll_ctl 233 21, epoll_wait 232 -1, epoll_pwait 281 22, eventfd 284 -1, eventfd2 290 19,
 recvfrom 45 207, shutdown 48 210, getsockname 51 204, getpeername 52 205, getsockopt 55 209,
 
 mmap 9 222, mprotect 10 226, munmap 11 215, mremap 25 216, msync 26 227, brk 12 214, futex 202 98,
@@ -55,18 +54,18 @@ set_robust_list 273 99, set_tid_address 218 96, rseq 334 293, membarrier 324 283
 sched_yield 24 124, getcpu 309 168,
 
 rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139, rt_sigpending 127 136,
-rt_sigtimedwait 128 137, rt_sigsuspend 130 133, sigaltstack 131 132, pause 34 -, alarm 37 -,
-getitimer 36 102, setitimer 38 103, restart_syscall 219 128, time 201 -, gettimeofday 96 169,
+rt_sigtimedwait 128 137, rt_sigsuspend 130 133, sigaltstack 131 132, pause 34 -1, alarm 37 -1,
+getitimer 36 102, setitimer 38 103, restart_syscall 219 128, time 201 -1, gettimeofday 96 169,
 clock_gettime 228 113, clock_getres 229 114, nanosleep 35 101, clock_nanosleep 230 115,
 times 100 153, getrusage 98 165,
 
 getrlimit 97 163, setrlimit 160 164, uname 63 160, getrandom 318 278, getpid 39 172, gettid 186 178,
-getppid 110 173, getpgrp 111 -, getuid 102 174, geteuid 107 175, getgid 104 176, getegid 108 177,
+getppid 110 173, getpgrp 111 -1, getuid 102 174, geteuid 107 175, getgid 104 176, getegid 108 177,
 getgroups 115 158, getresuid 118 148, getresgid 120 150, wait4 61 260, waitid 247 95, exit 60 93,
 exit_group 231 94
 """)
 KILLED = _parse_table("""
-fork 57 -, vfork 58 -, execve 59 221, execveat 322 281, tkill 200 130, rt_sigqueueinfo 129 138,
+fork 57 -1, vfork 58 -1, execve 59 221, execveat 322 281, tkill 200 130, rt_sigqueueinfo 129 138,
 rt_tgsigqueueinfo 297 240, pidfd_open 434 434, pidfd_send_signal 424 424, pidfd_getfd 438 438,
 ptrace 101 117, kcmp 312 272, process_vm_readv 310 270, process_vm_writev 311 271, unshare 272 97,
 setns 308 268, connect 42 203, bind 49 200, listen 50 201, accept 43 202, accept4 288 242,
@@ -158,7 +157,7 @@ def conditional_calls(pid: int) -> dict[Numbers, list[Condition]]:
         (41, 198): [*only(0, 1, otherwise=KILL), Condition(*NEVER, EPERM)],
         (53, 199): [*only(0, 1), stream_only],  # socketpair
         (44, 206): [*only(4, 0), Condition(9, ALL_BITS, (0,), EPERM)],  # sendto: without an address
-        (2, None): open_flags(1),  # open
+        (2, -1): open_flags(1),  # open
         (257, 56): open_flags(2),  # openat
         (72, 25): only(1, *FCNTL_COMMANDS),  # fcntl
         (16, 29): only(1, *IOCTL_REQUESTS),  # ioctl
@@ -190,7 +189,7 @@ def filter_rows() -> list[Instruction]:
     }
     for numbers, conditions in calls.items():
         number = numbers[column]
-        if number is None:
+        if number < 0:
             continue
         body = []
         for word, bits, values, otherwise in conditions:

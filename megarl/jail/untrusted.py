@@ -77,9 +77,6 @@ def execute(request: JailMessage, namespace: dict[str, Any], objects: list[Any])
     """
 
     def refer(value: Any) -> int:
-        for number, item in enumerate(objects):
-            if item is value:
-                return number
         objects.append(value)
         return len(objects) - 1
 
