@@ -118,7 +118,7 @@ def run(spec: JailMessage, stdin: int, stdout: int, report: int) -> None:
     os.environ.update(HOME=spec["folder"], TMPDIR=spec["folder"])  # to what little the server has
     os.chdir(spec["folder"])
     mode = spec["mode"]
-    source = spec["source"]
+    source = spec["source"].encode("utf-8", "replace").decode()
     sys.path += spec["packages"]
     missing = drop_rights(spec)
     write(report, {"missing": missing})

@@ -1,7 +1,7 @@
 """Trusted judges of untrusted texts, in forked processes that have dropped their rights.
 
     items --batches--> child of a fork server: judge = factory(context); drop_rights()
-                                               --a line per item--> Verdicts
+                                               --a report per item--> Verdicts
 
 A text that makes its judge raise an error, never end or fill the memory is worth 0, and the texts
 after it are judged by a new child. If a judge cannot start, which is not the text's fault, there is
@@ -10,10 +10,8 @@ no value.
 
 import math
 import os
-import select
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,9 +22,11 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from megarl.jail.fork_server import Child, ForkServer, ForkServerError
+from megarl.jail.fork_server import ForkServer, ForkServerError
 from megarl.jail.jailed import drop_rights
-from megarl.jail.sandbox import BY_SIGNAL, SYSTEM
+from megarl.jail.sandbox import JailedProcess, Limits
+from megarl.jail.untrusted import write
+from megarl.jail.values import JailMessage
 
 # fewest and most texts judged by one child
 MIN_BATCH = 16
@@ -36,8 +36,6 @@ START_S = 60.0  # for a child to make its judge
 BUSY_S = 20.0  # a child may wait this long for a processor, beyond its limit of CPU seconds
 MEMORY_BYTES = 2 << 30
 DISK_BYTES = 1 << 20
-READY = "ready"
-KINDS = BY_SIGNAL | {int(signal.SIGPROF): "timeout"}
 
 Item = tuple[Any, ...]
 Spec = tuple[str, Any, Sequence[Item], float]  # factory, context, items, timeout_s
@@ -93,99 +91,71 @@ def _judge_in_child(server: ForkServer, spec: Spec) -> list[Verdict]:
     Raises ForkServerError if the child made no judge.
     """
     factory, _, items, timeout_s = spec
-    temporary = tempfile.TemporaryDirectory(prefix="megarl-judge-", ignore_cleanup_errors=True)
-    reader, writer = os.pipe()
-    with temporary as folder, open(reader, "rb", 0):
-        with open(writer, "wb", 0):
-            child = server.start("megarl.jail.judging:serve", (spec, folder), [writer])
-        lines, status, is_late = _read_lines(child, reader, timeout_s)
-    if lines[:1] != [READY]:
-        detail = "too late" if is_late else f"exit status {status}"
-        if lines:
-            detail = lines[0]
-        raise ForkServerError(f"the judge {factory} did not start: {detail}")
-    verdicts = [_parse(line) for line in lines[1 : len(items) + 1]]
+    turn_s = timeout_s + BUSY_S
+    limits = Limits(turn_s, memory_bytes=MEMORY_BYTES, disk_bytes=DISK_BYTES)
+    process = JailedProcess(
+        spec,
+        limits,
+        "judge",
+        num_turns=len(items),
+        start_s=START_S,
+        server=server,
+        target="megarl.jail.judging:serve",
+    )
+    verdicts = []
+    for _ in process.steps(math.inf):
+        while process.reports:
+            verdicts.append(_parse(process.reports.popleft()))
+            process.turn_deadline = time.monotonic() + turn_s
+            process.report_bytes = 0
+    run = process.ended
+    if run.kind == "sandbox":
+        raise ForkServerError(f"the judge {factory} did not start: {run.detail}")
     if len(verdicts) < len(items):
-        cause = "timeout" if is_late else KINDS.get(-status, "crashed")
-        detail = f"its judge ended with status {status}"
-        if cause == "timeout":
+        detail = f"its judge ended with status {process.status}"
+        if run.kind == "timeout":
             detail += f" of {timeout_s:g} CPU seconds"
-        verdicts.append(Verdict(0.0, cause, detail))
-    return verdicts
+        verdicts.append(Verdict(0.0, run.kind or "crashed", detail))
+    return verdicts[: len(items)]
 
 
-def _read_lines(child: Child, reader: int, timeout_s: float) -> tuple[list[str], int, bool]:
-    """Returns the child's lines, its exit status, and whether it was killed for a late line."""
-    poll = select.poll()
-    written = bytearray()
-    deadline = time.monotonic() + START_S
-    is_late = True
-    poll.register(reader, select.POLLIN)
-    while poll.poll(max(deadline - time.monotonic(), 0) * 1000):
-        data = os.read(reader, 1 << 16)
-        if not data:
-            is_late = False
-            break
-        written += data
-        if b"\n" in data:
-            deadline = time.monotonic() + timeout_s + BUSY_S
-    status = child.kill() if is_late else child.wait(START_S)
-    *lines, _ = written.decode("utf-8", "replace").split("\n")
-    return lines, status, is_late
-
-
-def _parse(line: str) -> Verdict:
-    value, cause, detail = (*line.split(" ", 2), "", "")[:3]
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        return Verdict(0.0, "raised", f"returned {value}")
-    return Verdict(number, cause, detail)
+def _parse(report: JailMessage) -> Verdict:
+    match report.get("verdict"):  # untrusted, as the text may have written it
+        case [float(value), str(cause), str(detail)] if math.isfinite(value):
+            return Verdict(value, cause, detail.replace("\n", " "))
+    return Verdict(0.0, "raised", f"returned {report}"[:200])
 
 
 # --- the child ------------------------------------------------------------------------------------
 
 
-def serve(job: tuple[Spec, str], out: int) -> None:
-    """Writes a line when the judge is ready, then one per item."""
-    (factory, context, items, timeout_s), folder = job
+def serve(spec: JailMessage, _stdin: int, _stdout: int, report: int) -> None:
+    """Reports when the judge is ready, then on each item."""
+    factory, context, items, timeout_s = spec["source"]
     # some modules are imported late
-    packages = [path for path in sys.path if path.endswith("-packages")]
-    rights = {
-        "memory_bytes": MEMORY_BYTES,
-        "cpu_s": math.ceil(timeout_s * len(items)) + 1,
-        "disk_bytes": DISK_BYTES,
-        "folder": folder,
-        "readable": [sys.base_prefix, *packages, *SYSTEM],
-    }
+    spec["readable"] += [path for path in sys.path if path.endswith("-packages")]
     try:
         judge = resolve_name(factory)(context)
-        drop_rights(rights)
+        drop_rights(spec)
     except Exception as error:  # noqa: BLE001 (reported to the caller)
-        _write(out, f"{type(error).__name__}: {error}")
+        write(report, {"missing": {"judge": f"{type(error).__name__}: {error}"}})
         return
-    _write(out, READY)
+    write(report, {"missing": {}})
     for item in items:
         signal.setitimer(signal.ITIMER_PROF, timeout_s)  # CPU time; ends the process
-        _write(out, _line(judge, item))
+        write(report, {"verdict": _verdict(judge, item)})
 
 
-def _line(judge: Any, item: Item) -> str:
+def _verdict(judge: Any, item: Item) -> tuple[float, str, str]:
     try:
         result = judge(*item)
         if isinstance(result, Verdict):
-            return f"{result.value!r} {result.cause} {result.detail}"
-        return repr(float(result))
+            return float(result.value or 0), result.cause, result.detail
+        return float(result), "", ""
     except MemoryError:
-        return "0.0 memory the judge ran out of memory"
+        return 0.0, "memory", "the judge ran out of memory"
     except (Exception, SystemExit) as error:  # noqa: BLE001 (the text caused it)
         reason = ""
         with suppress(Exception):
             reason = str(error)[:200]
-        return f"0.0 raised its judge raised {type(error).__name__}: {reason}"
-
-
-def _write(out: int, line: str) -> None:
-    os.write(out, (line.replace("\n", " ") + "\n").encode("utf-8", "replace"))
+        return 0.0, "raised", f"its judge raised {type(error).__name__}: {reason}"

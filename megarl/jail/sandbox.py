@@ -49,6 +49,7 @@ SYSTEM = (
 BY_SIGNAL: dict[int, str] = {
     signal.SIGSYS: "forbidden",
     signal.SIGXCPU: "timeout",
+    signal.SIGPROF: "timeout",
     signal.SIGKILL: "memory",  # from the kernel's OOM killer
 }
 # of untrusted.failure_kind
@@ -101,12 +102,15 @@ def known_kind(kind: Any) -> str:
 class JailedProcess:
     """One process, from the creation of its folder to its removal."""
 
-    source: str
+    source: Any  # a text, or what another `target` expects
     limits: Limits
     mode: str
     stdin: str = ""
     requests: int | None = None  # descriptor to use as the standard input instead
     num_turns: int = 1
+    start_s: float = START_S
+    server: ForkServer | None = None  # SERVER
+    target: str = "megarl.jail.jailed:run"
     missing: dict[str, str] | None = None  # limits; once they are set, and the code is about to run
     # untrusted: the code can write to the pipe as well
     reports: deque[JailMessage] = field(default_factory=deque)
@@ -115,7 +119,9 @@ class JailedProcess:
     report_bytes: int = 0  # of this turn
     turn_deadline: float = math.inf
     output: bytearray = field(default_factory=bytearray)
-    ended: Run = Run("")  # set once `steps` is exhausted
+    # set once `steps` is exhausted
+    ended: Run = Run("")
+    status: int = 0
 
     def run(self, deadline: float) -> Run:
         for _ in self.steps(deadline):
@@ -135,7 +141,7 @@ class JailedProcess:
             spec = asdict(self.limits) | {
                 "folder": folder,
                 "mode": self.mode,
-                "source": self.source.encode("utf-8", "replace").decode(),
+                "source": self.source,
                 "cpu_s": math.ceil(self.limits.time_s * self.num_turns) + 1,
                 "readable": sorted({sys.base_prefix, sys.prefix, *SYSTEM} - {"/"}),
                 "packages": sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}),
@@ -149,17 +155,16 @@ class JailedProcess:
                     requests = self.requests
                     if requests is None:
                         requests = stdin.fileno()
-                    process = SERVER.start(
-                        "megarl.jail.jailed:run", spec, (requests, stdout_end, report_end)
-                    )
+                    server = self.server or SERVER
+                    process = server.start(self.target, spec, (requests, stdout_end, report_end))
                 try:
                     violation = yield from self._watch(process, stdout, report, folder, deadline)
                 finally:
-                    status = process.kill()
+                    self.status = process.kill()
             except ForkServerError as error:
                 self.ended = Run("sandbox", detail=str(error))
                 return
-        self.ended = self._classify(violation, status)
+        self.ended = self._classify(violation)
 
     def _watch(
         self,
@@ -180,7 +185,7 @@ class JailedProcess:
         for stream in open_streams:
             poll.register(stream, select.POLLIN)
         next_check = 0.0
-        self.turn_deadline = min(time.monotonic() + START_S, deadline)
+        self.turn_deadline = min(time.monotonic() + self.start_s, deadline)
         disk_bytes = self.limits.disk_bytes + len(self.stdin) + 4096
         while True:
             if not open_streams:
@@ -226,18 +231,18 @@ class JailedProcess:
                 self.end = report["end"]
             self.reports.append(report)
 
-    def _classify(self, violation: str, status: int) -> Run:
+    def _classify(self, violation: str) -> Run:
         if self.missing is None:
             return Run(
                 "sandbox",
-                detail=f"the jail ended with status {status} before its limits were set",
+                detail=f"the jail ended with status {self.status} before its limits were set",
             )
         if self.missing and self.limits.strict:
             return Run("sandbox", detail=f"this machine cannot enforce limits: {self.missing}")
         if violation:
             kind = violation
-        elif status < 0:
-            kind = BY_SIGNAL.get(-status, "crashed")
+        elif self.status < 0:
+            kind = BY_SIGNAL.get(-self.status, "crashed")
         else:
             kind = self.end and known_kind(self.end)
         return Run(kind, bytes(self.output))

@@ -156,8 +156,8 @@ JUDGED = [
     ),
     (
         "jail/judging.py",
-        "drop_rights(rights)",
-        "dict(rights)",
+        "drop_rights(spec)",
+        "dict(spec)",
         f"{JUDGING}::test_a_judge_has_no_rights_and_a_child_starts_clean",
     ),
     (

@@ -121,5 +121,10 @@ VERDICTS = [
     ),
     ("jail/values.py", "if depth > MAX_DEPTH:", "if False:", CAUSED),
     ("jail/sessions.py", "or not is_encoded(reply", "or is_encoded(reply", CAUSED),
-    ("jail/sandbox.py", "BY_SIGNAL.get(-status,", "BY_SIGNAL.get(signal.Signals(-status),", CAUSED),
+    (
+        "jail/sandbox.py",
+        "BY_SIGNAL.get(-self.status,",
+        "BY_SIGNAL.get(signal.Signals(-self.status),",
+        CAUSED,
+    ),
 ]
