@@ -231,7 +231,9 @@ class _SampleRun:
 
     def _script(self, script: Script) -> Iterator[TestResult]:
         tests = Tests(self.limits, num_tests=len(script.tests), deadline=self.deadline)
-        with closing(tests), closing(self._solution(len(script.tests))) as solution:
+        # as for calls
+        size = 2 * max(map(len, (script.prologue, *script.tests)))
+        with closing(tests), closing(self._solution(len(script.tests), size)) as solution:
             try:  # what fails before the solution is loaded is not its fault
                 until = min(time.monotonic() + START_S, self.deadline)
                 tests.prepare(script.names, script.errors, until)
@@ -245,7 +247,7 @@ class _SampleRun:
             for text in script.tests:
                 yield tests.run(text, solution, self._turn())
 
-    def _solution(self, num_tests: int, more_bytes: int = 0) -> Solution:
+    def _solution(self, num_tests: int, more_bytes: int) -> Solution:
         limits = replace(self.limits, output_bytes=self.limits.output_bytes + more_bytes)
         return Solution(self.source, limits, num_tests=num_tests, deadline=self.deadline)
 

@@ -52,6 +52,7 @@ def test_right_answers_in_every_format():
         ("import sys\nprint(7)\nsys.stdout.close()", {"inputs": [""], "outputs": ["7"]}),
         ("print('\\udcff')", {"inputs": [""], "outputs": ["\ufffd"]}),
         ("def f(n): return [10**9] * n", {"inputs": [[200_000]], "outputs": [[10**9] * 200_000], "fn_name": "f"}),
+        ("def f(n): return [10**9] * n", [f"assert f(120_000) == {[10**9] * 120_000}"]),
         (ADD, CALLS),
         (ADD, CALLS | {"outputs": [3, 7]}),
         ("class Solution:\n    def add(self, a: List[int], b) -> Optional[int]:\n        return a + b", CALLS),
