@@ -53,8 +53,7 @@ replace format get issubset issuperset dict chain raises subTest reshape _call_t
 AssertionError Exception ValueError""")
 SPECIAL = _words("__init__ __import__ __name__")
 RAISES = _words("raises assertRaises assertRaisesRegex")
-# beginnings of names; these functions broadcast no items to any shape
-NUMPY_ASSERTIONS = ("assert_a", "assert_equal", "_sized")
+EQUAL = ("Equal", "_series_equal", "_frame_equal")
 # catch no exception but one that a test expects
 CONTEXTS = _words("subTest catch_warnings errstate") | RAISES
 FAILURES = _words("AssertionError Exception BaseException")
@@ -398,6 +397,8 @@ class Influence:
         is_solution = self.of(call.func)
         if not is_solution and not self.of(*arguments):
             return ""
+        if name in ("all", "any") and not {*COMPREHENSIONS}.issuperset(map(type, call.args)):
+            return DECIDES
         is_helper = name in self.functions
         is_spread = ast.Starred in map(type, arguments) and not is_solution
         if is_spread or (is_helper and call.keywords):
@@ -408,14 +409,16 @@ class Influence:
         is_known = receivers or name in self.fixed
         if name in MUTATORS and is_known:
             return ""
-        foreign = _mentioned(*arguments) & self.foreign
-        if name.endswith("Equal"):
-            foreign.discard("Counter")
-        if foreign and not name.startswith(NUMPY_ASSERTIONS):
+        foreign = set[str]()
+        if name.endswith(EQUAL) and "Almost" not in name:
+            foreign = self.foreign - {"Counter"}
+        elif is_solution or name in ("isinstance", "assertIsInstance"):
+            foreign = self.foreign
+        if foreign & _mentioned(*arguments):
             return FOREIGNER
         if is_solution:
-            functions = {*dir(builtins), *self.functions}
-            if any(isinstance(item, ast.Lambda) or _key(item) in functions for item in arguments):
+            names = [getattr(item, "id", "") for item in arguments]
+            if any(map(self._functions, arguments)) or not {*names}.isdisjoint(dir(builtins)):
                 return "passes a function to the solution"
             given = (_mentioned(*arguments) & self.influenced) - self.capitalized - self.instances
             is_changed_again = _is_in_place(call) and len(self.names) == 1

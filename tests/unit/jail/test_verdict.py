@@ -534,6 +534,7 @@ ATTACKS = {
         "def h():\n    assert f(1) == 2\ntry:\n    h()\nexcept ValueError:\n    pass", raising("ValueError")),
     "expected of a helper that asserts": (
         "import pytest\ndef h():\n    assert f(1) == 2\nwith pytest.raises(AssertionError):\n    h()", SAME),
+    "all of nothing, itself": ("assert all(f(5))", EMPTY),
     "s.add twice, another name": ("s=set()\ns.add(f(5))\ns.add(g(5))\nt=s\nassert len(t) == 1", SAME),
     "a method's first parameter is not self": (
         "class H:\n    def same(this, a, b):\n        assert a == b\nH().same(f(5), g(5))", FIVE),
@@ -629,6 +630,12 @@ RIGHT = {
     "a dataclass for a case": (
         "import collections\nCase = collections.namedtuple('Case', 'x e')\nfor c in [Case(1, 2)]:\n    assert f(c.x) == c.e",
         INCREMENT),
+    "a case with an input": (
+        "import collections\nCase = collections.namedtuple('Case', 'input e')\nfor c in [Case(1, 2)]:\n"
+        "    assert f(c.input) == c.e", INCREMENT),
+    "allclose to an array": (
+        "import numpy as np\nassert np.allclose(f(1), np.array([0.3]))", "def f(x): return [0.1 + 0.2]"),
+    "a set of results": ("assert {f(x) for x in (1, 2)} == {2, 3}", INCREMENT),
     # classes and objects
     "objects that are equal": ("assert Point(1, 2) == Point(1, 2)", POINT),
     "objects that differ": ("a, b = Point(1), Point(2)\nassert a != b and a.x == 1", POINT),
