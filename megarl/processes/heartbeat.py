@@ -2,7 +2,7 @@
 failed.
 
     launcher --two memfds, inherited--> ranks: a FileStore over one; in the other, a slot a rank
-    rank:     a thread --beat and RankState, every BEAT_S--> its slot; at the end its failure
+    rank:     a thread --StackSampler.beat, every BEAT_S--> its slot; at the end its failure
     launcher: Heartbeats.check --> a warning, then a Failure, for a stopped, silent or stuck rank
 
 The memory has no name, so no other user and no other host can open it, a full disk does not matter,
@@ -17,7 +17,6 @@ beats from the job's store (processes.torchrun_watch).
 import json
 import math
 import os
-import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +38,7 @@ SILENT = 0.9  # of the time-out, so that the run ends before the peers of a sile
 SLOW = "is late, but not stuck"
 SLOT_BYTES = 1 << 16
 STATE_BYTES = 1 << 12
-HEAD = struct.Struct("<QI")  # beats, bytes of the failure after head and state
+FAILURE_BYTES = SLOT_BYTES - STATE_BYTES
 
 
 def shared_memory(name: str) -> int:
@@ -65,7 +64,7 @@ def make_store(env: Env, timeout: timedelta) -> Any:
 
 @dataclass(frozen=True)
 class Slots:
-    """The slots of all ranks: HEAD, the rank's RankState, and a failure record.
+    """The slots of all ranks: the last beat, and one line with the failure.
 
     Each rank writes its own.
     """
@@ -79,34 +78,25 @@ class Slots:
         ).start()
 
     def _beat(self, rank: int, sampler: StackSampler) -> None:
-        beats = 0
-        start = rank * SLOT_BYTES
         while True:
-            beats += 1
-            with suppress(Exception):  # of the sample: the beats, by which a rank lives, go on
-                state = json.dumps(sampler.sample()).encode(errors="replace")[:STATE_BYTES]
-                os.pwrite(self.fd, state.ljust(STATE_BYTES), start + HEAD.size)
-            os.pwrite(self.fd, beats.to_bytes(8, "little"), start)
+            beat = sampler.beat().encode(errors="replace")[:STATE_BYTES]
+            os.pwrite(self.fd, beat.ljust(STATE_BYTES), rank * SLOT_BYTES)
             time.sleep(BEAT_S)
 
-    def read(self, rank: int) -> tuple[int, str]:
-        """Returns (beats, the newest RankState)."""
-        text = os.pread(self.fd, STATE_BYTES, rank * SLOT_BYTES + HEAD.size)
-        return self._head(rank)[0], text.decode(errors="replace")
+    def read(self, rank: int) -> str:
+        """Returns the newest beat."""
+        return os.pread(self.fd, STATE_BYTES, rank * SLOT_BYTES).decode(errors="replace")
 
     def write_failure(self, rank: int, record: str) -> None:
-        start = rank * SLOT_BYTES
-        data = record.encode(errors="replace")[: SLOT_BYTES - HEAD.size - STATE_BYTES]
-        os.pwrite(self.fd, data, start + HEAD.size + STATE_BYTES)
-        os.pwrite(self.fd, len(data).to_bytes(4, "little"), start + 8)  # last: now it can be read
+        start = rank * SLOT_BYTES + STATE_BYTES
+        data = record.encode(errors="replace")[: FAILURE_BYTES - 1]
+        os.pwrite(self.fd, data, start)
+        os.pwrite(self.fd, b"\n", start + len(data))  # last: now it can be read
 
     def failure(self, rank: int) -> str:
         """Returns what the rank wrote, or ""."""
-        start = rank * SLOT_BYTES + HEAD.size + STATE_BYTES
-        return os.pread(self.fd, self._head(rank)[1], start).decode(errors="replace")
-
-    def _head(self, rank: int) -> tuple[int, int]:
-        return HEAD.unpack(os.pread(self.fd, HEAD.size, rank * SLOT_BYTES).ljust(HEAD.size, b"\0"))
+        data = os.pread(self.fd, FAILURE_BYTES, rank * SLOT_BYTES + STATE_BYTES)
+        return data[: data.find(b"\n") + 1].decode(errors="replace").rstrip()
 
 
 @dataclass
@@ -115,15 +105,15 @@ class Heartbeats:
     rank.
     """
 
-    read: Callable[[int], tuple[int, str]]  # rank -> (beats, the newest RankState, as JSON)
+    read: Callable[[int], str]  # rank -> its newest beat
     timeout_s: float  # launch.timeout_s
     every_s: float = BEAT_S  # between two checks
     say: Callable[[str], object] = say
     states: dict[int, RankState] = field(default_factory=dict)  # the newest of each rank
     # the rank that is late now: what its peers report is a consequence
     suspect: Failure | None = None
-    # rank -> (beats, seconds since then)
-    _silences: dict[int, tuple[int, float]] = field(default_factory=dict)
+    # rank -> (number of the newest beat, seconds since then)
+    _silences: dict[int, tuple[str, float]] = field(default_factory=dict)
     _reported: set[tuple[int, str]] = field(default_factory=set)  # (rank, how it is late)
     _checked: float = field(default_factory=time.monotonic)
 
@@ -136,8 +126,8 @@ class Heartbeats:
             return None
         self._checked += elapsed
         for rank in pids:
-            beats, text = self.read(rank)
-            last, seconds = self._silences.get(rank, (0, 0.0))
+            beats, _, text = self.read(rank).partition(" ")
+            last, seconds = self._silences.get(rank, ("", 0.0))
             # an observer that was itself stopped has seen nothing
             seconds += min(elapsed, 2 * self.every_s)
             self._silences[rank] = beats, seconds * (beats == last)

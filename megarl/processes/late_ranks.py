@@ -1,6 +1,6 @@
 """What each rank is doing, and which one is late. No torch.
 
-    rank: a thread --StackSampler.sample--> RankState, every beat --slot or store--> observer
+    rank: a thread --StackSampler.beat--> "number RankState" --slot or store--> observer
     observer --find_late--> the rank to name
 
 A rank waits if its main thread is in a communication call. It is stuck if it does not wait, and for
@@ -9,6 +9,7 @@ stages, need no comparison. (torch's flight recorder is of no use: it keeps gloo
 collectives open, and reading it takes 60 ms.)
 """
 
+import json
 import os
 import re
 import socket
@@ -18,6 +19,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,6 +69,15 @@ class StackSampler:
     _place: Any = None
     _began: float = 0.0
     _cpu: float = 0.0
+    _beats: int = 0
+
+    def beat(self) -> str:
+        """Returns the number of beats and, unless sampling fails, the state of this one as JSON."""
+        self._beats += 1
+        state = ""
+        with suppress(Exception):  # the beats, by which a rank lives, go on
+            state = json.dumps(self.sample())
+        return f"{self._beats} {state}"
 
     def sample(self) -> RankState:
         main = sys._current_frames().get(threading.main_thread().ident or 0)

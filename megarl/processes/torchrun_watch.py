@@ -8,12 +8,10 @@ The last rank observes rank 0. A stopped rank cannot exit: torchrun kills it whe
 its node has exited, and `srun --kill-on-bad-exit` where it was alone.
 """
 
-import json
 import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -64,30 +62,22 @@ class FailureWatch:
             self._store.set(KEY, to_record(failure))
 
     def _poll(self) -> None:
-        beats = 0
-        state = ""
+        polls = 0
         while True:
             try:
                 if self._store.check([KEY]):
                     failure = parse_record(self._store.get(KEY))
                     self._on_failure(failure)
                     os._exit(failure.code)
-                if beats % (BEAT_S // POLL_S) == 0:
-                    with suppress(
-                        Exception
-                    ):  # of the sample: the beats, by which a rank lives, go on
-                        state = json.dumps(self._sampler.sample())
-                    self._store.set(f"{BEAT}/{self._rank}", f"{beats} {state}")
+                if polls % (BEAT_S // POLL_S) == 0:
+                    self._store.set(f"{BEAT}/{self._rank}", self._sampler.beat())
                 if late := self._heartbeats.check(dict.fromkeys(self._observed, 0)):
                     self.broadcast(late)
             except RuntimeError:  # the store is gone, and the job with it
                 return
-            beats += 1
+            polls += 1
             time.sleep(POLL_S)
 
-    def _read(self, rank: int) -> tuple[int, str]:
+    def _read(self, rank: int) -> str:
         key = f"{BEAT}/{rank}"
-        beats, _, text = (
-            self._store.get(key).decode() if self._store.check([key]) else "0"
-        ).partition(" ")
-        return int(beats), text
+        return self._store.get(key).decode() if self._store.check([key]) else ""

@@ -13,7 +13,7 @@ import pytest
 from megarl.platform.env import Env
 from megarl.processes import heartbeat
 from megarl.processes.exit_codes import CurrentPhase, Failure
-from megarl.processes.heartbeat import HEAD, Heartbeats, Slots, shared_memory
+from megarl.processes.heartbeat import Heartbeats, Slots, shared_memory
 from megarl.processes.late_ranks import HOST, RankState, StackSampler, find_late
 
 ROLLOUT = RankState(
@@ -45,7 +45,7 @@ def test_a_silent_rank_is_reported_and_ends_the_run_at_the_timeout(slots: Slots,
     phase = CurrentPhase("sync")
     slots.start_beating(0, phase)
     # rank 1 beats no more
-    os.pwrite(slots.fd, HEAD.pack(7, 0) + json.dumps(ROLLOUT).encode(), heartbeat.SLOT_BYTES)
+    os.pwrite(slots.fd, f"7 {json.dumps(ROLLOUT)}".encode(), heartbeat.SLOT_BYTES)
     began = time.monotonic()
     late = watch(Heartbeats(slots.read, 0.4, 0.01), {0: os.getpid(), 1: os.getpid()}, within_s=5)
     assert time.monotonic() - began >= 0.9 * 0.4
@@ -57,7 +57,7 @@ def test_a_silent_rank_is_reported_and_ends_the_run_at_the_timeout(slots: Slots,
     )
     assert capfd.readouterr().err.count("\n") == 1, "reported once"
     assert watch(Heartbeats(slots.read, 0.1, 0.01), {0: os.getpid()}, within_s=0.5) is None
-    assert RankState(*json.loads(slots.read(0)[1])).phase == "sync"
+    assert RankState(*json.loads(slots.read(0).partition(" ")[2])).phase == "sync"
 
 
 def test_time_in_which_the_launcher_did_not_look_does_not_count(slots: Slots) -> None:
@@ -139,7 +139,7 @@ def test_a_late_rank_is_named_with_its_stack_and_its_victims(
     beats, said = iter(range(99)), []
     states = [WAITS, state]
     heartbeats = Heartbeats(
-        lambda rank: (next(beats), json.dumps(states[rank])), 70.0, 0.0, said.append
+        lambda rank: f"{next(beats)} {json.dumps(states[rank])}", 70.0, 0.0, said.append
     )
     failure = heartbeats.check({0: 0, 1: 0})
     assert (failure is not None) == ends and heartbeats.suspect and heartbeats.suspect.rank == 1
@@ -195,7 +195,7 @@ def test_a_sample_shows_where_the_main_thread_is(
 
 def test_a_rank_that_torchrun_has_not_started_is_not_silent() -> None:
     said = []
-    heartbeats = Heartbeats(lambda rank: (0, ""), 0.1, 0.01, said.append)
+    heartbeats = Heartbeats(lambda rank: "", 0.1, 0.01, said.append)
     assert watch(heartbeats, {1: 0}, within_s=0.3) is None and not said
     assert watch(heartbeats, {1: os.getpid()}, within_s=5) is not None, (
         "megarl's own launcher knows that it runs"
