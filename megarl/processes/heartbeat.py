@@ -73,15 +73,15 @@ class Slots:
 
     def start_beating(self, rank: int, phase: CurrentPhase) -> None:
         os.set_inheritable(self.fd, False)
-        threading.Thread(
-            target=self._beat, args=(rank, StackSampler(phase)), name="heartbeat", daemon=True
-        ).start()
+        sampler = StackSampler(phase)
 
-    def _beat(self, rank: int, sampler: StackSampler) -> None:
-        while True:
-            beat = sampler.beat().encode(errors="replace")[:STATE_BYTES]
-            os.pwrite(self.fd, beat.ljust(STATE_BYTES), rank * SLOT_BYTES)
-            time.sleep(BEAT_S)
+        def run() -> None:
+            while True:
+                beat = sampler.beat().encode(errors="replace")[:STATE_BYTES]
+                os.pwrite(self.fd, beat.ljust(STATE_BYTES), rank * SLOT_BYTES)
+                time.sleep(BEAT_S)
+
+        threading.Thread(target=run, name="heartbeat", daemon=True).start()
 
     def read(self, rank: int) -> str:
         """Returns the newest beat."""
@@ -142,13 +142,10 @@ class Heartbeats:
         found = [
             late for rank in silent or stalled if (late := self._late(rank, pids[rank], waiting))
         ]
-        for rank, how in (
-            self._reported
-            - {(late.rank, how) for late, how, _ in found}
-            - {(r, SLOW) for r in pids}
-        ):
-            self._reported.remove((rank, how))
-            self.say(f"rank {rank} goes on")
+        for rank, how in self._reported - {(late.rank, how) for late, how, _ in found}:
+            if how != SLOW:
+                self._reported.remove((rank, how))
+                self.say(f"rank {rank} goes on")
         self.suspect = found[0][0] if found else None
         return next((late for late, _, is_overdue in found if is_overdue), None)
 

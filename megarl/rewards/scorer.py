@@ -111,8 +111,7 @@ class Scoring:
     def __init__(self, scorer: Scorer, prompts: Sequence[Prompt]) -> None:
         self._scorer = scorer
         self._prompts = {prompt.prompt_id: prompt for prompt in prompts}
-        # {id(sample): (sample, request)}; no other sample gets the id of one that is kept
-        self._added = {}
+        self._requests = {}  # by sample.key
         self._workers = {
             reward.name: _Worker(reward) for reward in scorer.rewards if reward.total_s is not None
         }
@@ -120,7 +119,7 @@ class Scoring:
     def add(self, samples: Sequence[Sample]) -> None:
         new = []
         for sample in samples:
-            if id(sample) in self._added:
+            if sample.key in self._requests:
                 continue
             prompt = self._prompts[sample.prompt_id]
             end = prompt.text
@@ -142,7 +141,7 @@ class Scoring:
                 finish=sample.finish,
                 extra=prompt.extra,
             )
-            self._added[id(sample)] = (sample, request)
+            self._requests[sample.key] = request
             new.append(request)
         if new:
             for worker in self._workers.values():
@@ -153,12 +152,13 @@ class Scoring:
         started = time.monotonic()
         for worker in self._workers.values():
             worker.inbox.put([])
-        requests = [self._added[id(sample)][1] for sample in samples]
+        requests = [self._requests[sample.key] for sample in samples]
         rewards = self._scorer.rewards
         scores = {reward.name: reward(requests) for reward in rewards if reward.total_s is None}
         for name, worker in self._workers.items():
-            by_id = dict(zip(self._added, worker.results(len(self._added), started), strict=True))
-            scores[name] = [by_id[id(sample)] for sample in samples]
+            results = worker.results(len(self._requests), started)
+            by_key = dict(zip(self._requests, results, strict=True))
+            scores[name] = [by_key[sample.key] for sample in samples]
             # every sample would be dropped, in the steps to come as well
             if samples and all(score.cause in UNREACHABLE for score in scores[name]):
                 raise CheckFailed(

@@ -37,10 +37,10 @@ class StoppedProcesses:
     _since: dict[int, float] = field(default_factory=dict)
     _said: set[int] = field(default_factory=set)
 
-    def look(self, names: Mapping[str, int], now: float) -> list[str]:
-        """Checks these processes and their descendants; returns the lines to print.
+    def look(self, names: Mapping[str, int], now: float) -> tuple[list[str], list[str]]:
+        """Checks these processes and their descendants, and kills what exceeds the limit.
 
-        Kills what exceeds the limit.
+        Returns the lines to print, and the names whose process has ended.
         """
         lines = []
         for name, root in names.items():
@@ -61,11 +61,7 @@ class StoppedProcesses:
                         f"{text} is stopped, by a signal or a debugger, for {seconds:.0f} s: "
                         f"`kill -CONT {pid}` continues it; it is killed after {self.limit_s:g} s"
                     )
-        return lines
-
-    def gone(self, names: Mapping[str, int]) -> list[str]:
-        """Returns the names whose process has ended."""
-        return [name for name, pid in names.items() if not Path(f"/proc/{pid}").exists()]
+        return lines, [name for name, pid in names.items() if not Path(f"/proc/{pid}").exists()]
 
 
 @ray.remote(num_cpus=0)
@@ -112,9 +108,9 @@ class Watch:
                 names = {
                     name: pid for name, (where, pid) in list(self._places.items()) if where == node
                 }
-                looks = [actor.look.remote(names, time.monotonic()), actor.gone.remote(names)]
+                look = actor.look.remote(names, time.monotonic())
                 try:
-                    lines, gone = ray.get(looks, timeout=5 * LOOK_S)
+                    lines, gone = ray.get(look, timeout=5 * LOOK_S)
                 except RayError:
                     is_alive = any(each["Alive"] for each in ray.nodes() if each["NodeID"] == node)
                     lines = []

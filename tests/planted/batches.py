@@ -203,8 +203,8 @@ BATCHES = [
     ),
     (
         "rewards/scorer.py",
-        "scores[name] = [by_id[id(sample)] for sample in samples]",
-        "scores[name] = [*by_id.values()]",
+        "scores[name] = [by_key[sample.key] for sample in samples]",
+        "scores[name] = [*by_key.values()]",
         f"{SCORER}::test_a_slow_reward_scores_what_is_finished_while_others_are_generated",
     ),
     (

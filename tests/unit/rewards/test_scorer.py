@@ -104,8 +104,13 @@ def test_the_place_of_the_answer_holds_for_every_judge():
         f"So <answer>{gym.answer}</answer>",
     ]
     samples = [
-        sample(prompt_id, text=text)
-        for prompt_id, text in ((0, texts[0]), (1, texts[0]), (0, texts[1]), (1, texts[2]))
+        sample(prompt_id, index, text=text)
+        for prompt_id, index, text in (
+            (0, 0, texts[0]),
+            (1, 0, texts[0]),
+            (0, 1, texts[1]),
+            (1, 1, texts[2]),
+        )
     ]
     setattr(sys.modules[HERE], "_reward", lambda final_answer: seen.append(final_answer) or 0.0)  # noqa: B010
     scorer = make_scorer([Reward(name="accuracy"), Reward(name=f"{HERE}:_reward")], answer="tag")

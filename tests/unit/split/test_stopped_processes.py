@@ -28,25 +28,29 @@ def test_a_stopped_process_is_named_and_then_killed_and_a_slow_one_is_not() -> N
             {"engine 1": parent.pid},
             StoppedProcesses(30.0),
         )
+
+        def look(now: float) -> list[str]:
+            return stopped.look(names, now)[0]
+
         try:
-            assert stopped.look(names, 0) == []
+            assert look(0) == []
             _stop(child)
-            assert stopped.look(names, 10) == stopped.look(names, 14) == []
-            (line,) = stopped.look(names, 16)
+            assert look(10) == look(14) == []
+            (line,) = look(16)
             assert line.startswith(
                 f"engine 1 (process {child}) is stopped, by a signal or a debugger, for 6 s: `kill -CONT"
             )
-            assert stopped.look(names, 20) == [], "once"
+            assert look(20) == [], "once"
             subprocess.run(["kill", "-CONT", str(child)], check=True)
             time.sleep(0.1)
-            assert stopped.look(names, 100) == []
+            assert look(100) == []
             _stop(child)
-            assert stopped.look(names, 101) == [], "from the beginning"
-            assert stopped.look(names, 131.5) == [
+            assert look(101) == [], "from the beginning"
+            assert look(131.5) == [
                 f"engine 1 (process {child}) has been stopped for 30 s; killing it"
             ]
             time.sleep(0.2)
-            assert stopped.look(names, 140) == [] and parent.poll() is None
+            assert look(140) == [] and parent.poll() is None
         finally:
             subprocess.run(["kill", "-9", str(child)], stderr=subprocess.DEVNULL)
             parent.kill()
@@ -60,9 +64,7 @@ def _stop(pid: int) -> None:
 @pytest.mark.parametrize("names", [{}, {"rank 0": 2**22 + 1}])
 def test_what_has_ended_is_not_stopped_but_gone(names: dict[str, int]) -> None:
     stopped = StoppedProcesses(1.0)
-    assert stopped.look(names, 0) == [] and stopped.gone(names | {"rank 1": os.getpid()}) == [
-        *names
-    ]
+    assert stopped.look(names | {"rank 1": os.getpid()}, 0) == ([], [*names])
 
 
 def test_who_is_gone_is_known_by_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,10 +103,7 @@ class InProcess:
 
     def __init__(self, limit_s: float) -> None:
         of_node = StoppedProcesses(limit_s)
-        self.look, self.gone = (
-            SimpleNamespace(remote=of_node.look),
-            SimpleNamespace(remote=of_node.gone),
-        )
+        self.look = SimpleNamespace(remote=of_node.look)
 
     @classmethod
     def options(cls, **_: Any) -> Any:
