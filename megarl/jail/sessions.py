@@ -11,7 +11,7 @@ import json
 import os
 import select
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from megarl.jail.sandbox import JailedProcess, Limits, known_kind
@@ -87,10 +87,9 @@ class Solution(Session):
 
     mode = "solution"
 
-    def load(self, turn: Callable[[], float]) -> None:
-        """`turn` returns the end of a turn that begins now."""
+    def load(self) -> None:
         self.start()
-        until = turn()
+        until = self._process.turn_deadline
         while "loaded" not in self.receive(until):  # it reports how loading failed, and ends
             pass
 

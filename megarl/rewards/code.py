@@ -216,7 +216,7 @@ class _SampleRun:
         # as for programs
         size = 2 * max(len(ascii(test.expected)) for test in tests)
         with closing(self._solution(len(tests), size)) as solution:
-            solution.load(self._turn)
+            solution.load()
             for test in tests:
                 arguments = [*map(encode, test.arguments)]
                 reply = solution.call(
@@ -243,7 +243,7 @@ class _SampleRun:
             if kind:
                 cause = "sandbox" if kind == "sandbox" else "bad_tests"
                 raise ScoreError(cause, f"before any test: {kind} {detail}")
-            solution.load(self._turn)
+            solution.load()
             for text in script.tests:
                 yield tests.run(text, solution, self._turn())
 

@@ -7,7 +7,6 @@ Rank 0's Python output goes to the terminal; all other output (C++ libraries, ot
 runs/<name>/logs/rank_<r>.log.
 """
 
-import ctypes
 import faulthandler
 import io
 import os
@@ -24,6 +23,7 @@ from megarl.config.load import load_config
 from megarl.config.run_dir import prepare_run_dir
 from megarl.config.schema import Config
 from megarl.config.stages import program
+from megarl.jail.jailed import die_with
 from megarl.platform.env import LOOPBACK, Env, clean_logs, get_env, log_text, set_env
 from megarl.processes.exit_codes import (
     DONE,
@@ -36,13 +36,11 @@ from megarl.processes.exit_codes import (
 )
 from megarl.processes.heartbeat import Slots
 
-PR_SET_PDEATHSIG = 1
-
 
 def main(config_path: str, command: str = "train") -> int:
     env = Env.read()
     if env.launched:
-        _die_with_parent(env.launcher_pid)
+        die_with(env.launcher_pid)
     return run_rank(load_config(config_path), env, command)
 
 
@@ -133,13 +131,6 @@ def _note_exit(folder: Path, env: Env, failure: Failure) -> bool:
         return False
     write_exit(folder, failure.code, failure, world=env.world_size)
     return True
-
-
-def _die_with_parent(launcher_pid: int) -> None:
-    """Asks Linux to kill this process when its launcher dies, however it dies."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher_pid:  # it died before the call
-        os._exit(STOPPED)
 
 
 def redirect_output(log: Path) -> TextIO:
