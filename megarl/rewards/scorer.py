@@ -156,9 +156,7 @@ class Scoring:
         rewards = self._scorer.rewards
         scores = {reward.name: reward(requests) for reward in rewards if reward.total_s is None}
         for name, worker in self._workers.items():
-            results = worker.results(len(self._requests), started)
-            by_key = dict(zip(self._requests, results, strict=True))
-            scores[name] = [by_key[sample.key] for sample in samples]
+            scores[name] = worker.results(requests, started)
             # every sample would be dropped, in the steps to come as well
             if samples and all(score.cause in UNREACHABLE for score in scores[name]):
                 raise CheckFailed(
@@ -177,22 +175,19 @@ class _Worker:
 
     def __init__(self, reward: BatchReward) -> None:
         self.reward = reward
-        self.scores = []
+        self.scores = {}  # by request.id
         self.inbox = SimpleQueue[list[ScoreRequest]]()  # an empty list is the end
         self.done = on_daemon_thread(self._run)
 
-    def results(self, count: int, started: float) -> list[Score]:
-        """Returns `count` scores, in the order of the inbox.
-
-        Those that are not there `total_s` after `started` have no value.
-        """
+    def results(self, requests: Sequence[ScoreRequest], started: float) -> list[Score]:
+        """Returns scores; those that are not there `total_s` after `started` have no value."""
         limit = self.reward.total_s or 0.0
         with suppress(TimeoutError):
             self.done.result(max(started + limit - time.monotonic(), 0))
-        scores = self.scores[:]
-        num_late = count - len(scores)
+        scores = self.scores.copy()
+        num_late = sum(request.id not in scores for request in requests)
         late = Score(None, "timeout", f"did not score {num_late} samples within {limit:.0f} s")
-        return scores + [late] * num_late
+        return [scores.get(request.id, late) for request in requests]
 
     def _run(self) -> None:
         while batch := self.inbox.get():
@@ -201,6 +196,7 @@ class _Worker:
                 more = self.inbox.get()
                 batch = batch + more
                 is_last = not more
-            self.scores += self.reward(batch)
+            ids = [request.id for request in batch]
+            self.scores |= zip(ids, self.reward(batch), strict=False)
             if is_last:
                 return

@@ -203,14 +203,14 @@ BATCHES = [
     ),
     (
         "rewards/scorer.py",
-        "scores[name] = [by_key[sample.key] for sample in samples]",
-        "scores[name] = [*by_key.values()]",
+        "[scores.get(request.id, late) for request in requests]",
+        "[*scores.values()]",
         f"{SCORER}::test_a_slow_reward_scores_what_is_finished_while_others_are_generated",
     ),
     (
         "rewards/scorer.py",
-        "scores = self.scores[:]",
-        "scores = []",
+        "scores = self.scores.copy()",
+        "scores = {}",
         f"{SCORER}::test_what_a_reward_scored_before_it_hung_is_kept",
     ),
     (
