@@ -412,9 +412,11 @@ def test_files_beside_the_code_are_installed_with_it() -> None:
     assert found == listed
 
 
-def test_rows() -> None:
+def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The import contracts of pyproject.toml."""
     cli = pytest.importorskip("importlinter.cli", reason="import-linter is in the dev extra")
+    # it would disable all other loggers of this process
+    monkeypatch.setattr(cli.logging_config, "dictConfig", lambda settings: None)
     assert cli.lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True) == 0
 
 

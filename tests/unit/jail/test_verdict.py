@@ -655,6 +655,9 @@ RIGHT = {
     "arithmetic with a number": ("p = Point(1, 2) * 3\nassert p.x == 3", POINT),
     "negative": ("p = -Point(1)\nassert p.x == -1 and abs(Point(3)) == 3 and float(Point(2)) == 2.0", POINT),
     "text": ("p = Point(1)\nassert str(p) == 'Point(1, 0)' and repr(p) == 'Point(1, 0)' and f'{p}' == '1'", POINT),
+    "bytes of an object": ("p = Packed(1)\nassert bytes(p) == b'v' and p.x == 1",
+        "class Packed:\n    def __init__(self, x): self.x = x\n    def __index__(self): return self.x\n"
+        "    def __bytes__(self): return b'v'\n"),
     "a format of an object": ("p = Point(1.5)\nassert f'{p:.2f}' == '1.50' and p.x == 1.5", POINT),
     "hash": ("assert hash(Point(1)) == hash(Point(1))", POINT),
     "objects in a set": ("assert len({Point(1), Point(1)}) == 1", POINT),
