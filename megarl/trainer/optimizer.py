@@ -148,11 +148,12 @@ def take_step(
     if found_inf or not math.isfinite(norm):
         return norm, True
     if clip_grad > 0:
-        for part in parts_of(optimizer):
+        parts: Sequence[MegatronOptimizer] = parts_of(optimizer)
+        for part in parts:
             parameters = part.get_parameters()
             if parameters:
                 clip_grad_by_total_norm_fp32(
-                    parameters,
+                    list[Tensor](parameters),
                     clip_grad,
                     norm,
                     use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
@@ -167,9 +168,14 @@ def gradient_norm(optimizer: MegatronOptimizer, device: torch.device) -> float:
     It is a collective: the distributed optimizer assigns each gradient to one rank.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for part in parts_of(optimizer):
-        gradients = getattr(part, "get_grads_for_grad_norm", None)  # 0.19; 0.16 has the other
-        for gradient in (gradients or part.get_main_grads_for_grad_norm)():
+    parts: Sequence[MegatronOptimizer] = parts_of(optimizer)
+    for part in parts:
+        if hasattr(part, "get_grads_for_grad_norm"):  # megatron-core 0.19; 0.16 has the other
+            mcore: Any = part
+            gradients = mcore.get_grads_for_grad_norm()
+        else:
+            gradients = part.get_main_grads_for_grad_norm()
+        for gradient in gradients:
             total += sum_of_squares(gradient).to(device)
     dist.all_reduce(total)
     return math.sqrt(float(total))

@@ -425,8 +425,8 @@ BATCHES = [
     ),
     (
         "rollout/vllm/arguments.py",
-        '"enable_chunked_prefill": False',
-        '"enable_chunked_prefill": None',
+        "has_chunked_prefill = False",
+        "has_chunked_prefill = None",
         f"{LOOP}::test_a_stop_text_ends_responses",
     ),
 ]

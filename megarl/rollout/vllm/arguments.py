@@ -40,17 +40,16 @@ def engine_settings(
     elif "quantization_config" in read_json(folder / "config.json"):
         # the trainer's weights are not quantised, whatever format the model came in
         overrides["quantization_config"] = None
-    of_device: dict[str, Any] = {
-        "kv_cache_memory_bytes": int(rollout.cpu_kv_cache_gb * 2**30),
-        "block_size": 32,  # not 128: the prefix cache has no incomplete blocks
-        "enable_chunked_prefill": False,  # seeded: "CPU Generator does not use offset"
-    }
+    kv_cache_bytes = int(rollout.cpu_kv_cache_gb * 2**30)
+    block_size = 32  # not 128: the prefix cache has no incomplete blocks
+    has_chunked_prefill = False  # seeded: "CPU Generator does not use offset"
+    returns_routes = False
+    can_sleep = False
     if torch.cuda.is_available():
-        of_device = {
-            "enable_sleep_mode": bool(rollout.sleep_level),
-            "enable_return_routed_experts": rollout.router_replay == "engine",
-        }
-    settings = {
+        kv_cache_bytes = block_size = has_chunked_prefill = None
+        returns_routes = rollout.router_replay == "engine"
+        can_sleep = bool(rollout.sleep_level)
+    settings: dict[str, Any] = {
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "trust_remote_code": trust_remote_code,
@@ -64,9 +63,13 @@ def engine_settings(
         "logprobs_mode": "processed_logprobs",
         # sample as requested, not as the model's generation_config.json suggests
         "generation_config": "vllm",
-        **of_device,
-        **rollout.engine_options,
+        "kv_cache_memory_bytes": kv_cache_bytes,
+        "block_size": block_size,
+        "enable_chunked_prefill": has_chunked_prefill,
+        "enable_sleep_mode": can_sleep,
+        "enable_return_routed_experts": returns_routes,
     }
+    settings |= rollout.engine_options
     settings.pop("unsafe", None)
     return settings
 
