@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from difflib import get_close_matches
+from itertools import count
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,6 +24,7 @@ from megarl.config.presets import PRESETS
 from megarl.config.schema import Config, Task
 from megarl.config.section import Options, did_you_mean
 
+MAX_NODES = 100_000  # of a YAML text, counting what its aliases stand for
 REFUSED_SCALARS = (  # patterns of a tag and of a value, and what is wrong with a value of both
     (
         "int|float",
@@ -154,10 +156,13 @@ def parse_yaml(text: str, lines: dict[str, str]) -> Any:
     key to `lines`.
 
     Raises ValueError for a key that is set twice, and YAMLError, also for a text that is nested too
-    deeply.
+    deeply, or too large once its aliases are expanded.
     """
+    numbers = count(1)
 
     def walk(node: yaml.Node, prefix: str) -> None:
+        if next(numbers) > MAX_NODES:
+            raise _yaml_error(node.start_mark, f"it has more than {MAX_NODES} values")
         if isinstance(node, yaml.ScalarNode):
             for tag, pattern, problem in REFUSED_SCALARS:
                 if re.search(tag, node.tag) and re.search(pattern, node.value):

@@ -236,9 +236,19 @@ def test_what_is_no_yaml_is_one_line_with_the_file(
         assert part in text, text
 
 
+BOMB = "\n".join(
+    [
+        "a0: &a0 [lol, lol]",
+        *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)),
+    ]
+)
+
+
 @pytest.mark.parametrize(
     ("text", "line", "part"),
     [
+        (BOMB, 1, "more than 100000 values"),
+        ("task:\n  options:\n" + "\n".join(f"    {line}" for line in BOMB.splitlines()), 3, "more than 100000 values"),
         ("<<: [" + "*m, " * 9 + "*m]\nm: &m {a: 1}", 1, "undefined alias"),
         ("a: &a [*a]", 1, "nested too deeply"),
         ("task: {options: &a {b: *a}}", 1, "nested too deeply"),

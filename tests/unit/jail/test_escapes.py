@@ -50,6 +50,7 @@ def bare_threads(count):  # that share one stack, which holds the address of a l
     code.write(bytes.fromhex('b822000000 0f05 ebf7'))
     address = ctypes.addressof(ctypes.c_char.from_buffer(code))
     stack, number = (ctypes.c_long * 8)(*[address] * 8), ctypes.create_string_buffer(8)
+    bare_threads.memory = code, stack, number  # on a busy machine some begin after the return
     return sum(libc.syscall(56, 0x3d0f00, ctypes.byref(stack), number, number, 0) > 0 for _ in range(count))
 def start_threads(count):
     for number in range(count):
