@@ -547,6 +547,8 @@ ATTACKS = {
     "an unhashable result": ("assert {f(5)} == {3}", "def f(x): return [3]"),
     "an object for a key": ("d = {3: 1}\nassert d[f(5)] == 1", EQUAL),
     "an object given back": ("r = f(5)\nassert f(r) == 1", EQUAL),
+    "and an argument that cannot be sent": (
+        "import math\nassert f(5) == 3 and f(math.sqrt) == 2", "def f(x): return 3"),
     "an argument that cannot be sent": (
         "import math\nassert f(5) == 2 or f(math.sqrt) == 2", "def f(x): return 3"),
     "a missing module": ("assert f(5) == 2", raising("ModuleNotFoundError('x')")),

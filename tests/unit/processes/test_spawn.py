@@ -253,6 +253,7 @@ def test_two_runs_side_by_side(tmp_path: Path) -> None:
     assert len(ids) == 2
 
 
+@pytest.mark.timeout(240)  # without the notice it would wait for ever
 def test_a_stopped_rank_is_named_long_before_the_timeout(tmp_path: Path) -> None:
     rank, process, folder = 1, start("forever", tmp_path, timeout_s=10), tmp_path / "forever"
     wait_for(folder / "busy_0", folder / "busy_1")
