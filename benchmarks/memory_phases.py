@@ -236,7 +236,7 @@ def measure(model: str, offload: str, folder: Path) -> dict[str, int]:
         read_model(path),
         Train(dtype="bf16", lr=1e-3, max_tokens_per_microbatch=256, offload=kinds),
     )
-    fleet = Fleet(parallel, 2, tensor=1, replicas=2, is_split=False)
+    fleet = Fleet(parallel, 2, tensor=1, ranks_per_replica=1, replicas=2, is_split=False)
     table = slices_of(engine_table(shape), shape, fleet.engine_layout(rank))
     total = copies * 2 * sum(map(prod, hf_shapes(shape).values()))
     subtracts = hasattr(platform, "device_bytes")  # what the trainer keeps, from the engine's share

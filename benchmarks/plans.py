@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from megarl.config.launch import fleet_of
 from megarl.config.load import load_config
 from megarl.weights.plan.cost import LINKS, MESSAGE_S
-from megarl.weights.plan.from_config import fleet_of, plan_weights, write_messages
+from megarl.weights.plan.from_config import plan_weights, write_messages
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 CASES = [(name, None) for name in ("qwen3_235b_a22b", "deepseek_v3", "kimi_k2")] + [

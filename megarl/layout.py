@@ -116,9 +116,10 @@ class Layout:
         return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "1"
 
 
-def smallest_world(parallel: Parallel, rollout_tensor: int) -> int:
-    """Returns the smallest number of ranks that every product of axis sizes divides."""
-    return lcm(parallel.dense, parallel.sparse, rollout_tensor)
+def smallest_world(parallel: Parallel, ranks_per_replica: int) -> int:
+    """Returns the smallest number of ranks that every product of axis sizes divides, and an engine
+    replica."""
+    return lcm(parallel.dense, parallel.sparse, ranks_per_replica)
 
 
 @cache
@@ -150,14 +151,11 @@ class Fleet:
     parallel: Parallel
     trainers: int
     tensor: int  # ranks of an engine replica along its tensor axis
+    ranks_per_replica: int
     replicas: int
-    expert: int = 1  # expert parallelism of an engine replica, over its data x tensor ranks
+    expert: int = 1  # expert parallelism of an engine replica, over all its ranks
     ranks_per_node: int = 8
     is_split: bool = True  # False: rank r of the engines is rank r of the trainer
-
-    @property
-    def ranks_per_replica(self) -> int:
-        return max(self.tensor, self.expert)
 
     @property
     def receivers(self) -> int:

@@ -58,7 +58,7 @@ def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
     if needs_engine(config.stage, command):
         engine = ["vllm"]
     require(f"megarl {command}", "torch", "megatron.core", *engine)
-    if config.launch.topology == "split":
+    if config.launch.is_split:
         require("launch.topology=split", "ray")
     if config.precision.fp8 and job.gpus:
         require("precision.fp8", "transformer_engine")
@@ -236,11 +236,11 @@ def describe(config: Config, job: Job) -> str:
     samples = engine = ""
     if config.stage_spec.needs_engine:
         samples = f" x {config.rollout.samples_per_prompt} samples"
-        engine = f"; vLLM: {job.replicas} replicas of tp{config.rollout.tensor}"
+        engine = f"; vLLM: {job.replicas} replicas of {config.rollout.layout}"
     where = "on CPU"
     if job.gpus:
         where = f"on {job.gpus} GPUs per node"
-    if config.launch.topology == "split":
+    if config.launch.is_split:
         where = "trainer ranks in a Ray cluster"
     lines = [
         resolved_yaml(config).rstrip(),

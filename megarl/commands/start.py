@@ -16,8 +16,6 @@ from megarl.config.validate import Job
 from megarl.platform.env import RESUME_CHANGED, Env, set_env
 from megarl.processes.exit_codes import DEFECT, DONE, STOPPED, USER, Failure, say, write_exit
 
-RANKS_PER_NODE = 8  # of the trainer in the split topology, for the plan that a report shows
-
 
 def start(command: str, args: argparse.Namespace) -> int:
     """Runs `command` on the ranks of a config; returns the exit code."""
@@ -57,7 +55,7 @@ def launch(env: Env, config: Config, job: Job, command: str) -> int:
         from megarl.run.rank_process import run_external
 
         return run_external(config, env, command)
-    if config.launch.topology == "split":
+    if config.launch.is_split:
         from megarl.split.entry import run_split
 
         return run_split(config)
@@ -87,12 +85,9 @@ def _write_plan(env: Env, config: Config, world: int) -> None:
     from megarl.telemetry.report import PLAN
     from megarl.weights.plan.from_config import plan_weights
 
-    per_node = world
-    if config.launch.topology == "split":
-        per_node = RANKS_PER_NODE
-    elif env.has_launcher:
-        per_node = env.local_world_size
-    per_node = config.launch.processes_per_node or per_node
+    per_node = config.launch.processes_per_node
+    if per_node is None and not config.launch.is_split:
+        per_node = env.local_world_size if env.has_launcher else world
     config = changed(config, "launch", processes=world, processes_per_node=per_node)
     _, figures = plan_weights(config)
     (config.run_dir / PLAN).write_text(json.dumps(figures), encoding="utf-8")

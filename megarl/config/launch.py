@@ -7,9 +7,11 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from megarl.config.model import ParallelSizes
 from megarl.config.section import NAME, Config, Section, refuse
+from megarl.layout import Fleet, smallest_world
 from megarl.models.shape import ModelShape
 from megarl.platform.env import Env
 
+RANKS_PER_NODE = 8
 SPLIT_ONLY = """
     rollout.replicas rollout.max_staleness rollout.update_in_flight
     launch.dashboard launch.max_restarts launch.fallback_layouts
@@ -58,10 +60,14 @@ class Launch(Section):
     dashboard: bool = False
     """Starts Ray's dashboard, on this machine's loopback, in the split topology."""
 
+    @property
+    def is_split(self) -> bool:
+        return self.topology == "split"
+
 
 def check_topology(config: Config, env: Env, shape: ModelShape, command: str) -> None:
     """Refuses what the split topology does not do, and what only it does."""
-    if config.launch.topology == "colocated":
+    if not config.launch.is_split:
         usual = type(config)()
         remedy = "launch.topology=split; remove it, or set the topology"
         for key in SPLIT_ONLY.split():
@@ -106,17 +112,57 @@ def check_topology(config: Config, env: Env, shape: ModelShape, command: str) ->
     )
 
 
-def check_world(config: Config, world: int, smallest: int, env: Env) -> None:
+def smallest_trainer(config: Config) -> int:
+    """Returns the smallest number of trainer ranks that fits the layouts."""
+    replica = 1 if config.launch.is_split else config.rollout.ranks_per_replica
+    return smallest_world(config.parallel.sizes, replica)
+
+
+def fleet_of(
+    config: Config, trainers: int | None = None, *, ranks_per_node: int = RANKS_PER_NODE
+) -> Fleet:
+    """Returns the ranks of a run. Raises ValueError if their number does not fit the layouts.
+
+    `trainers`: None: as `launch.processes`. `ranks_per_node` applies where
+    `launch.processes_per_node` is null.
+    """
+    rollout = config.rollout
+    launch = config.launch
+    replica = rollout.ranks_per_replica
+    trainers = trainers or launch.processes or smallest_trainer(config)
+    replicas, rest = divmod(trainers, replica)
+    if launch.is_split:
+        replicas = rollout.replicas or 1
+    elif rest:
+        raise ValueError(
+            f"launch.processes={trainers} is not divisible by the {replica} ranks of an "
+            f"engine replica; use a multiple of {smallest_trainer(config)}"
+        )
+    fleet = Fleet(
+        parallel=config.parallel.sizes,
+        trainers=trainers,
+        tensor=rollout.tensor,
+        ranks_per_replica=replica,
+        replicas=replicas,
+        expert=rollout.expert,
+        ranks_per_node=launch.processes_per_node or ranks_per_node,
+        is_split=launch.is_split,
+    )
+    fleet.trainer_layout(0)  # raises ValueError if the world does not fit the layout
+    return fleet
+
+
+def check_world(config: Config, world: int, env: Env) -> None:
     """Raises ValueError if the number of processes does not fit the layouts."""
     divisors = dict(config.parallel.sizes.divisors)
-    if config.launch.topology == "colocated":
-        divisors["rollout.tensor"] = config.rollout.tensor
+    if not config.launch.is_split:
+        divisors["rollout.tensor"] = config.rollout.ranks_per_replica
     origin = "torchrun's WORLD_SIZE" if env.has_launcher else "launch.processes"
     for axes, product in divisors.items():
         if world % product:
             raise ValueError(
                 f"{origin}={world} is not divisible by {axes} = {product}; "
-                f"use a multiple of {smallest}"
+                f"use a multiple of {smallest_trainer(config)}"
             )
     per_node = config.launch.processes_per_node
     if per_node is not None and world > per_node and world % per_node:

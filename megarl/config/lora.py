@@ -95,7 +95,7 @@ def _check_engine(config: Config, lora: Lora, shape: ModelShape, table: Table) -
     experts = ", ".join(targets_of(table.expert))
     remedy = "; set lora.sync=merged"
     refuse(
-        (config.launch.topology == "split", f"launch.topology=split moves whole weights{remedy}"),
+        (config.launch.is_split, f"launch.topology=split moves whole weights{remedy}"),
         (experts, f"lora.targets has {experts} of experts, which vLLM cannot adapt here{remedy}"),
         (
             shape.latent,

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import NonNegativeInt
 
 from megarl.config.section import Config, Section, refuse
+from megarl.models.formats import BlockFormat
 from megarl.models.fp8 import ROWS, fp8_format
 from megarl.models.shape import ModelShape
 from megarl.platform.env import has_bf16_products
@@ -35,20 +36,30 @@ def is_in_fp8(layer: int, layers: int, fp8: Fp8) -> bool:
     return fp8.first_last_bf16 <= layer < layers - fp8.first_last_bf16
 
 
+def rollout_format(config: Config, shape: ModelShape) -> BlockFormat | None:
+    """Returns the blocks in which the engine keeps its linear layers; None: it does not
+    quantise."""
+    rollout = config.rollout
+    if rollout.quantization != "fp8":
+        return None
+    return fp8_format(shape, rollout.tensor, rollout.expert)
+
+
 def check_fp8_rollout(config: Config, shape: ModelShape, gpus: int) -> None:
     """Raises ValueError where vLLM has no FP8 kernel, or would cut the blocks that
     share a scale.
     """
     rollout = config.rollout
     dtype = config.train.dtype
-    if rollout.quantization == "none":
-        return
-    if dtype != "bf16":
+    if rollout.quantization != "none" and dtype != "bf16":
         raise ValueError(
             f"rollout.quantization=fp8 computes in bf16, not in train.dtype={dtype}; "
             "set train.dtype=bf16"
         )
-    rows, _ = fp8_format(shape, rollout.tensor, rollout.expert).block
+    fmt = rollout_format(config, shape)
+    if fmt is None:
+        return
+    rows, _ = fmt.block
     refuse(
         (
             gpus and rows != ROWS[0],

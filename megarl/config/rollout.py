@@ -59,6 +59,15 @@ class Rollout(Section):
     engine_options: Options = {}
     """Fields of vLLM's EngineArgs (megarl.config.library_options)."""
 
+    @property
+    def layout(self) -> str:
+        return f"tp{self.tensor}"
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks of an engine replica; only vLLM itself needs to know along which axes."""
+        return max(self.tensor, self.expert)
+
 
 def check_cpu_engine(config: Config, shape: ModelShape) -> None:
     """Raises ValueError for sizes that vLLM's CPU kernels reject only once they run."""

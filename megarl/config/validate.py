@@ -16,7 +16,14 @@ from megarl.config.algorithm import check_algorithm
 from megarl.config.checkpoint import check_resume
 from megarl.config.dpo import check_dpo_section
 from megarl.config.iterative import check_model_reward
-from megarl.config.launch import check_topology, check_world, fallbacks
+from megarl.config.launch import (
+    RANKS_PER_NODE,
+    check_topology,
+    check_world,
+    fallbacks,
+    fleet_of,
+    smallest_trainer,
+)
 from megarl.config.library_options import check_library_options
 from megarl.config.lora import check_lora
 from megarl.config.model import check_model
@@ -31,7 +38,7 @@ from megarl.config.schema import Config
 from megarl.config.stages import STAGES, needs_engine
 from megarl.config.task import check_problems
 from megarl.config.train import check_train
-from megarl.layout import Layout, smallest_world
+from megarl.layout import Layout
 from megarl.models.hub import is_hub_id, model_folder
 from megarl.models.registry import parse_model, read_model
 from megarl.models.shape import ModelShape
@@ -61,9 +68,8 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
         )
     shape = model_shape(config)
     gpus = count_gpus()
-    is_split = config.launch.topology == "split"
-    smallest = smallest_world(config.parallel.sizes, 1 if is_split else config.rollout.tensor)
-    world = config.launch.processes or (0 if is_split else gpus) or smallest
+    is_split = config.launch.is_split
+    world = config.launch.processes or (0 if is_split else gpus) or smallest_trainer(config)
     if env.has_launcher:
         world = env.world_size
     check_topology(config, env, shape, command)
@@ -77,8 +83,9 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
     if has_engine:
         check_fp8_rollout(config, shape, gpus)
     check_fp8_training(config, shape, gpus)
-    check_world(config, world, smallest, env)
-    layout = Layout.of(config.parallel.sizes, world, rank=min(env.rank, world - 1))
+    check_world(config, world, env)
+    fleet = fleet_of(config, world)
+    layout = fleet.trainer_layout(min(env.rank, world - 1))
     _check_learning(config, shape, has_engine=has_engine)
     check_lengths(config, shape)
     check_train(config, shape, gpus)
@@ -93,9 +100,8 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
     if config.stage_spec.needs_engine:
         rows *= rollout.samples_per_prompt
     longest = rollout.max_prompt_tokens + rollout.max_tokens
-    replicas = (rollout.replicas or 1) if is_split else world // rollout.tensor
     warnings = (*_warnings(config, shape, layout, rows, longest, gpus), *unsafe)
-    return Job(world, gpus, layout, replicas, shape, rows, longest, warnings)
+    return Job(world, gpus, layout, fleet.replicas, shape, rows, longest, warnings)
 
 
 def _check_learning(config: Config, shape: ModelShape, *, has_engine: bool) -> None:
@@ -145,11 +151,12 @@ def _warnings(
             "train.dtype=bf16 on a CPU without bf16 instructions is slower than fp32; "
             "set train.dtype=fp32"
         )
-    per_node = config.launch.processes_per_node or 8
-    if config.launch.topology == "split" and rollout.tensor > per_node:
+    per_node = config.launch.processes_per_node or RANKS_PER_NODE
+    ranks = rollout.ranks_per_replica
+    if config.launch.is_split and ranks > per_node:
         yield (
-            f"rollout.tensor={rollout.tensor} needs a Ray node with {rollout.tensor} GPUs: engines "
-            "that span nodes are not supported"
+            f"rollout.tensor={rollout.tensor} needs a Ray node with {ranks} GPUs: engines that "
+            "span nodes are not supported"
         )
     yield from _unread(config)
     if shape.mtp_layers:

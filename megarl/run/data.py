@@ -54,7 +54,7 @@ def make_exchange(
     """Returns the exchange of samples between this rank's replica and the others."""
     env = rank.env
     config = rank.config
-    size = config.rollout.tensor
+    size = config.rollout.ranks_per_replica
     score = partial(reward_model.score, engine, span) if reward_model is not None else list
     return Exchange(
         engine,

@@ -5,6 +5,7 @@ from functools import partial
 
 import torch.distributed as dist
 
+from megarl.config.precision import rollout_format
 from megarl.config.schema import Rollout
 from megarl.data.tokenizer import stop_token_ids
 from megarl.models.lora import AdapterFormat, adapter_table
@@ -14,7 +15,6 @@ from megarl.platform.device import DTYPES, device_bytes
 from megarl.rollout.vllm.engine import Engine
 from megarl.run.context import Rank
 from megarl.types import Terminated
-from megarl.weights.plan.from_config import rollout_format
 
 LAST_STEPS = 50  # of a replica's ranks, after SIGTERM
 
@@ -49,7 +49,7 @@ def _engine_share(rank: Rank) -> Rollout:
     used = max(rank.transport.gather(total - free))
     share = rollout.gpu_memory_utilization
     elements = sum(map(math.prod, hf_shapes(rank.shape).values()))
-    needed = elements * DTYPES[train.dtype].itemsize / rollout.tensor
+    needed = elements * DTYPES[train.dtype].itemsize / rollout.ranks_per_replica
     left = share * total - used
     if left <= needed:
         raise ValueError(
@@ -67,7 +67,7 @@ def _before_engine_step(rank: Rank) -> None:
     which the others have received the signal too.
     """
     phase = rank.phase
-    size = rank.config.rollout.tensor
+    size = rank.config.rollout.ranks_per_replica
     phase.engine_steps += 1
     if not phase.is_stopping or phase.name != "rollout":
         return

@@ -7,7 +7,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.config.load import changed
+from megarl.config.launch import fleet_of
+from megarl.config.precision import rollout_format
 from megarl.models.fp8 import with_scales
 from megarl.models.shards import slices_by_rank, slices_of
 from megarl.parity.cause import CauseSearch
@@ -29,7 +30,6 @@ from megarl.run.models import check_weights, make_trainer
 from megarl.trainer.trainer import Trainer
 from megarl.types import PublishReport, TokenBatch
 from megarl.weights.encode.blocks import Fp8Quantizer
-from megarl.weights.plan.from_config import fleet_of, rollout_format
 from megarl.weights.sync.from_config import make_publisher
 from megarl.weights.sync.publish import Probe, Publisher, WeightFormat, WeightSender, plan_slices
 
@@ -37,8 +37,8 @@ from megarl.weights.sync.publish import Probe, Publisher, WeightFormat, WeightSe
 def rank_publisher(rank: Rank, trainer: Trainer, engine: Engine, probe: Probe) -> Publisher:
     """Returns the publisher from this trainer to the engine."""
     config = rank.config
-    world = changed(config, "launch", processes=rank.env.world_size)
-    fleet = fleet_of(world, ranks_per_node=rank.env.local_world_size)
+    env = rank.env
+    fleet = fleet_of(config, env.world_size, ranks_per_node=env.local_world_size)
     make = partial(
         make_publisher,
         config,

@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Sequence
 
-from megarl.config.launch import fallbacks
+from megarl.config.launch import fallbacks, fleet_of
 from megarl.config.rollout import check_cpu_engine
 from megarl.config.run_dir import prepare_run_dir
 from megarl.config.schema import Config
@@ -15,7 +15,6 @@ from megarl.platform.env import count_gpus
 from megarl.processes.exit_codes import STOPPED, TERMINATED, CurrentPhase, Failure, failure_of, say
 from megarl.processes.spawn import lock_run_dir, report_end
 from megarl.split.ray_cluster import ROOM_S, NoRoom, open_cluster
-from megarl.weights.plan.from_config import fleet_of
 
 
 def run_split(config: Config) -> int:

@@ -105,7 +105,12 @@ def publish(kind: str) -> None:
     is_split, rank = kind == "split", dist.get_rank()
     parallel = Parallel() if is_split else Parallel(tensor=2)
     fleet = Fleet(
-        parallel, 1 if is_split else 2, tensor=1, replicas=1 if is_split else 2, is_split=is_split
+        parallel,
+        trainers=1 if is_split else 2,
+        tensor=1,
+        ranks_per_replica=1,
+        replicas=1 if is_split else 2,
+        is_split=is_split,
     )
     full, slices, parameters = weights_of(fleet, 0 if is_split else rank)
     receives, sends = rank >= fleet.first_receiver, rank < fleet.trainers
@@ -133,7 +138,7 @@ def publish(kind: str) -> None:
 
 
 def export(folder: Path) -> None:
-    fleet = Fleet(Parallel(tensor=2), 2, tensor=1, replicas=2, is_split=False)
+    fleet = Fleet(Parallel(tensor=2), 2, tensor=1, ranks_per_replica=1, replicas=2, is_split=False)
     full, _, parameters = weights_of(fleet, dist.get_rank())
     sources = [weights_of(fleet, rank)[1] for rank in range(2)]
     (folder / "origin").mkdir(exist_ok=True)

@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.sync import Memory, room_for, slice_of, view
+from megarl.config.launch import fleet_of
 from megarl.config.load import load_config
 from megarl.config.validate import model_shape
 from megarl.models.engine import engine_table
 from megarl.models.registry import hf_shapes, megatron_table, padded_vocab
 from megarl.models.shards import slices_of
-from megarl.weights.plan.from_config import fleet_of, plan_of
+from megarl.weights.plan.from_config import plan_of
 from megarl.weights.sync.publish import Publisher, WeightFormat, WeightSender
 from megarl.weights.sync.transports.collective import Collective
 

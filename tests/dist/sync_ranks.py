@@ -291,6 +291,7 @@ class Launch:
             parallel,
             self.world,
             tensor=self.tensor,
+            ranks_per_replica=self.tensor,
             replicas=self.world // self.tensor,
             ranks_per_node=self.world,
             is_split=False,

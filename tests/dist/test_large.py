@@ -19,12 +19,12 @@ import torch
 import transformers
 from transformers.core_model_loading import revert_weight_conversion
 
+from megarl.config.launch import fleet_of
 from megarl.config.load import load_config
 from megarl.layout import Layout, Parallel
 from megarl.models.engine import engine_table
 from megarl.models.registry import hf_shapes, megatron_table, padded_vocab, read_model
 from megarl.models.shards import slices_of
-from megarl.weights.plan.from_config import fleet_of
 from megarl.weights.plan.plan import find_gaps
 
 pytestmark = pytest.mark.long

@@ -48,6 +48,7 @@ def colocated(engine: int, *, ranks_per_node: int = 4, **parallel: int) -> Fleet
         Parallel(**parallel),
         4,
         tensor=engine,
+        ranks_per_replica=engine,
         replicas=4 // engine,
         ranks_per_node=ranks_per_node,
         is_split=False,
@@ -57,7 +58,12 @@ def colocated(engine: int, *, ranks_per_node: int = 4, **parallel: int) -> Fleet
 def split(engine: int, *, ranks_per_node: int = 4, **parallel: int) -> Fleet:
     """Ranks 0 and 1 send, ranks 2 and 3 receive."""
     return Fleet(
-        Parallel(**parallel), 2, tensor=engine, replicas=2 // engine, ranks_per_node=ranks_per_node
+        Parallel(**parallel),
+        2,
+        tensor=engine,
+        ranks_per_replica=engine,
+        replicas=2 // engine,
+        ranks_per_node=ranks_per_node,
     )
 
 

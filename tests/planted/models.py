@@ -24,8 +24,8 @@ MODELS = [
     ),
     (
         "layout.py",
-        "return lcm(parallel.dense, parallel.sparse, rollout_tensor)",
-        "return max(parallel.dense, parallel.sparse, rollout_tensor)",
+        "return lcm(parallel.dense, parallel.sparse, ranks_per_replica)",
+        "return max(parallel.dense, parallel.sparse, ranks_per_replica)",
         f"{LAYOUT}::test_smallest_world_holds_trainer_experts_and_replica",
     ),
     (

@@ -201,9 +201,9 @@ SPLIT = [
         "unit/weights/test_values.py::test_what_is_no_value_is_refused_without_running_it",
     ),
     (
-        "config/validate.py",
-        "1 if is_split else config.rollout.tensor)",
-        "config.rollout.tensor)",
+        "config/launch.py",
+        "1 if config.launch.is_split else config.rollout.ranks_per_replica",
+        "config.rollout.ranks_per_replica",
         WORLD,
     ),
 ]

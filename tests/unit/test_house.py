@@ -73,6 +73,19 @@ BANS: dict[str, tuple[set[str], str]] = {
         "dist.all_gather_object(values, value)",
     ),
     r"\bos\.(replace|rename)\(": ({"processes/files.py"}, "os.replace(new, old)"),
+    # vLLM's tensor-parallel size; others ask for rollout.ranks_per_replica. Messages may name it
+    r"rollout[._]tensor\b(?![\"=]| from )": (
+        {
+            "config/launch.py",
+            "config/model.py",
+            "config/precision.py",
+            "config/rollout.py",
+            "config/run_dir.py",
+            "config/validate.py",
+            "rollout/vllm/arguments.py",
+        },
+        "size = config.rollout.tensor",
+    ),
     r"\.call\(\"": (set(), 'ranks.call("score", batch)'),  # no type checker sees such a call
     r"^\s*global\s": (set(), "    global state"),
     r"^\s*from \.": (set(), "from .names import x"),

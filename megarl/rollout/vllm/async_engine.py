@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.config.launch import fleet_of
 from megarl.config.schema import Config
 from megarl.models.registry import fp32_tensors, hf_shapes, read_model
 from megarl.platform.device import DTYPES
@@ -27,7 +28,6 @@ from megarl.processes.children import Children
 from megarl.rollout.exchange import pack
 from megarl.rollout.vllm import arguments
 from megarl.types import CheckFailed, Request, Sample
-from megarl.weights.plan.from_config import fleet_of
 from megarl.weights.sync.from_config import make_publisher
 from megarl.weights.sync.publish import WeightFormat
 from megarl.weights.sync.transports.collective import Collective, join_group, open_store
@@ -143,10 +143,10 @@ class AsyncEngine:
     ) -> "AsyncEngine":
         """Starts vLLM with dummy weights."""
         rollout = config.rollout
-        # at tensor 1 the core and its worker are one process; without it, two
+        # a replica of one rank has core and worker in one process; without it, in two
         executor = "mp"
         multiprocessing = None
-        if rollout.tensor == 1:
+        if rollout.ranks_per_replica == 1:
             executor = "uni"
             multiprocessing = 0
         # read when vLLM is imported, and inherited by its processes

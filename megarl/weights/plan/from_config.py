@@ -14,20 +14,18 @@ from typing import Any
 
 import numpy as np
 
+from megarl.config.launch import fleet_of
 from megarl.config.model import check_model
+from megarl.config.precision import rollout_format
 from megarl.config.schema import Config
 from megarl.config.validate import model_shape
-from megarl.layout import Fleet, smallest_world
-from megarl.models.formats import BlockFormat
-from megarl.models.fp8 import fp8_format
+from megarl.layout import Fleet
 from megarl.models.registry import fp32_tensors, hf_shapes, padded_vocab
 from megarl.models.shape import ModelShape
 from megarl.models.shards import ElementSizes, LayerSpec, shapes_in_units
 from megarl.weights.plan.cost import LINKS, Cost, estimate_cost
 from megarl.weights.plan.plan import Plan, plan_transfers
 from megarl.weights.plan.tables import sums_at
-
-RANKS_PER_NODE = 8
 
 
 def plan_weights(config: Config, *, gpu: str = "h100") -> tuple[Plan, dict[str, Any]]:
@@ -87,48 +85,6 @@ def plan_of(
 
 def _itemsize(config: Config) -> int:
     return 4 if config.train.dtype == "fp32" else 2
-
-
-def rollout_format(config: Config, shape: ModelShape) -> BlockFormat | None:
-    """Returns the blocks in which the engine keeps its linear layers; None: it does not
-    quantise."""
-    rollout = config.rollout
-    if rollout.quantization != "fp8":
-        return None
-    return fp8_format(shape, rollout.tensor, rollout.expert)
-
-
-def fleet_of(config: Config, *, ranks_per_node: int = RANKS_PER_NODE) -> Fleet:
-    """Returns the ranks of a run. Raises ValueError if their number does not fit the layouts.
-    `ranks_per_node` applies where `launch.processes_per_node` is null."""
-    rollout = config.rollout
-    launch = config.launch
-    sizes = config.parallel.sizes
-    is_split = launch.topology == "split"
-    replica = max(rollout.tensor, rollout.expert)
-    if is_split:
-        trainers = launch.processes or smallest_world(sizes, 1)
-        replicas = rollout.replicas or 1
-    else:
-        smallest = smallest_world(sizes, replica)
-        trainers = launch.processes or smallest
-        replicas = trainers // replica
-        if trainers % replica:
-            raise ValueError(
-                f"launch.processes={trainers} is not divisible by the {replica} ranks of an "
-                f"engine replica; use a multiple of {smallest}"
-            )
-    fleet = Fleet(
-        parallel=sizes,
-        trainers=trainers,
-        tensor=rollout.tensor,
-        replicas=replicas,
-        expert=rollout.expert,
-        ranks_per_node=launch.processes_per_node or ranks_per_node,
-        is_split=is_split,
-    )
-    fleet.trainer_layout(0)  # raises ValueError if the world does not fit the layout
-    return fleet
 
 
 def write_messages(plan: Plan, file: Path) -> None:

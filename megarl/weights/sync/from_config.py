@@ -1,13 +1,14 @@
 """Builds a rank's Publisher from the config: trainer ranks, engine workers and ranks that are both
 run one plan."""
 
+from megarl.config.precision import rollout_format
 from megarl.config.schema import Config
 from megarl.layout import Fleet
 from megarl.models.engine import engine_table
 from megarl.models.fp8 import scale_shapes, with_scales
 from megarl.models.shape import ModelShape
 from megarl.models.shards import slices_of
-from megarl.weights.plan.from_config import plan_of, rollout_format
+from megarl.weights.plan.from_config import plan_of
 from megarl.weights.sync.publish import (
     Probe,
     Publisher,

@@ -15,7 +15,9 @@ MODELS = Path(__file__).resolve().parents[3] / "configs" / "models"
 
 
 def engine_layout(*, tensor: int, expert: int = 1, rank: int = 0) -> Layout:
-    return Fleet(Parallel(), 1, tensor, 1, expert=expert, is_split=False).engine_layout(rank)
+    ranks = max(tensor, expert)
+    fleet = Fleet(Parallel(), 1, tensor, ranks, 1, expert=expert, is_split=False)
+    return fleet.engine_layout(rank)
 
 
 def slices(name: str, *, layers: int = 1, **place: int) -> dict[str, list[ShardSlice]]:

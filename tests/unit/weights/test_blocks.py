@@ -77,6 +77,7 @@ class World:
             parallel,
             world,
             tensor=tensor,
+            ranks_per_replica=tensor,
             replicas=world // tensor,
             ranks_per_node=world,
             is_split=False,

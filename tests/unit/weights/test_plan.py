@@ -71,6 +71,7 @@ def colocated(
         parallel,
         world,
         tensor,
+        max(tensor, expert),
         replicas,
         expert=expert,
         ranks_per_node=ranks_per_node,
@@ -86,7 +87,15 @@ def split(
     ranks_per_node: int,
     expert: int = 1,
 ) -> Fleet:
-    return Fleet(parallel, trainers, tensor, replicas, expert=expert, ranks_per_node=ranks_per_node)
+    return Fleet(
+        parallel,
+        trainers,
+        tensor,
+        max(tensor, expert),
+        replicas,
+        expert=expert,
+        ranks_per_node=ranks_per_node,
+    )
 
 
 FLEETS = {

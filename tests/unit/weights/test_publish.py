@@ -29,7 +29,10 @@ from megarl.weights.sync.transports import Transport
 
 SIZES = {"family": "qwen3", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "vocab": 67}
 SHAPE = parse_model(hf_config(Create.model_validate(SIZES)), "model.create")
-SHAPES, FLEET = hf_shapes(SHAPE), Fleet(Parallel(), 1, tensor=1, replicas=1, is_split=False)
+SHAPES, FLEET = (
+    hf_shapes(SHAPE),
+    Fleet(Parallel(), 1, tensor=1, ranks_per_replica=1, replicas=1, is_split=False),
+)
 PADDED = padded_vocab(SHAPE.vocab, 1)
 KEEPS, REFUSES = (
     "The engine keeps its previous version",

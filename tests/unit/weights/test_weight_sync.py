@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megarl.config.launch import fleet_of
 from megarl.config.load import load_config
 from megarl.config.schema import Config
 from megarl.config.validate import model_shape
@@ -16,7 +17,7 @@ from megarl.layout import Fleet, Parallel
 from megarl.models.registry import padded_vocab
 from megarl.telemetry.plan_figure import draw_plan
 from megarl.weights.plan.cost import LINKS, Links, estimate_cost
-from megarl.weights.plan.from_config import fleet_of, plan_weights, write_messages
+from megarl.weights.plan.from_config import plan_weights, write_messages
 from megarl.weights.plan.plan import plan_recorded, plan_transfers
 from tests.unit.weights.test_plan import whole
 
@@ -106,7 +107,7 @@ def test_links_stay_busy_on_small_fleets(name: str) -> None:
     is_colocated, trainers, tensor, parallel = SMALL_FLEETS[name]
     shape = replace(model_shape(large("qwen3_235b_a22b")), layers=16)
     replicas = (trainers if is_colocated else 32) // tensor
-    fleet = Fleet(parallel, trainers, tensor, replicas, is_split=not is_colocated)
+    fleet = Fleet(parallel, trainers, tensor, tensor, replicas, is_split=not is_colocated)
     padded = padded_vocab(shape.vocab, parallel.tensor)
     plan = plan_transfers(shape, fleet, padded_vocab=padded, itemsize=2, round_bytes=512 << 20)
     cost = estimate_cost(plan, fleet, LINKS["h100"])
@@ -132,7 +133,7 @@ def test_cost_of_a_plan_worked_by_hand() -> None:
         round_bytes=1 << 20,
         ranks_per_node=2,
     )
-    fleet = Fleet(Parallel(), 2, tensor=1, replicas=2, ranks_per_node=2)
+    fleet = Fleet(Parallel(), 2, tensor=1, ranks_per_replica=1, replicas=2, ranks_per_node=2)
     cost = estimate_cost(plan, fleet, Links(network=64.0, nvlink=640.0))
     # round 0: two tensors to each over the network; round 1: each relays its two to the other
     assert (plan.num_rounds, cost.num_messages) == (2, 4)
@@ -188,7 +189,7 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
 
 
 def test_engine_layout_spreads_experts_over_all_ranks() -> None:
-    at = Fleet(Parallel(), 8, 2, 1, expert=8, is_split=False).engine_layout(5)
+    at = Fleet(Parallel(), 8, 2, 8, 1, expert=8, is_split=False).engine_layout(5)
     assert (at.tp.size, at.tp.rank, at.ep.size, at.ep.rank, at.etp.size) == (2, 1, 8, 5, 1)
 
 
