@@ -198,6 +198,18 @@ class _Sampler:
             for request in requests
         ]
 
+    version = 0
+
+    def submit(self, requests: Any) -> None:
+        self.waiting = requests
+
+    def poll(self, timeout_s: float | None = None) -> list[Any]:
+        requests, self.waiting = self.waiting, []
+        return self.sample(requests, version=self.version)
+
+    def running(self) -> int:
+        return len(self.waiting)
+
     def start(self, prompts: Any) -> _Sampler:
         return self
 
@@ -277,8 +289,9 @@ def measure(model: str, offload: str, folder: Path) -> dict[str, int]:
         phases = TimedPhases(*timer, DEVICE, memory, side)
         # before, the exchange went over the device
         on_device = "device" in Exchange.__dataclass_fields__
+        sampler = _Sampler()
         exchange = Exchange(
-            _Sampler(), _Sampler(), Axis(2, rank), Axis(1), *([DEVICE] if on_device else [])
+            sampler, sampler, Axis(2, rank), Axis(1), *([DEVICE] if on_device else [])
         )
         requests = [Request(Prompt(number, (1,), ""), 0, 0, 1.0) for number in range(64)]
         state = ObjectiveState(kl_coef=0.0)
@@ -296,6 +309,7 @@ def measure(model: str, offload: str, folder: Path) -> dict[str, int]:
         with phases.sync():
             publisher.publish(version=0)
         for step in range(2):
+            sampler.version = step
             with phases.rollout():
                 samples = _within(measured("exchange"), exchange, requests, step)
                 assert len(samples) == len(requests)

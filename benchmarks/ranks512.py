@@ -82,8 +82,15 @@ class Prepared:
     def __init__(self, samples: list[Sample]) -> None:
         self.samples = {(sample.prompt_id, sample.index): sample for sample in samples}
 
-    def sample(self, requests: Any, *, version: int, **_: Any) -> list[Sample]:
-        return [self.samples[request.prompt.prompt_id, request.index] for request in requests]
+    def submit(self, requests: Any) -> None:
+        self.waiting = [self.samples[request.key] for request in requests]
+
+    def poll(self, timeout_s: float | None = None) -> list[Sample]:
+        finished, self.waiting = self.waiting, []
+        return finished
+
+    def running(self) -> int:
+        return len(self.waiting)
 
     def start(self, prompts: Any) -> Prepared:
         return self

@@ -107,7 +107,7 @@ class Running:
 
 
 class Engines:
-    """roles.AsyncSampler and roles.Weights, in simulated time."""
+    """roles.Sampler and roles.Weights, in simulated time."""
 
     def __init__(self, job: Job, clock: Clock) -> None:
         self.job, self.clock = job, clock

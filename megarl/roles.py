@@ -17,9 +17,11 @@ Decisions to stop or skip depend only on all-reduced values. An exception is bro
 peer waits for it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
+
+from torch import Tensor
 
 from megarl.types import (
     ObjectiveState,
@@ -28,6 +30,7 @@ from megarl.types import (
     Request,
     Rollout,
     Sample,
+    SampleKey,
     ScoredBatch,
     StepReport,
     TokenScores,
@@ -58,46 +61,71 @@ class Prompts(Stateful, Protocol):
         """`take` returns these, the last that were taken, again."""
 
 
-# called with samples while others are still generated
-Finished = Callable[[Sequence[Sample]], None]
-
-
 class Sampler(Protocol):
-    """Samples from the policy: the engine replica of this rank."""
+    """Samples from the policy.
 
-    def sample(
-        self,
-        requests: Sequence[Request],
-        *,
-        version: int,
-        finished: Finished = lambda samples: None,
-    ) -> list[Sample]: ...
+    Colocated: the engine replica of this rank, which works while `poll` is called. All its ranks
+    call `poll` equally often; what the first one submits and aborts reaches the others there.
+    Split: all replicas, which work on their own.
 
-
-class AsyncSampler(Protocol):
-    """Samples from the policy on its own, while the caller does other things: the replicas of the
-    split topology.
-
-    A request is known by its prompt's id and its index; no two of one pair are alive. Each comes
-    back once.
+    A request is known by its prompt's id and its index, and no two of one pair run at a time. Each
+    comes back once, by `poll` or by `abort`.
     """
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Returns at once.
-
-        A prompt's requests go to one replica, of those with verified weights.
+        """Returns at once. Raises CheckFailed without verified weights, ValueError if a prompt is
+        too long or a request is running already.
         """
 
     def poll(self, timeout_s: float | None = None) -> list[Sample]:
-        """Returns the samples finished since the last call; waits for one, at most `timeout_s`.
+        """Returns the samples finished since the last call; waits for one, at most `timeout_s`, if
+        any are running.
 
         Raises CheckFailed if no replica is left, Terminated after SIGTERM.
+        """
+        ...
+
+    def abort(self, keys: Sequence[SampleKey]) -> list[Sample]:
+        """Ends these requests; returns those that were not finished, with their tokens so far.
+
+        Raises ValueError if one is not running.
         """
         ...
 
     def running(self) -> int:
         """Returns how many have not come back."""
         ...
+
+
+class Engine(Sampler, Protocol):
+    """The engine replica of this rank, in the colocated topology."""
+
+    receiver: Any  # of weights (weights/sync/publish.py)
+    before_step: Callable[[], None]
+    bytes_asleep: int  # of the device, that torch still counts as allocated
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of a prompt and its response together."""
+        ...
+
+    @property
+    def is_asleep(self) -> bool: ...
+    def complete(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[Tensor]:
+        """Returns each prompt with `max_tokens` more tokens, [L], sampled at temperature 1 past any
+        end token, under the latest weights, committed or not.
+        """
+        ...
+
+    def score(self, rows: Iterable[Tensor]) -> list[Tensor]:
+        """Returns the log-probs of each row's tokens but the first, at temperature 1, under the
+        latest weights, committed or not.
+        """
+        ...
+
+    def sleep(self) -> None: ...
+    def wake(self, part: str) -> None:
+        """Restores the memory of the "weights" before a sync, of the "kv_cache" before sampling."""
 
 
 class Scoring(Protocol):

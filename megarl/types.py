@@ -51,10 +51,18 @@ class Request:
     index: int
     seed: int
     temperature: float  # 0: greedy
+    prefix: Tensor | None = None  # [L] int64, earlier turns: what comes after the prompt
+    turn: int = 0  # responses in `prefix`
 
     @property
     def key(self) -> SampleKey:
         return self.prompt.prompt_id, self.index
+
+    @property
+    def tokens(self) -> list[int]:
+        """Those to continue."""
+        later = [] if self.prefix is None else self.prefix.tolist()
+        return [*self.prompt.tokens, *later]
 
 
 @dataclass(frozen=True)

@@ -24,15 +24,10 @@ from torch import Tensor
 
 from megarl.layout import Axis
 from megarl.roles import Rewards, Sampler, SpanContext
+from megarl.rollout.overlap import AsyncRollouts
+from megarl.rollout.sampling import check_version, sample_all
 from megarl.rollout.schedule import digest_samples
-from megarl.types import (
-    SAMPLE_TENSORS,
-    CheckFailed,
-    Request,
-    Routes,
-    Sample,
-    Terminated,
-)
+from megarl.types import SAMPLE_TENSORS, CheckFailed, Request, Routes, Sample, Terminated
 from megarl.weights.sync.transports.values import from_bytes, gather_values, to_bytes
 
 ERRORS = (RuntimeError, CheckFailed, Terminated)
@@ -107,16 +102,14 @@ class Exchange:
         return sizes[::size]
 
     def _sample(self, requests: Sequence[Request], version: int) -> tuple[list[Sample], str]:
-        """Returns the replica's scored samples, on its first rank, and their digest."""
-        if not self.member.first:
-            return [], digest_samples(self.sampler.sample(requests, version=version))
-        scoring = self.rewards.start([request.prompt for request in requests])
-        samples = self.sampler.sample(requests, version=version, finished=scoring.add)
-        with self.span("reward"):  # what generation has not hidden
-            scored = scoring.results(samples)
-        if self.is_stopping():  # SIGTERM may have ended a reward's processes, too
-            raise Terminated("stopped by SIGTERM")
-        return scored, digest_samples(samples)
+        """Returns the replica's samples, which its first rank scores, and their digest."""
+        if self.member.first:
+            rollouts = AsyncRollouts(self.sampler, self.rewards, self.span, self.is_stopping)
+            samples = rollouts.begin(requests, version=version).result()
+        else:
+            samples = sample_all(self.sampler, requests)
+        check_version(samples, version)
+        return samples, digest_samples(samples)
 
     def _gather(self, part: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
         """Returns the parts of all replicas, on every rank.

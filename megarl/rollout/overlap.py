@@ -1,6 +1,6 @@
-"""Rounds of requests that the engines of a split run work on while the trainer trains.
+"""Rounds of requests that a sampler works on: in a split run, while the trainer trains.
 
-    begin(requests) --submit--> engines --poll--> scoring of the round --all back--> its samples
+    begin(requests) --submit--> sampler --poll--> scoring of the round --all back--> its samples
 
 Finished samples are fetched whenever a caller asks if a round is done. Their rewards start then.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
-from megarl.roles import AsyncSampler, Rewards, Scoring, SpanContext, Weights
+from megarl.roles import Rewards, Sampler, Scoring, SpanContext, Weights
 from megarl.types import PublishReport, Request, Sample, SampleKey, Terminated
 
 
@@ -40,7 +40,7 @@ class OpenRound:
 class AsyncRollouts:
     """Waits for samples when called as schedule.Generate; `begin` does not wait."""
 
-    sampler: AsyncSampler
+    sampler: Sampler
     rewards: Rewards
     span: SpanContext = nullcontext
     is_stopping: Callable[[], bool] = lambda: False

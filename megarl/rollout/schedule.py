@@ -33,8 +33,8 @@ from megarl.algorithms import objective
 from megarl.config.schema import Algorithm
 from megarl.data.collate import collate
 from megarl.data.ledger import Ledger
-from megarl.data.tasks import hash31
 from megarl.roles import Prompts
+from megarl.rollout.sampling import request_seed
 from megarl.types import CheckFailed, Group, Prompt, Request, Rollout, Sample, StepReport
 
 DEFAULTS = Algorithm()
@@ -43,11 +43,6 @@ KEPT = "groups/kept"  # of the last steps, in Prompts.kept
 ASKED = "groups/asked"  # each step halves the earlier ones
 # generate(requests, version=) -> scored samples, the same on every rank
 Generate = Callable[..., list[Sample]]
-
-
-def request_seed(run_seed: int, step: int, prompt_id: int, index: int) -> int:
-    """Hashes these numbers to 31 bits, the same in every layout and process."""
-    return hash31(f"{run_seed}/{step}/{prompt_id}/{index}")
 
 
 def has_spread(group: Group, algorithm: Algorithm = DEFAULTS) -> bool:

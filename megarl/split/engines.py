@@ -1,4 +1,4 @@
-"""The engine replicas of the split topology, as the controller sees them: roles.AsyncSampler.
+"""The engine replicas of the split topology, as the controller sees them: roles.Sampler.
 
 submit --a prompt's requests to one replica--> EngineActor ... poll: a call is open at every
                                                replica, and returns the samples that are finished
@@ -21,6 +21,7 @@ from torch import Tensor
 from megarl.config.schema import Config
 from megarl.processes.exit_codes import DEFECT, REFUSED, USER, Failure, say
 from megarl.rollout.exchange import deal, unpack
+from megarl.rollout.sampling import check_new, check_running, unsampled
 from megarl.split.proxy import Proxy
 from megarl.split.ray_actors import (
     KILLED,
@@ -133,7 +134,11 @@ class Engines:
     # sampling
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """roles.AsyncSampler."""
+        """See roles.Sampler. A prompt's requests go to one replica."""
+        check_new(requests, self._keys())
+        self._submit(requests)
+
+    def _submit(self, requests: Sequence[Request]) -> None:
         ready = [replica for replica in self.replicas if replica.is_ready]
         if not ready:
             if not self.restarts:
@@ -152,7 +157,7 @@ class Engines:
         self._rehouse()
 
     def poll(self, timeout_s: float | None = None) -> list[Sample]:
-        """roles.AsyncSampler.
+        """See roles.Sampler.
 
         Raises RankLost if a rank of the trainer is gone: these samples will not be trained.
         """
@@ -199,19 +204,44 @@ class Engines:
     def _take(self, replica: Replica) -> list[Sample]:
         """Returns the samples of its finished poll, or [] if the replica is lost."""
         try:
-            samples = unpack(torch.tensor(replica.value(replica.poll)))
+            samples = self._returned(replica, replica.value(replica.poll))
             replica.poll = replica.begin(lambda engine: engine.poll())
         except EngineLost as lost:
             self.lose(lost)
             return []
+        return samples
+
+    def _returned(self, replica: Replica, packed: Any) -> list[Sample]:
+        samples = unpack(torch.tensor(packed))
         for sample in samples:
             replica.requests.pop(sample.key)
         return samples
 
+    def abort(self, keys: Sequence[SampleKey]) -> list[Sample]:
+        """See roles.Sampler."""
+        check_running(keys, self._keys())
+        samples = []
+        for replica in list(self.replicas):
+            own = [key for key in keys if key in replica.requests]
+            try:
+                if own:
+                    samples += self._returned(replica, replica.service.abort(own))
+            except EngineLost as lost:
+                self.lose(lost)
+        samples += [unsampled(request) for request in self.orphans if request.key in keys]
+        self.orphans = [request for request in self.orphans if request.key not in keys]
+        return samples
+
     def running(self) -> int:
-        """roles.AsyncSampler."""
-        sampling = sum(len(replica.requests) for replica in self.replicas)
-        return sampling + len(self._early) + len(self.orphans)
+        """See roles.Sampler."""
+        return len(self._keys())
+
+    def _keys(self) -> list[SampleKey]:
+        keys = [sample.key for sample in self._early]
+        keys += [request.key for request in self.orphans]
+        for replica in self.replicas:
+            keys += replica.requests
+        return keys
 
     # replicas that are lost
 
@@ -252,7 +282,7 @@ class Engines:
         orphans = self.orphans
         self.orphans = []
         if orphans:
-            self.submit(orphans)
+            self._submit(orphans)
 
     def _rehouse(self) -> None:
         """Reassigns the requests of lost replicas; publishes weights first if no

@@ -14,7 +14,8 @@ from typing import Any
 from megarl.algorithms.pass_at_k import ks_of, mean_interval, pass_at_k
 from megarl.config.schema import Task
 from megarl.data.tasks import eval_task
-from megarl.rollout.schedule import Generate, request_seed
+from megarl.rollout.sampling import request_seed
+from megarl.rollout.schedule import Generate
 from megarl.run.context import Rank
 from megarl.run.data import make_exchange, make_prompts
 from megarl.run.models import make_reward_model

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from samplers import AtOnce
 from torch import Tensor
 from two_devices import DEVICE, There, there, two_devices
 
@@ -160,20 +161,16 @@ def export(folder: Path) -> None:
     assert all(torch.equal(full[name], tensor) for name, tensor in written.items())
 
 
-class Sampler:
-    def sample(self, requests, *, version, finished=None):
-        return [
-            Sample(
-                request.prompt.prompt_id,
-                request.index,
-                tokens=torch.arange(3),
-                trainable=torch.ones(3, dtype=torch.bool),
-                rollout_logprobs=torch.full((3,), -0.1),
-                versions=torch.full((3,), version, dtype=torch.int32),
-                finish="stop",
-            )
-            for request in requests
-        ]
+def draw(request):
+    return Sample(
+        request.prompt.prompt_id,
+        request.index,
+        tokens=torch.arange(3),
+        trainable=torch.ones(3, dtype=torch.bool),
+        rollout_logprobs=torch.full((3,), -0.1),
+        versions=torch.full((3,), 3, dtype=torch.int32),
+        finish="stop",
+    )
 
 
 class Rewards:
@@ -195,7 +192,7 @@ def exchange() -> None:
     ]
     rank = dist.get_rank()
     before = There.bytes_made
-    samples = Exchange(Sampler(), Rewards(), Axis(2, rank), Axis(1))(requests, 3)
+    samples = Exchange(AtOnce(draw), Rewards(), Axis(2, rank), Axis(1))(requests, 3)
     print(f"exchange: {There.bytes_made - before} bytes on the device")
     assert There.bytes_made == before
     assert [(x.prompt_id, x.index, x.reward) for x in samples] == [

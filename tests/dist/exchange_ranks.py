@@ -12,6 +12,7 @@ from time import sleep
 
 import torch
 import torch.distributed as dist
+from samplers import AtOnce
 
 from megarl.layout import Axis
 from megarl.rollout.exchange import Exchange
@@ -28,30 +29,33 @@ class Request:
     seed: int = 0
     temperature: float = 1.0
 
+    @property
+    def key(self):
+        return self.prompt.prompt_id, self.index
 
-@dataclass
-class Sampler:
-    drift: int = 0  # added to the first token
-    calls: int = 0
-    seconds: float = 0.0
 
-    def sample(self, requests, *, version, finished=None):
-        self.calls += len(requests)
+class Sampler(AtOnce):
+    def __init__(self, drift: int = 0, seconds: float = 0.0) -> None:
+        """`drift` is added to the first token."""
+        super().__init__(self.sample)
+        self.drift, self.seconds, self.calls = drift, seconds, 0
+
+    def poll(self, timeout_s=None):
         sleep(self.seconds)
-        return [
-            Sample(
-                r.prompt.prompt_id,
-                r.index,
-                torch.tensor(
-                    [self.drift, r.prompt.prompt_id] + [r.index] * (1 + r.prompt.prompt_id)
-                ),
-                torch.ones(3 + r.prompt.prompt_id, dtype=torch.bool),
-                torch.full((3 + r.prompt.prompt_id,), -0.1 * r.index),
-                torch.full((3 + r.prompt.prompt_id,), version, dtype=torch.int32),
-                "stop",
-            )
-            for r in requests
-        ]
+        return super().poll(timeout_s)
+
+    def sample(self, r):
+        self.calls += 1
+        length = 3 + r.prompt.prompt_id
+        return Sample(
+            r.prompt.prompt_id,
+            r.index,
+            torch.tensor([self.drift, r.prompt.prompt_id] + [r.index] * (length - 2)),
+            torch.ones(length, dtype=torch.bool),
+            torch.full((length,), -0.1 * r.index),
+            torch.full((length,), 8, dtype=torch.int32),
+            "stop",
+        )
 
 
 @dataclass
@@ -103,7 +107,7 @@ def main(folder: Path) -> None:
     slow = Sampler(seconds=1.5 * TIMEOUT_S if rank < 2 else 0.0)
     seen["slow"] = len(exchange(slow, rewards)(requests, 8))
     # fewer requests than replicas; nobody is stuck
-    seen["after"] = len(exchange(sampler, rewards)(requests[:1], 9))
+    seen["after"] = len(exchange(sampler, rewards)(requests[:1], 8))
     (folder / f"rank_{rank}.json").write_text(json.dumps(seen))
     dist.destroy_process_group()
 

@@ -36,6 +36,7 @@ from megarl.models.shards import ShardSlice, slices_of
 from megarl.parity.gate import Measured, ParityChecks
 from megarl.parity.statistics import Quantiles
 from megarl.platform.env import Env
+from megarl.rollout.sampling import check_version, sample_all
 from megarl.rollout.vllm.engine import Engine
 from megarl.types import CheckFailed, Prompt, Sample, TokenBatch
 from megarl.weights.encode.blocks import Fp8Quantizer
@@ -373,7 +374,9 @@ class Launch:
             Prompt(9, tuple(range(2, 60)) * 3, "")
         ]
         requests = [Request(prompt, 0, 100 + prompt.prompt_id, temperature) for prompt in prompts]
-        return self.engine.sample(requests, version=version)
+        samples = sample_all(self.engine, requests)
+        check_version(samples, version)
+        return samples
 
     def change(self, seed: int) -> None:
         self.reference.change(seed)

@@ -17,6 +17,7 @@ from megarl.config.schema import Config, Rollout, Train
 from megarl.layout import Axis, Layout
 from megarl.models.registry import read_model
 from megarl.platform.env import Env
+from megarl.rollout.sampling import check_version, sample_all
 from megarl.trainer.microbatch import pack
 from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed
@@ -87,7 +88,8 @@ def _sleeps(_: int, folder: str, level: int) -> None:
     requests = [Request(Prompt(0, (5, 6, 7), ""), 0, 1, 1.0)]
 
     def answers(version: int) -> list[tuple[list[int], list[float]]]:
-        samples = engine.sample(requests, version=version)
+        samples = sample_all(engine, requests)
+        check_version(samples, version)
         return [(sample.tokens.tolist(), sample.rollout_logprobs.tolist()) for sample in samples]
 
     publisher.publish(version=0)

@@ -83,7 +83,7 @@ def sampling_params(
     """Raises ValueError if the prompt is too long."""
     from vllm import SamplingParams
 
-    tokens = len(request.prompt.tokens)
+    tokens = len(request.tokens)
     if not 0 < tokens < max_model_len:
         raise ValueError(
             f"prompt {request.prompt.prompt_id} has {tokens} tokens, but the engine accepts "
@@ -153,7 +153,7 @@ def sample_of(
 ) -> Sample:
     """Returns a finished request's sample; `version` None: the engine has stamped its tokens."""
     answer: Any = output.outputs[0]
-    prompt = list(request.prompt.tokens)
+    prompt = request.tokens
     response = list(answer.token_ids)
     skipped = len(prompt)
     logprobs = torch.zeros(skipped + len(response))
@@ -168,7 +168,7 @@ def sample_of(
     finish = answer.finish_reason
     if finish not in FINISH:
         finish = "abort"
-    routes = capture.of(output, len(logprobs)) if capture else None
+    routes = capture.of(output, len(logprobs)) if capture and response else None
     return Sample(
         prompt_id=request.prompt.prompt_id,
         index=request.index,

@@ -27,7 +27,7 @@ from megarl.platform.env import get_env, set_env
 from megarl.processes.children import Children
 from megarl.rollout.exchange import pack
 from megarl.rollout.vllm import arguments
-from megarl.types import CheckFailed, Request, Sample
+from megarl.types import CheckFailed, Request, Sample, SampleKey
 from megarl.weights.sync.from_config import make_publisher
 from megarl.weights.sync.publish import WeightFormat
 from megarl.weights.sync.transports.collective import Collective, join_group, open_store
@@ -129,8 +129,8 @@ class AsyncEngine:
     stop_token_ids: Sequence[int]
     replica: int
     is_ready: bool = False  # a version is committed
-    _requests: set[str] = field(default_factory=set)  # ids of those that are running
-    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    # of each request that is running; its name is vLLM's id
+    _tasks: dict[SampleKey, asyncio.Task[Sample]] = field(default_factory=dict)
     _finished: list[Sample] = field(default_factory=list)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     _error: str = ""
@@ -221,21 +221,27 @@ class AsyncEngine:
             params = arguments.sampling_params(
                 request, self.config.rollout, self.stop_token_ids, self.max_model_len
             )
-            self._requests.add(name)
-            task = asyncio.ensure_future(self._sample(name, request, params))
-            self._tasks.add(task)
+            task = asyncio.create_task(self._sample(name, request, params), name=name)
+            self._tasks[request.key] = task
             task.add_done_callback(self._done)
 
-    async def _sample(self, name: str, request: Request, params: Any) -> None:
-        output = await self._generate(list(request.prompt.tokens), params, name)
-        self._finished.append(arguments.sample_of(request, output, None))
-        self._requests.discard(name)
-        self._news.set()
+    async def _sample(self, name: str, request: Request, params: Any) -> Sample:
+        output = await self._generate(request.tokens, params, name)
+        sample = arguments.sample_of(request, output, None)
+        if self._tasks.pop(request.key, None):  # not aborted
+            self._finished.append(sample)
+            self._news.set()
+        return sample
+
+    async def abort(self, keys: Sequence[SampleKey]) -> Any:
+        """Ends those that are running; returns their samples, packed, with the tokens so far."""
+        tasks = [self._tasks.pop(key) for key in keys if key in self._tasks]
+        await self.llm.abort([task.get_name() for task in tasks])
+        return pack(await asyncio.gather(*tasks)).numpy()
 
     async def drop(self) -> None:
         """Ends all requests, and forgets their samples."""
-        await self.llm.abort(list(self._requests))
-        await asyncio.gather(*self._tasks)
+        await self.abort(list(self._tasks))
         self._finished.clear()
         self._news.set()  # an open poll ends
 
@@ -320,8 +326,7 @@ class AsyncEngine:
             except Exception:  # noqa: BLE001 (it is dead: its process is watched)
                 return
 
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+    def _done(self, task: asyncio.Task[Sample]) -> None:
         if task.cancelled():
             return
         error = task.exception()

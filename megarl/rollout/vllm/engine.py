@@ -2,21 +2,26 @@
 
     requests --token ids--> vLLM --token ids, log-probs of the sampled distribution--> Samples
 
-No text goes in or out. All ranks of a replica submit the same requests in the same order (vLLM's
-external launcher). The engine starts with dummy weights and samples only after a successful sync
-(weight_loader.py).
+No text goes in or out. vLLM's external launcher wants the same requests in the same order on all
+ranks of a replica. So before each step they agree on what has arrived and what was aborted:
+
+    first rank   submit, abort --news--> all-reduce of its hash --(gather, if others differ)
+    other ranks                          the first one's news --> vLLM --> one step on every rank
+
+The engine starts with dummy weights and samples only after a successful sync (weight_loader.py).
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -24,18 +29,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.config.schema import Rollout
+from megarl.data.tasks import hash31
 from megarl.models.formats import BlockFormat
 from megarl.models.fp8 import scale_shapes
 from megarl.models.lora import AdapterFormat
 from megarl.models.registry import read_model
 from megarl.platform.env import Env, get_env, set_env
 from megarl.processes.shared_memory import lock_shm, shm_prefix, unlink_dead, unlink_shm
-from megarl.roles import Finished
+from megarl.rollout.sampling import check_new, check_running, name_of, unsampled
 from megarl.rollout.vllm import arguments
 from megarl.rollout.vllm.arguments import engine_settings
 from megarl.rollout.vllm.routes import RouteCapture, capture_of
-from megarl.types import CheckFailed, Request, Routes, Sample
+from megarl.types import CheckFailed, Prompt, Request, Routes, Sample, SampleKey
 from megarl.weights.sync.publish import WeightFormat
+from megarl.weights.sync.transports.values import gather_values
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
@@ -49,7 +56,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Engine:
-    """roles.Sampler. `start` is a collective: call it on every rank of an initialised world."""
+    """roles.Engine. `start` is a collective: call it on every rank of an initialised world."""
 
     _llm: LLM
     _rollout: Rollout
@@ -61,6 +68,15 @@ class Engine:
     # of the device; vLLM unmaps them, but torch still counts them as allocated
     bytes_asleep: int = 0
     _asleep: list[str] = field(default_factory=list)  # the parts that are off the device
+    _ranks: Any = None  # the process group of a replica, on the host; None: one rank
+    _version: int | None = None  # of the weights that sample
+    # since the last step
+    _arrived: dict[SampleKey, Request] = field(default_factory=dict)
+    _aborted: list[SampleKey] = field(default_factory=list)
+    # that vLLM has, its ids of them, and their keys by the ids of outputs
+    _requests: dict[SampleKey, Request] = field(default_factory=dict)
+    _ids: dict[SampleKey, str] = field(default_factory=dict)
+    _keys: dict[str, SampleKey] = field(default_factory=dict)
 
     @property
     def max_model_len(self) -> int:
@@ -88,6 +104,7 @@ class Engine:
         assert dist.is_initialized(), "the engine joins an existing torch.distributed world"
         prefix = _prepare(env)
         from vllm import LLM
+        from vllm.distributed.parallel_state import get_tp_group
 
         from megarl.patches import vllm as patches
         from megarl.rollout.vllm.adapters import AdapterReceiver, engine_options, unwrapped
@@ -116,7 +133,10 @@ class Engine:
             receiver = LayerReceiver(model, weights, reset_cache)
         if adapters:
             receiver = AdapterReceiver(model, receiver, adapters, reset_cache)
-        return cls(llm, rollout, stop_token_ids, receiver, eager, capture)
+        engine = cls(llm, rollout, stop_token_ids, receiver, eager, capture)
+        if get_tp_group().world_size > 1:
+            engine._ranks = get_tp_group().cpu_group
+        return engine
 
     def close(self) -> None:
         """Frees memory and process groups, so that another engine can start in this process."""
@@ -146,45 +166,134 @@ class Engine:
             self.bytes_asleep += _free_bytes()
             self._asleep.remove(part)
 
-    def sample(
-        self,
-        requests: Sequence[Request],
-        *,
-        version: int,
-        finished: Finished = lambda samples: None,
-    ) -> list[Sample]:
-        """Returns one sample per request, in order; passes each to `finished` once it is finished.
-
-        Raises CheckFailed if the engine is asleep or lacks weights of `version`, ValueError if a
-        prompt is too long.
-        """
-        if self._asleep and self.receiver.version == version:
+    def submit(self, requests: Sequence[Request]) -> None:
+        """See roles.Sampler. Raises CheckFailed if the engine is asleep, too."""
+        if self.receiver.state != "ready":
+            raise CheckFailed(
+                f"the engine has no verified weights (state {self.receiver.state}, version "
+                f"{self.receiver.version}); publish them first"
+            )
+        if self._asleep:
             raise CheckFailed(
                 f"the engine is asleep ({' and '.join(self._asleep)} off the device); wake it first"
             )
-        if self.receiver.state != "ready" or self.receiver.version != version:
-            raise CheckFailed(
-                f"the engine has no verified weights of version {version} (state "
-                f"{self.receiver.state}, version {self.receiver.version}); publish them first"
-            )
-        prompts = [list(request.prompt.tokens) for request in requests]
-        params = [
-            arguments.sampling_params(
-                request, self._rollout, self._stop_token_ids, self.max_model_len
-            )
-            for request in requests
-        ]
+        check_new(requests, [*self._requests, *self._arrived])
+        for request in requests:
+            self._params(request)  # raises ValueError
+        if not self.running():
+            self._version = self.receiver.version
+        self._arrived |= {request.key: request for request in requests}
+
+    def poll(self, timeout_s: float | None = None) -> list[Sample]:
+        """See roles.Sampler. Makes at least one step; the first rank's clock counts."""
+        end = math.inf if timeout_s is None else monotonic() + timeout_s
+        with _compiler(self.eager):
+            while True:
+                is_over = self._agree(monotonic() >= end)
+                if not self._requests:
+                    return []
+                if self.receiver.version != self._version:
+                    raise CheckFailed(
+                        f"the weights changed from version {self._version} to "
+                        f"{self.receiver.version} while {self.running()} requests are running"
+                    )
+                samples = [self._take(output) for output in self._step()]
+                if samples or is_over:
+                    return samples
+
+    def abort(self, keys: Sequence[SampleKey]) -> list[Sample]:
+        """See roles.Sampler."""
+        from vllm.v1.engine import FinishReason
+
+        check_running(keys, [*self._requests, *self._arrived])
+        states = self._llm.llm_engine.output_processor.request_states
+        samples = []
+        for key in keys:
+            if key in self._arrived:
+                samples.append(unsampled(self._arrived.pop(key)))
+            else:
+                state = states[self._ids[key]]
+                output: Any = state.make_request_output([], None, FinishReason.ABORT, None)
+                samples.append(self._sample_of(key, output))
+                self._aborted.append(key)
+        return samples
+
+    def running(self) -> int:
+        """See roles.Sampler."""
+        return len(self._requests) + len(self._arrived)
+
+    def _params(self, request: Request) -> SamplingParams:
+        return arguments.sampling_params(
+            request, self._rollout, self._stop_token_ids, self.max_model_len
+        )
+
+    def _take(self, output: Any) -> Sample:
+        """Returns the sample of a request that is finished."""
+        key = self._keys.pop(output.request_id)
+        sample = self._sample_of(key, output)
+        del self._ids[key]
+        return sample
+
+    def _sample_of(self, key: SampleKey, output: Any) -> Sample:
+        output.request_id = self._ids[key]
         capture = None
         if self._rollout.router_replay == "engine":
             capture = self._capture
-        samples = {}
-        for outputs in self._steps(prompts, params):
-            new = {}
-            for number, output in outputs:
-                new[number] = arguments.sample_of(requests[number], output, version, capture)
-            samples |= new
-            finished(list(new.values()))
-        return _in_order(samples)
+        request = self._requests.pop(key)
+        return arguments.sample_of(request, output, self.receiver.version, capture)
+
+    def _agree(self, is_over: bool) -> bool:
+        """Tells vLLM what has arrived at the replica's first rank and what was aborted there;
+        returns that rank's `is_over`.
+
+        Raises CheckFailed on all ranks if another one was told what the first was not.
+        """
+        if self._ranks is not None:
+            hashed = hash31(str([item[:3] for item in self._news()]))
+            votes = torch.tensor([hashed, -hashed, is_over and dist.get_rank(self._ranks) == 0])
+            dist.all_reduce(votes, dist.ReduceOp.MAX, self._ranks)
+            is_over = bool(votes[2])
+            if votes[0] != -votes[1]:
+                self._take_news_of_first()
+        for key in self._aborted:
+            internal = self._ids.pop(key)
+            del self._keys[_external(internal)]
+            self._requests.pop(key, None)
+            self._llm.llm_engine.abort_request([internal], internal=True)
+        requests = list(self._arrived.values())
+        if requests:
+            ids = self._enqueue(
+                [request.tokens for request in requests], list(map(self._params, requests))
+            )
+            self._ids |= zip(self._arrived, ids, strict=True)
+            self._keys |= zip(map(_external, ids), self._arrived, strict=True)
+        self._requests |= self._arrived
+        self._arrived = {}
+        self._aborted = []
+        return is_over
+
+    def _news(self) -> list[tuple[Any, ...]]:
+        """Returns keys that were aborted, and what the other ranks must know of each request."""
+        arrived = [
+            (*request.key, request.seed, request.temperature, request.tokens)
+            for request in self._arrived.values()
+        ]
+        return [*self._aborted, *arrived]
+
+    def _take_news_of_first(self) -> None:
+        first, *others = gather_values(self._news(), self._ranks)
+        for rank, news in enumerate(others, 1):
+            for item in news:
+                if item not in first:
+                    done = "submitted to" if item[2:] else "aborted at"
+                    raise CheckFailed(
+                        f"{name_of(item[:2])} was {done} rank {rank} of an engine replica, but not "
+                        "its first rank, which decides what the replica samples"
+                    )
+        self._aborted = [item for item in first if len(item) == 2]
+        for prompt_id, index, seed, temperature, tokens in filter(lambda x: x[2:], first):
+            request = Request(Prompt(prompt_id, tuple(tokens), ""), index, seed, temperature)
+            self._arrived.setdefault(request.key, request)
 
     def complete(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[Tensor]:
         """Returns each prompt with `max_tokens` more tokens, [L].
@@ -276,40 +385,41 @@ class Engine:
     def _uncommitted(
         self, prompts: list[list[int]], params: list[SamplingParams]
     ) -> Iterator[tuple[int, Any]]:
-        """Yields `_steps`, one by one, under the latest weights."""
-        assert self.receiver.state in ("sealed", "ready"), (
-            f"no weights to run: state {self.receiver.state}"
-        )
-        # a sync wakes the weights only, and vLLM schedules nothing before both are awake
-        self.wake("kv_cache")
-        yield from chain.from_iterable(self._steps(prompts, params))
-
-    def _steps(
-        self, prompts: list[list[int]], params: list[SamplingParams]
-    ) -> Iterator[list[tuple[int, Any]]]:
-        """Yields the prompts that a step has finished: numbers, and RequestOutputs.
+        """Yields (number, output) of each prompt as it is finished, under the latest weights.
 
         An output has the engine's own id.
         """
-        if not prompts:
-            return
+        assert self.receiver.state in ("sealed", "ready"), (
+            f"no weights to run: state {self.receiver.state}"
+        )
+        assert not self.running(), "the probe's requests would be taken for those"
+        # a sync wakes the weights only, and vLLM schedules nothing before both are awake
+        self.wake("kv_cache")
         with _compiler(self.eager):
-            inputs: Any = [{"prompt_token_ids": tokens} for tokens in prompts]
-            ids = self._llm.enqueue(
-                inputs, params, lora_request=self.receiver.request, use_tqdm=False
-            )
-            # an output has its id up to the "-"
-            numbers = {name.partition("-")[0]: number for number, name in enumerate(ids)}
+            ids = self._enqueue(prompts, params)
+            numbers = {_external(name): number for number, name in enumerate(ids)}
             while self._llm.llm_engine.has_unfinished_requests():
-                self.before_step()
-                finished = []
-                for output in self._llm.llm_engine.step():
-                    if output.finished:
-                        number = numbers[output.request_id]
-                        output.request_id = ids[number]
-                        finished.append((number, output))
-                if finished:
-                    yield finished
+                for output in self._step():
+                    number = numbers[output.request_id]
+                    output.request_id = ids[number]
+                    yield number, output
+
+    def _enqueue(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[str]:
+        """Returns vLLM's ids."""
+        if not prompts:
+            return []
+        inputs: Any = [{"prompt_token_ids": tokens} for tokens in prompts]
+        return self._llm.enqueue(inputs, params, lora_request=self.receiver.request, use_tqdm=False)
+
+    def _step(self) -> list[Any]:
+        """Returns the outputs that are finished."""
+        self.before_step()
+        return [output for output in self._llm.llm_engine.step() if output.finished]
+
+
+def _external(name: str) -> str:
+    """Returns the id that an output has: vLLM's own up to the "-"."""
+    return name.partition("-")[0]
 
 
 def _in_order(values: dict[int, T]) -> list[T]:

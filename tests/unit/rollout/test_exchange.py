@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 from ray import cloudpickle
+from samplers import AtOnce
 
 from megarl.layout import Axis
 from megarl.rollout.exchange import Exchange, deal, pack, unpack
@@ -59,27 +60,21 @@ def test_reward_that_is_not_a_number_survives():
     assert back.reward == math.inf
 
 
-class Sampler:
-    def sample(self, requests, *, version, finished):
-        samples = [
-            sample(
-                request.prompt.prompt_id, request.index, 3, versions=torch.full((3,), version).int()
-            )
-            for request in requests
-        ]
-        finished(samples)
-        return samples
+def draw(request, **changes) -> Sample:
+    versions = torch.full((3,), 4).int()
+    return sample(request.prompt.prompt_id, request.index, 3, versions=versions, **changes)
 
 
 class Doubles:
     def start(self, prompts):
+        self.added = []
         return self
 
     def add(self, samples):
-        self.added = list(samples)
+        self.added = [*self.added, *samples]
 
     def results(self, samples):
-        assert samples == self.added
+        assert {s.key for s in samples} == {s.key for s in self.added}
         return [replace(s, reward=2.0 * s.index) for s in samples]
 
 
@@ -91,6 +86,7 @@ class Request:
             0,
             1.0,
         )
+        self.key = (prompt_id, index)
 
 
 def alone(sampler, rewards) -> Exchange:
@@ -99,7 +95,7 @@ def alone(sampler, rewards) -> Exchange:
 
 def test_one_process_sorts_and_scores():
     requests = [Request(p, i) for p in (7, 3) for i in (1, 0)]
-    got = alone(Sampler(), Doubles())(requests, 4)
+    got = alone(AtOnce(draw), Doubles())(requests, 4)
     assert [(s.prompt_id, s.index, s.reward) for s in got] == [
         (3, 0, 0.0),
         (3, 1, 2.0),
@@ -115,16 +111,8 @@ def test_routes_stay_where_they_were_sampled():
     assert back.routes == Routes((3, 3), (5, -(2**60)))
     assert pack([sample(1, 0, 3, routes=routes)]).numel() < pack([sample(1, 0, 3)]).numel() + 40
 
-    class Captures(Sampler):
-        def sample(self, requests, *, version, finished):
-            samples = [
-                sample(request.prompt.prompt_id, request.index, 3, routes=routes)
-                for request in requests
-            ]
-            finished(samples)
-            return samples
-
-    got = alone(Captures(), Doubles())([Request(3, 0), Request(3, 1)], 0)
+    captures = AtOnce(lambda request: draw(request, routes=routes))
+    got = alone(captures, Doubles())([Request(3, 0), Request(3, 1)], 4)
     assert all(each.routes is routes for each in got)
 
 
@@ -137,20 +125,20 @@ def test_routes_stay_where_they_were_sampled():
     ],
 )
 def test_errors_keep_their_kind(error, kind):
-    class Fails:
-        def sample(self, requests, *, version, finished):
+    class Fails(AtOnce):
+        def submit(self, requests):
             raise error
 
     with pytest.raises(
         RuntimeError, match=r"rank 0 could not sample: .*(stale|KeyError)"
     ) as caught:
-        alone(Fails(), Doubles())([Request(0, 0)], 0)
+        alone(Fails(draw), Doubles())([Request(0, 0)], 0)
     assert caught.type is kind
 
 
 def test_rewards_that_sigterm_may_have_ended_are_not_used():
     with pytest.raises(Terminated):
-        replace(alone(Sampler(), Doubles()), is_stopping=lambda: True)([Request(0, 0)], 0)
+        replace(alone(AtOnce(draw), Doubles()), is_stopping=lambda: True)([Request(0, 0)], 4)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from megarl.algorithms.objective import Objective
 from megarl.config.schema import Algorithm
 from megarl.data.collate import collate
 from megarl.data.ledger import Ledger
+from megarl.rollout.sampling import request_seed
 from megarl.rollout.schedule import (
     ASKED,
     KEPT,
@@ -25,7 +26,6 @@ from megarl.rollout.schedule import (
     digest_samples,
     has_spread,
     oldest_version,
-    request_seed,
 )
 from megarl.types import (
     CheckFailed,
@@ -487,7 +487,7 @@ def test_seeds_are_31_bits_all_different_and_the_same_in_every_process():
         for i in range(8)
     ]
     assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**31 for seed in seeds)
-    code = "from megarl.rollout.schedule import request_seed; print(request_seed(1, 2, 3, 4))"
+    code = "from megarl.rollout.sampling import request_seed; print(request_seed(1, 2, 3, 4))"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(other.stdout) == request_seed(1, 2, 3, 4)
     assert request_seed(1, 23, 4, 5) != request_seed(12, 3, 4, 5)

@@ -162,7 +162,7 @@ def test_dropped_requests_do_not_come_back(engine: AsyncEngine) -> None:
         while not samples:
             samples = await poll(engine)
         assert [sample.prompt_id for sample in samples] == [0], "the new one alone"
-        assert not engine._requests and not engine._finished
+        assert not engine._tasks and not engine._finished
 
     asyncio.run(run())
 

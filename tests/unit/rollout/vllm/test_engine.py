@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +11,10 @@ import torch
 
 from megarl.config.schema import Rollout
 from megarl.data.tokenizer import TokenIds, stop_token_ids
+from megarl.rollout.sampling import sample_all
 from megarl.rollout.vllm.arguments import _moe_backend
 from megarl.rollout.vllm.engine import Engine
-from megarl.types import Prompt, Request, Sample
+from megarl.types import CheckFailed, Prompt, Request
 
 
 def flat(tokens: list[int]) -> SimpleNamespace:
@@ -93,9 +93,8 @@ def test_a_stop_token_ends_the_response_and_stays_in_it(
     receiver = SimpleNamespace(state="ready", version=0, request=None)
     ids = stop_token_ids(TokenIds((2,), 67), (stop,))
     engine = Engine(Llm(), Rollout(max_tokens=4), ids, receiver, eager=False)  # type: ignore[arg-type]
-    sample = engine.sample(
-        [Request(Prompt(0, (5, 6), "5 6"), 0, seed=1, temperature=1.0)], version=0
-    )[0]
+    requests = [Request(Prompt(0, (5, 6), "5 6"), 0, seed=1, temperature=1.0)]
+    (sample,) = sample_all(engine, requests)
     assert (sample.tokens.tolist(), sample.finish) == ([5, 6, *tokens], finish)
     assert sample.trainable.tolist() == [False, False] + [True] * len(tokens)
     assert sample.rollout_logprobs.tolist() == [0.0, 0.0] + [-1.0] * len(tokens)
@@ -114,20 +113,30 @@ def test_experts_keep_their_width_on_blackwell(
     assert _moe_backend() == backend
 
 
-def test_samples_are_handed_over_as_they_are_finished_and_returned_in_order(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_samples_are_returned_as_they_are_finished(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
-    llm, handed = Llm(), []
+    llm = Llm()
     receiver = SimpleNamespace(state="ready", version=0, request=None)
     engine = Engine(llm, Rollout(max_tokens=4), (12,), receiver, eager=False)  # type: ignore[arg-type]
     requests = [
         Request(Prompt(number, (5, 6), ""), 0, seed=1, temperature=1.0) for number in range(3)
     ]
+    engine.submit(requests)
+    with pytest.raises(ValueError, match="sample 0 of prompt 1 was submitted twice"):
+        engine.submit(requests[1:])
+    for prompt_id in (2, 1, 0):
+        assert engine.running() == prompt_id + 1
+        assert [sample.prompt_id for sample in engine.poll()] == [prompt_id]
+        assert len(llm.running) == prompt_id
+    assert engine.poll() == []
 
-    def finished(samples: Sequence[Sample]) -> None:
-        handed.append(([sample.prompt_id for sample in samples], len(llm.running)))
 
-    samples = engine.sample(requests, version=0, finished=finished)
-    assert [sample.prompt_id for sample in samples] == [0, 1, 2]
-    assert handed == [([2], 2), ([1], 1), ([0], 0)]
+def test_weights_that_change_under_a_request_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens would all have the later version's stamp."""
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
+    receiver = SimpleNamespace(state="ready", version=0, request=None)
+    engine = Engine(Llm(), Rollout(max_tokens=4), (12,), receiver, eager=False)  # type: ignore[arg-type]
+    engine.submit([Request(Prompt(0, (5, 6), ""), 0, seed=1, temperature=1.0)])
+    receiver.version = 1
+    with pytest.raises(CheckFailed, match="from version 0 to 1 while 1 requests are running"):
+        engine.poll()
