@@ -109,6 +109,19 @@ class Batch:
     generated: list[Group] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=lambda: Counter({"rollout/refills": 0}))
 
+    def close(self, count: int) -> None:
+        """Leaves the first `count` groups to train on.
+
+        Without any, those without spread: the KL and entropy terms still have gradients.
+        """
+        self.counts["groups/surplus"] = max(len(self.kept) - count, 0)
+        self.kept[count:] = []
+        if not self.kept:
+            self.kept[:] = self.flat[:count]
+            self.flat[:count] = []
+            self.counts["groups/kept_flat"] = len(self.kept)
+        self.counts["groups/filtered"] = len(self.flat)
+
     def outcomes(self, trained: str) -> dict[str, list[int]]:
         """Returns the ids of prompts that are not carried over, by the ledger's outcomes."""
         kept = _ids(group.prompt for group in self.kept)
@@ -210,45 +223,41 @@ class Rollouts:
         return batch
 
     def _sample(self, batch: Batch, prompts: Prompts, count: int, step: int) -> Sampling:
-        counts = batch.counts
-        taken = batch.taken
-        kept = batch.kept
+        """Fills a batch, round by round; goes on after a `yield` when that round is done."""
         limit = (1 + self.max_refills) * count
         needed = count if self.keep else 1
-        while not taken or (len(kept) < needed and len(taken) < limit):
-            size = count
-            if self.keep:
-                kept_so_far = len(kept) + prompts.kept.get(KEPT, 0.0)
-                asked_so_far = len(taken) + prompts.kept.get(ASKED, 0.0)
-                size = num_prompts(count - len(kept), kept_so_far, asked_so_far)
-            if taken:  # at most as many again, and more each time
-                counts["rollout/refills"] += 1
-                size = min(max(size, 2 ** counts["rollout/refills"]), len(taken))
-            asked = prompts.take(min(size, limit - len(taken)))
-            taken += asked
+        while not batch.taken or (len(batch.kept) < needed and len(batch.taken) < limit):
+            size = self._round_size(batch, prompts, count)
+            asked = prompts.take(min(size, limit - len(batch.taken)))
+            batch.taken += asked
             round_ = self._begin(asked, step)
             yield round_
             samples = round_.result()
             if self.ledger:
                 self.ledger.note("complete", step, _ids(asked))
-            groups = self._groups(asked, samples, counts)
-            batch.generated += groups
-            for group in groups:
-                is_flat = not (self.keep or self.has_spread)(group)
-                counts["groups/flat"] += is_flat
-                if self.keep and is_flat:
-                    batch.flat.append(group)
-                else:
-                    kept.append(group)
+            self._add_groups(batch, self._groups(asked, samples, batch.counts))
         if self.keep:
             self._carry_over(batch, prompts, count)
-        counts["groups/surplus"] = max(len(kept) - count, 0)
-        kept[count:] = []
-        if not kept:  # train without spread: the KL and entropy terms still have gradients
-            kept[:] = batch.flat[:count]
-            batch.flat[:count] = []
-            counts["groups/kept_flat"] = len(kept)
-        counts["groups/filtered"] = len(batch.flat)
+        batch.close(count)
+
+    def _round_size(self, batch: Batch, prompts: Prompts, count: int) -> int:
+        """Returns for how many prompts to ask: as many as will probably fill the batch."""
+        size = count
+        if self.keep:
+            kept = len(batch.kept) + prompts.kept.get(KEPT, 0.0)
+            asked = len(batch.taken) + prompts.kept.get(ASKED, 0.0)
+            size = num_prompts(count - len(batch.kept), kept, asked)
+        if not batch.taken:
+            return size
+        batch.counts["rollout/refills"] += 1  # at most as many again, and more each time
+        return min(max(size, 2 ** batch.counts["rollout/refills"]), len(batch.taken))
+
+    def _add_groups(self, batch: Batch, groups: Sequence[Group]) -> None:
+        batch.generated += groups
+        for group in groups:
+            is_flat = not (self.keep or self.has_spread)(group)
+            batch.counts["groups/flat"] += is_flat
+            (batch.flat if self.keep and is_flat else batch.kept).append(group)
 
     def _carry_over(self, batch: Batch, prompts: Prompts, count: int) -> None:
         """Remembers the share of kept groups, and puts back the prompts after the last one."""

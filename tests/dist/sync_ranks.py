@@ -16,12 +16,13 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import transformers
+from echo_environment import Echo
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -38,7 +39,7 @@ from megarl.parity.statistics import Quantiles
 from megarl.platform.env import Env
 from megarl.rollout.sampling import check_version, sample_all
 from megarl.rollout.vllm.engine import Engine
-from megarl.types import CheckFailed, Prompt, Sample, TokenBatch
+from megarl.types import CheckFailed, Prompt, Request, Sample, TokenBatch
 from megarl.weights.encode.blocks import Fp8Quantizer
 from megarl.weights.encode.quantize import dequantize, quantize
 from megarl.weights.plan.plan import plan_transfers
@@ -109,14 +110,6 @@ SIZES = {
 }  # fmt: skip
 TP2, PP2, EP2 = Parallel(tensor=2), Parallel(pipeline=2), Parallel(expert=2)
 TP2_PP2, PP2_VPP2 = Parallel(tensor=2, pipeline=2), Parallel(pipeline=2, virtual_pipeline=2)
-
-
-@dataclass(frozen=True)
-class Request:
-    prompt: Prompt
-    index: int
-    seed: int
-    temperature: float
 
 
 def layouts(shape: ModelShape, world: int) -> list[Parallel]:
@@ -369,12 +362,14 @@ class Launch:
 
     reduces = True  # scales over ranks, as it should
 
-    def sample(self, version: int, temperature: float = 0.7) -> list[Sample]:
+    def requests(self, temperature: float = 0.7) -> list[Request]:
         prompts = [Prompt(i, (5, 6, 7, i), "") for i in range(4)] + [
             Prompt(9, tuple(range(2, 60)) * 3, "")
         ]
-        requests = [Request(prompt, 0, 100 + prompt.prompt_id, temperature) for prompt in prompts]
-        samples = sample_all(self.engine, requests)
+        return [Request(prompt, 0, 100 + prompt.prompt_id, temperature) for prompt in prompts]
+
+    def sample(self, version: int, temperature: float = 0.7) -> list[Sample]:
+        samples = sample_all(self.engine, self.requests(temperature))
         check_version(samples, version)
         return samples
 
@@ -480,6 +475,48 @@ def faults(launch: Launch) -> dict:
     return seen
 
 
+def turns(launch: Launch) -> dict:
+    """Two turns; requests that are aborted; what reaches one rank of the replica only."""
+    engine, error = launch.engine, launch.reference.error
+    requests = launch.requests()
+    both = sample_all(Echo(engine), requests)
+    seen = {"errors": [error(both, 0.7)], "echo": []}
+    for request, sample in zip(requests, both, strict=True):
+        first, second = sample.trainable.long().diff().eq(1).nonzero().flatten() + 1
+        echo = sample.tokens[first:second]
+        response = echo[: len(echo) // 2]
+        seen["echo"].append(
+            response.equal(echo.flip(0)[: len(echo) // 2])
+            and sample.tokens[:first].tolist() == list(request.prompt.tokens)
+        )
+    engine.submit(requests)
+    engine.poll(0.0)
+    engine.poll(0.0)
+    keys = [request.key for request in requests]
+    aborted = engine.abort(keys[1:3])
+    again = next(request for request in requests if request.key == keys[1])
+    engine.submit([again])
+    aborted += engine.abort(keys[1:2])  # before its first token
+    seen["aborted"] = [(s.finish, int(s.trainable.sum()), engine.running()) for s in aborted]
+    rest = sample_all(engine, [again])
+    seen["rest"] = [sample.key for sample in rest]
+    seen["errors"].append(error([*rest, *aborted[:2]], 0.7))
+    try:
+        engine.abort(keys[:1])
+    except ValueError as refusal:
+        seen["twice"] = str(refusal)
+    if launch.rank == 0:
+        engine.submit(requests)
+    found = []
+    while len(found) < 5:
+        found += engine.poll()
+    seen["first"] = sorted((sample.key, sample.tokens.tolist()) for sample in found)
+    if launch.rank == 1:
+        engine.submit(requests[1:2])
+    seen["strange"] = refused(engine.poll)
+    return seen
+
+
 def dies(folder: Path, name: str) -> None:
     """The last rank dies in the middle of a sync; the other's engine is asked again."""
     launch = Launch(folder, name, 1)
@@ -529,8 +566,10 @@ def main(folder: Path, cases: Sequence[str]) -> None:
         name, tensor, *with_faults = case.split(":")
         launch = Launch(folder, name, int(tensor))
         seen[name] = syncs(launch)
-        if with_faults:
+        if "faults" in with_faults:
             seen["faults"] = faults(launch)
+        if launch.world == launch.tensor == 2:
+            seen[name]["turns"] = turns(launch)
         launch.engine.close()
     (folder / f"rank_{dist.get_rank()}.json").write_text(json.dumps(seen))
     dist.barrier()

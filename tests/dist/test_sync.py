@@ -73,6 +73,21 @@ def check_model(seen: list[dict], name: str) -> None:
         assert len(found["errors"]) >= 3, "three syncs in a row"
 
 
+def test_turns_aborts_and_what_one_rank_alone_was_told(two):
+    """An engine of two ranks, which make the same steps whatever reaches which of them."""
+    for seen in (rank["qwen3"]["turns"] for rank in two):
+        assert max(seen["errors"]) < BOUND, "of both turns, and of what was sampled before an abort"
+        assert all(seen["echo"]) and len(seen["echo"]) == 5
+        assert seen["aborted"] == [["abort", 2, 3]] * 2 + [["abort", 0, 3]], seen["aborted"]
+        assert seen["rest"] == [[0, 0], [1, 0], [3, 0], [9, 0]], "aborted ones do not come back"
+        assert "sample 0 of prompt 0 cannot be aborted" in seen["twice"]
+        assert seen["first"] == two[0]["qwen3"]["turns"]["first"] and len(seen["first"]) == 5
+        assert seen["strange"] == (
+            "sample 0 of prompt 1 was submitted to rank 1 of an engine replica, but not its first "
+            "rank, which decides what the replica samples"
+        )
+
+
 @pytest.mark.long
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", FOUR)

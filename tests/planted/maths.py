@@ -301,7 +301,7 @@ MATHS = [
     ),
     (
         "rollout/schedule.py",
-        'max(size, 2 ** counts["rollout/refills"])',
+        'max(size, 2 ** batch.counts["rollout/refills"])',
         "size",
         f"{SCHEDULE}::test_each_refill_asks_for_twice_as_many_where_earlier_steps_promised_more",
     ),

@@ -8,7 +8,7 @@ PUT_BACK = f"{STREAM}::test_prompts_that_are_put_back_come_again"
 REFILLS = [
     (
         "rollout/schedule.py",
-        "prompts.take(min(size, limit - len(taken)))",
+        "prompts.take(min(size, limit - len(batch.taken)))",
         "prompts.take(size)",
         f"{SCHEDULE}::test_refills_are_bounded",
     ),
@@ -23,8 +23,8 @@ REFILLS = [
     ("rollout/schedule.py", "/ 2 + number", "/ 2 + len(taken)", FEWER),
     (
         "rollout/schedule.py",
-        "kept[count:] = []",
-        "kept[:-count] = []",
+        "self.kept[count:] = []",
+        "self.kept[:-count] = []",
         SAME,
     ),
     (

@@ -86,6 +86,10 @@ class Actor:
         self.is_dropped |= method == "drop"
         if method == "submit":
             self.samples += [sample(request) for request in values[0]]
+        if method == "abort":
+            aborted = [sample for sample in self.samples if sample.key in values[0]]
+            self.samples = [sample for sample in self.samples if sample.key not in values[0]]
+            return Ref(lambda: self.value(pack(aborted).numpy()))
         replies = {"transfer": [{"prove": False}] if "engine" in self.name else False}
         replies["end"] = (
             [{}]
@@ -219,6 +223,31 @@ def test_requests_of_a_lost_engine_go_to_the_other_which_alone_is_ready(
     )
     job.weights.publish(version=4)
     assert all(replica.is_ready for replica in job.engines.replicas) and len(job.names("join")) == 6
+
+
+def test_what_is_aborted_comes_back_once_from_engines_and_from_lost_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = Job(monkeypatch)
+    job.weights.publish(version=3)
+    job.engines.submit(requests(4))
+    with pytest.raises(ValueError, match="sample 1 of prompt 2 was submitted twice"):
+        job.engines.submit(requests(4)[5:])
+    keys = [request.key for request in requests(4)]
+    assert [sample.key for sample in job.engines.abort(keys[:3])] == [keys[0], keys[1], keys[2]]
+    for again in (keys[:1], [keys[3], keys[3]]):
+        with pytest.raises(
+            ValueError, match=f"sample {again[0][1]} of prompt {again[0][0]} cannot"
+        ):
+            job.engines.abort(again)
+    assert job.engines.running() == 5
+    job.made[1].lost = "abort"
+    (lost,) = job.engines.abort(keys[3:4])
+    assert (lost.key, lost.finish, lost.tokens.tolist()) == (keys[3], "abort", [1])
+    rest = []
+    while job.engines.running():
+        rest += job.engines.poll()
+    assert sorted(sample.key for sample in rest) == keys[4:]
 
 
 def test_the_only_engine_is_started_synced_and_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:

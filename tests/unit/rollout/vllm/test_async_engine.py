@@ -167,6 +167,30 @@ def test_dropped_requests_do_not_come_back(engine: AsyncEngine) -> None:
     asyncio.run(run())
 
 
+def test_an_aborted_request_comes_back_once_with_its_tokens_so_far(engine: AsyncEngine) -> None:
+    async def run() -> None:
+        await publish(engine, 1)
+        engine.submit(requests(3))
+        await settle()
+        await engine.llm.step()
+        aborted = unpack(torch.tensor(await engine.abort([(1, 1), (7, 7)])))
+        assert [(s.key, s.finish, int(s.trainable.sum())) for s in aborted] == [
+            ((1, 1), "abort", 1)
+        ]
+        for _ in range(2):
+            await engine.llm.step()
+        await settle()
+        polled = await poll(engine)
+        assert [(s.key, s.finish) for s in polled] == [((0, 0), "length"), ((2, 2), "length")]
+        assert not await no_news(engine.abort([(0, 0)])), "it has come back"
+
+    asyncio.run(run())
+
+
+async def no_news(call: Any) -> list[Sample]:
+    return unpack(torch.tensor(await call))
+
+
 def test_a_core_that_does_not_answer_is_lost(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
