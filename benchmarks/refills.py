@@ -85,7 +85,7 @@ def measure(count: int, first: float, last: float, total: float) -> dict[str, fl
             samples.append(Sample(**place, **empty, rollout_logprobs=torch.zeros(1), reward=reward))
         return samples
 
-    rollouts = Rollouts(generate, SAMPLES, 1.0, 0, keep=has_spread)
+    rollouts = Rollouts(generate, SAMPLES, 1.0, 0, filter_zero_std=True)
     stream, rounds, sampled, trained, kept = Stream(), [], 0, 0, set()
     for step_now in range(STEPS):
         rollout = rollouts.collect(stream, count, version=step_now)

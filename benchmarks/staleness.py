@@ -26,7 +26,7 @@ import torch
 from megarl.config.run_dir import LEDGER
 from megarl.data.ledger import Ledger
 from megarl.rollout.overlap import AsyncRollouts, BetweenRequests
-from megarl.rollout.schedule import Rollouts, has_spread
+from megarl.rollout.schedule import Rollouts
 from megarl.stages.rl import RlRun, train
 from megarl.types import Prompt, PublishReport, Request, Rollout, Sample, StepReport, UpdateReport
 
@@ -335,9 +335,9 @@ def play(
         samples_per_prompt=job.samples_per_prompt,
         temperature=1.0,
         run_seed=job.seed,
-        keep=has_spread if job.filtered else None,
+        filter_zero_std=job.filtered,
         max_staleness=max_staleness,
-        begin=begin,
+        begin_round=begin,
         last_step=job.steps,
         ledger=ledger,
     )

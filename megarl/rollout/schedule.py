@@ -1,7 +1,7 @@
 """Decides which requests to sample, and which samples form groups.
 
-    prompts --requests--> generate --scored samples--> shape --> groups --keep--> Rollout
-       ^------------------------- refill, for groups that are not kept -----'
+    prompts --requests--> generate --scored samples--> shape_reward --> groups --> Rollout
+       ^---------------------- refill, if groups without spread are filtered --'
 
 Every round asks for as many prompts as will probably fill the batch, by the share of groups that
 were kept in this and the last steps. The first `count` kept groups of the stream are trained on,
@@ -16,8 +16,8 @@ With `max_staleness` k, the batches of the next k steps are sampled while the tr
 
 A batch is begun k versions before its own step, so no token can be older. The trainer waits for the
 slowest prompt of its batch: none is discarded. The batch has the same prompts at every k. Nothing
-here knows time or engines: `generate` samples and scores at once, `begin` while others work. Every
-rank returns the same groups.
+here knows time or engines: `generate` samples and scores at once, `begin_round` while others work.
+Every rank returns the same groups.
 """
 
 import hashlib
@@ -150,20 +150,18 @@ class Rollouts:
     samples_per_prompt: int
     temperature: float
     run_seed: int
-    # groups that are not kept are replaced by fresh prompts
-    keep: Callable[[Group], bool] | None = None
+    filter_zero_std: bool = False  # groups without spread are replaced by fresh prompts
     # at most this many times `count` fresh prompts per step
     max_refills: int = DEFAULTS.max_refills
-    # of groups without it, counts has those that were generated
     has_spread: Callable[[Group], bool] = has_spread
-    shape: Callable[[Sample], Sample] = lambda sample: sample  # changes rewards (reward_shaping.py)
+    shape_reward: Callable[[Sample], Sample] = lambda sample: sample
     # adds a greedy sample per prompt, whose reward is the group's baseline (ReMax)
     greedy_baseline: bool = False
     # number of empty steps in a row; None: no step has had a group yet
     empty_steps: int | None = None
     max_staleness: int = 0
-    # begin(requests, version=): samples while others train; None: `generate`
-    begin: Callable[..., Round] | None = None
+    # begin_round(requests, version=): samples while others train; None: `generate`
+    begin_round: Callable[..., Round] | None = None
     last_step: float = math.inf  # no batch is sampled for this one, or after it
     ledger: Ledger | None = None
     # by step
@@ -225,7 +223,7 @@ class Rollouts:
     def _sample(self, batch: Batch, prompts: Prompts, count: int, step: int) -> Sampling:
         """Fills a batch, round by round; goes on after a `yield` when that round is done."""
         limit = (1 + self.max_refills) * count
-        needed = count if self.keep else 1
+        needed = count if self.filter_zero_std else 1
         while not batch.taken or (len(batch.kept) < needed and len(batch.taken) < limit):
             size = self._round_size(batch, prompts, count)
             asked = prompts.take(min(size, limit - len(batch.taken)))
@@ -236,14 +234,14 @@ class Rollouts:
             if self.ledger:
                 self.ledger.note("complete", step, _ids(asked))
             self._add_groups(batch, self._groups(asked, samples, batch.counts))
-        if self.keep:
+        if self.filter_zero_std:
             self._carry_over(batch, prompts, count)
         batch.close(count)
 
     def _round_size(self, batch: Batch, prompts: Prompts, count: int) -> int:
         """Returns for how many prompts to ask: as many as will probably fill the batch."""
         size = count
-        if self.keep:
+        if self.filter_zero_std:
             kept = len(batch.kept) + prompts.kept.get(KEPT, 0.0)
             asked = len(batch.taken) + prompts.kept.get(ASKED, 0.0)
             size = num_prompts(count - len(batch.kept), kept, asked)
@@ -255,9 +253,9 @@ class Rollouts:
     def _add_groups(self, batch: Batch, groups: Sequence[Group]) -> None:
         batch.generated += groups
         for group in groups:
-            is_flat = not (self.keep or self.has_spread)(group)
+            is_flat = not self.has_spread(group)
             batch.counts["groups/flat"] += is_flat
-            (batch.flat if self.keep and is_flat else batch.kept).append(group)
+            (batch.flat if self.filter_zero_std and is_flat else batch.kept).append(group)
 
     def _carry_over(self, batch: Batch, prompts: Prompts, count: int) -> None:
         """Remembers the share of kept groups, and puts back the prompts after the last one."""
@@ -281,8 +279,8 @@ class Rollouts:
                 requests.append(Request(prompt, index, seed, temperature))
         if self.ledger:
             self.ledger.note("generating", step, _ids(prompts), version=self._version)
-        if self.begin:
-            return self.begin(requests, version=self._version)
+        if self.begin_round:
+            return self.begin_round(requests, version=self._version)
         return Synchronous(partial(self.generate, requests, version=self._version))
 
     def _count_empty(self, version: int, num_groups: int, batch: Batch) -> None:
@@ -311,7 +309,7 @@ class Rollouts:
         by_prompt = {prompt.prompt_id: [] for prompt in prompts}
         for sample in samples:
             counts["rollout/prompt_tokens_computed"] += sample.prompt_tokens_computed
-            by_prompt[sample.prompt_id].append(self.shape(sample))
+            by_prompt[sample.prompt_id].append(self.shape_reward(sample))
         usable = []
         for prompt in prompts:
             group = self._group(prompt, by_prompt[prompt.prompt_id], counts)

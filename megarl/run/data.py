@@ -72,16 +72,15 @@ def make_rollouts(rank: Rank, generate: Generate, ledger: Ledger | None = None) 
     """Returns the rollouts of the config, whose samples come from `generate`."""
     config = rank.config
     algorithm = config.algorithm
-    spread = partial(has_spread, algorithm=algorithm)
     return Rollouts(
         generate,
         samples_per_prompt=config.rollout.samples_per_prompt,
         temperature=config.rollout.temperature,
         run_seed=config.run.seed,
-        has_spread=spread,
-        keep=spread if algorithm.filter_zero_std else None,
+        has_spread=partial(has_spread, algorithm=algorithm),
+        filter_zero_std=algorithm.filter_zero_std,
         max_refills=algorithm.max_refills,
-        shape=partial(shaped, algorithm, config.rollout.max_tokens),
+        shape_reward=partial(shaped, algorithm, config.rollout.max_tokens),
         greedy_baseline=algorithm.needs_greedy_baseline,
         ledger=ledger,
     )

@@ -266,7 +266,7 @@ def _train(
         run = make_run(rank, overlap, ledger, telemetry, start, state)(
             rollouts=replace(
                 make_rollouts(rank, overlap, ledger),
-                begin=overlap.begin,
+                begin_round=overlap.begin,
                 max_staleness=config.rollout.max_staleness,
                 last_step=config.train.steps,
             ),

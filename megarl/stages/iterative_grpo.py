@@ -161,7 +161,8 @@ class Iterations:
         rollouts = replace(
             rollouts,
             generate=replace(rollouts.generate, rewards=scorer, score=list),
-            keep=schedule.has_spread,
+            has_spread=schedule.has_spread,
+            filter_zero_std=True,
             greedy_baseline=False,
         )
         model = Rankings(self.reward_model.trainer, self.reward_model.head, by_prompt=True)

@@ -100,7 +100,9 @@ def _rerouted(
 def sampled(rank: Rank, engine: Engine) -> tuple[TrainBatch, int]:
     """The batch, and how many tokens of prompts came from the prefix cache."""
     exchange = replace(make_exchange(rank, engine), rewards=make_scorer(()))
-    rollout = replace(make_rollouts(rank, exchange), keep=None).collect(Prompts(), 4, version=0)  # type: ignore[arg-type]
+    rollout = replace(make_rollouts(rank, exchange), filter_zero_std=False).collect(
+        Prompts(), 4, version=0
+    )  # type: ignore[arg-type]
     samples = [sample for group in rollout.groups for sample in group.samples]
     for sample in samples:
         assert sample.routes is not None
@@ -264,7 +266,7 @@ def _seconds(rank: Rank, engine: Engine, *, captures: int) -> float:
     if captures:
         capture.start()
     exchange, began = replace(make_exchange(rank, engine), rewards=make_scorer(())), process_time()
-    replace(make_rollouts(rank, exchange), keep=None).collect(Prompts(), 4, version=0)  # type: ignore[arg-type]
+    replace(make_rollouts(rank, exchange), filter_zero_std=False).collect(Prompts(), 4, version=0)  # type: ignore[arg-type]
     return process_time() - began
 
 

@@ -254,7 +254,7 @@ MATHS = [
         "        pass",
         SAME_SPREAD,
     ),
-    ("rollout/schedule.py", "(self.keep or self.has_spread)", "(self.keep or has_spread)", FLAT),
+    ("rollout/schedule.py", "not self.has_spread(group)", "not has_spread(group)", FLAT),
     (
         "config/algorithm.py",
         "            clip is not None\n            and algorithm.filter_zero_std",

@@ -273,7 +273,7 @@ class Publisher:
             before = self.base.publish(version=version)
             self.base = None
         if self.transfer(version) and self.probe:
-            with _stating(REFUSES, self.abort):
+            with _engine_state_in_error(REFUSES, self.abort):
                 self.probe.check()
         report = self.commit(version)
         if before is None:
@@ -290,7 +290,7 @@ class Publisher:
         """All of a sync but the probe, after which `commit` or `abort` ends it; returns whether the
         probe is due. After a failure, nobody waits for this rank."""
         self._began = time.perf_counter()
-        with _stating(KEEPS, self.transport.leave):
+        with _engine_state_in_error(KEEPS, self.transport.leave):
             self.transport.barrier(f"the weight sync of version {version}")
             parameters = self.sender.parameters()
             has_version = self.receiver is not None and self.receiver.version is not None
@@ -298,14 +298,14 @@ class Publisher:
             problem = self._parameter_fault(parameters)
             if is_staged:
                 problem = problem or self.executor.memory_fault(self._ranks_per_node)
-            self._agree(problem)
+            self._raise_on_all_ranks(problem)
             staged = self._stage(parameters) if is_staged else None
         prove = not self._is_proven or (self.probe is not None and self.probe.always)
-        with _stating(REFUSES, self.abort, self.transport.leave):
+        with _engine_state_in_error(REFUSES, self.abort, self.transport.leave):
             if self.receiver:
                 self.receiver.begin(check_placement=prove)
-            self._agree(self._write(parameters, staged))
-            self._agree(self._seal())
+            self._raise_on_all_ranks(self._write(parameters, staged))
+            self._raise_on_all_ranks(self._seal())
             if prove:
                 self._check_placement(parameters)
         return prove
@@ -450,7 +450,7 @@ class Publisher:
             received = sums_by_tensor(shapes, self.receiver.slices, checksums)
         check_placement(self.transport, shapes, self._replicas, sent, received)
 
-    def _agree(self, problem: str | None) -> None:
+    def _raise_on_all_ranks(self, problem: str | None) -> None:
         """Raises CheckFailed on every rank if any has a problem."""
         if self._count(problem is not None):
             texts = enumerate(self.transport.gather(problem))
@@ -462,7 +462,7 @@ class Publisher:
 
 
 @contextmanager
-def _stating(outcome: str, *undo: Callable[[], None]) -> Iterator[None]:
+def _engine_state_in_error(outcome: str, *undo: Callable[[], None]) -> Iterator[None]:
     """Calls `undo` on a failure, and appends the resulting state of the engine to a CheckFailed."""
     try:
         yield

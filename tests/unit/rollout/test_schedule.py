@@ -143,7 +143,9 @@ def test_a_group_without_any_sample_is_left_out():
 
 
 def test_filtered_groups_are_replaced_by_fresh_prompts():
-    roll = rollouts(lambda prompt, index: float(prompt % 2 and index), keep=differs)
+    roll = rollouts(
+        lambda prompt, index: float(prompt % 2 and index), has_spread=differs, filter_zero_std=True
+    )
     prompts = Counting()
     rollout = roll.collect(prompts, 4, version=0)
     assert [group.prompt.prompt_id for group in rollout.groups] == [1, 3, 5, 7]
@@ -164,7 +166,11 @@ def test_what_is_trained_on_does_not_depend_on_how_many_are_asked_for(seed):
         rate = 0.9 - 0.7 * prompt / 500  # falls, so that the last steps do not foretell this one
         return float(has_spread_of.setdefault(prompt, draw.random() < rate) and index)
 
-    roll, prompts, position = rollouts(reward, keep=differs, max_refills=30), Counting(), 0
+    roll, prompts, position = (
+        rollouts(reward, has_spread=differs, filter_zero_std=True, max_refills=30),
+        Counting(),
+        0,
+    )
     for step in range(20):
         if step % 5 == 4:
             prompts.kept.update({KEPT: draw.uniform(0, 50), ASKED: draw.uniform(50, 100)})
@@ -190,7 +196,8 @@ def test_a_few_prompts_are_enough_at_the_end_of_the_budget():
         prompts.kept.update(history)
         roll = rollouts(
             lambda prompt, index: float(prompt in (0, 1, 2, 11) and index),
-            keep=differs,
+            has_spread=differs,
+            filter_zero_std=True,
             max_refills=2,
         )
         rollout = roll.collect(prompts, 4, version=0)
@@ -207,7 +214,11 @@ def test_after_the_first_step_most_steps_need_no_refill():
     draw = random.Random(0)
     has_spread_of = [draw.random() < 0.5 for _ in range(10_000)]
     roll, prompts = (
-        rollouts(lambda prompt, index: float(has_spread_of[prompt] and index), keep=differs),
+        rollouts(
+            lambda prompt, index: float(has_spread_of[prompt] and index),
+            has_spread=differs,
+            filter_zero_std=True,
+        ),
         Counting(),
     )
     counts = [roll.collect(prompts, 32, version=step).counts for step in range(60)]
@@ -217,7 +228,10 @@ def test_after_the_first_step_most_steps_need_no_refill():
 
 
 def test_where_every_group_is_kept_no_more_than_the_batch_is_asked_for():
-    roll, prompts = rollouts(lambda prompt, index: float(index), keep=differs), Counting()
+    roll, prompts = (
+        rollouts(lambda prompt, index: float(index), has_spread=differs, filter_zero_std=True),
+        Counting(),
+    )
     for step in range(3):
         assert len(roll.collect(prompts, 8, version=step).generated) == 8
         assert prompts.position == 8 * (step + 1)
@@ -235,22 +249,27 @@ def test_a_resumed_run_asks_for_as_many():
     prompts, again = Counting(), Counting()
     reward = lambda prompt, index: float(has_spread_of[prompt] and index)  # noqa: E731
     for step in range(3):
-        rollouts(reward, keep=differs).collect(prompts, 8, version=step)
+        rollouts(reward, has_spread=differs, filter_zero_std=True).collect(prompts, 8, version=step)
     again.restore(json.loads(json.dumps(prompts.state())))
-    assert steps(rollouts(reward, keep=differs), again, 3) == steps(
-        rollouts(reward, keep=differs), prompts, 3
+    assert steps(rollouts(reward, has_spread=differs, filter_zero_std=True), again, 3) == steps(
+        rollouts(reward, has_spread=differs, filter_zero_std=True), prompts, 3
     )
 
 
 def test_refills_are_bounded():
-    roll = rollouts(lambda prompt, index: float(prompt == 0 and index), keep=differs, max_refills=2)
+    roll = rollouts(
+        lambda prompt, index: float(prompt == 0 and index),
+        has_spread=differs,
+        filter_zero_std=True,
+        max_refills=2,
+    )
     prompts = Counting()
     assert len(roll.collect(prompts, 2, version=0).groups) == 1
     assert prompts.position == 2 + 2 + 2, "at most as many again as were asked for"
 
 
 def test_when_every_group_is_flat_the_step_goes_on_with_as_many_as_asked():
-    roll = rollouts(lambda *_: 1.0, keep=differs, max_refills=2)
+    roll = rollouts(lambda *_: 1.0, has_spread=differs, filter_zero_std=True, max_refills=2)
     rollout = roll.collect(Counting(), 2, version=0)
     assert [group.prompt.prompt_id for group in rollout.groups] == [0, 1]
     names = ("groups/kept_flat", "groups/filtered", "rollout/refills")
@@ -258,7 +277,7 @@ def test_when_every_group_is_flat_the_step_goes_on_with_as_many_as_asked():
 
 
 def test_an_empty_step_quotes_why_its_first_sample_was_dropped():
-    roll = rollouts(lambda *_: None, keep=has_spread, max_refills=1)
+    roll = rollouts(lambda *_: None, filter_zero_std=True, max_refills=1)
     generate = roll.generate
 
     def failing(requests, **kwargs):
@@ -275,7 +294,7 @@ def test_an_empty_step_quotes_why_its_first_sample_was_dropped():
 
 
 def test_no_group_at_the_start_says_why():
-    roll = rollouts(lambda *_: None, keep=differs, max_refills=1)
+    roll = rollouts(lambda *_: None, has_spread=differs, filter_zero_std=True, max_refills=1)
     with pytest.raises(
         ValueError, match=r"step 5: none of 4 groups can be trained on .*reward/f/error"
     ):
@@ -306,14 +325,20 @@ def test_the_oldest_version_is_of_every_trained_token():
 
 
 def test_the_share_of_kept_groups_forgets_half_of_earlier_steps():
-    roll, prompts = rollouts(lambda prompt, index: float(index), keep=differs), Counting()
+    roll, prompts = (
+        rollouts(lambda prompt, index: float(index), has_spread=differs, filter_zero_std=True),
+        Counting(),
+    )
     for step, seen in enumerate((4.0, 6.0, 7.0)):
         roll.collect(prompts, 4, version=step)
         assert prompts.kept == {KEPT: seen, ASKED: seen}
 
 
 def test_each_refill_asks_for_twice_as_many_where_earlier_steps_promised_more():
-    roll, prompts = rollouts(lambda *_: 1.0, keep=differs, max_refills=15), Counting()
+    roll, prompts = (
+        rollouts(lambda *_: 1.0, has_spread=differs, filter_zero_std=True, max_refills=15),
+        Counting(),
+    )
     prompts.kept = {KEPT: 1000.0, ASKED: 1000.0}
     counts = roll.collect(prompts, 1, version=0).counts
     assert prompts.position == 16 and counts["rollout/refills"] == 4  # 1, 1, 2, 4, 8
@@ -414,7 +439,7 @@ def test_groups_without_spread_are_counted_whether_or_not_they_are_replaced():
         spread = partial(has_spread, algorithm=Algorithm(reward_clip=clip))
         rollout = rollouts(reward, has_spread=spread).collect(Counting(), 4, version=0)
         assert rollout.counts["groups/flat"] == flat and len(rollout.groups) == 4
-    filtered = rollouts(reward, has_spread=spread, keep=spread, max_refills=1)
+    filtered = rollouts(reward, has_spread=spread, filter_zero_std=True, max_refills=1)
     counts = filtered.collect(Counting(), 4, version=0).counts
     assert counts["groups/flat"] == 8 and counts["groups/kept_flat"] == 4
 
@@ -431,7 +456,9 @@ def test_groups_without_spread_are_counted_whether_or_not_they_are_replaced():
 def test_prompts_whose_updates_were_all_skipped_are_not_trained(skipped, outcome, tmp_path):
     ledger = Ledger(Counting())
     ledger.open(tmp_path / "ledger.jsonl", step=0)
-    roll = rollouts(lambda prompt, index: float(prompt and index), keep=has_spread, ledger=ledger)
+    roll = rollouts(
+        lambda prompt, index: float(prompt and index), filter_zero_std=True, ledger=ledger
+    )
     roll.collect(ledger, 2, version=0)
     updates = tuple(UpdateReport(0.0, 0.0, 0.0, skipped=one) for one in skipped)
     roll.trained(0, StepReport(updates))

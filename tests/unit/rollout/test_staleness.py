@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from benchmarks.staleness import Clock, Engines, Job, Result, Scoring, Stream, play
 from megarl.rollout.overlap import AsyncRollouts, OpenRound
-from megarl.rollout.schedule import Rollouts, has_spread
+from megarl.rollout.schedule import Rollouts
 from megarl.telemetry.audit import audit
 from megarl.types import CheckFailed, Prompt, Request, Sample, Terminated
 
@@ -94,12 +94,11 @@ def test_without_staleness_it_is_one_after_the_other(
             samples += engines.poll()
         return scoring.results(sorted(samples, key=lambda sample: (sample.prompt_id, sample.index)))
 
-    keep = has_spread if job.filtered else None
     settings = {
         "samples_per_prompt": job.samples_per_prompt,
         "temperature": 1.0,
         "run_seed": job.seed,
-        "keep": keep,
+        "filter_zero_std": job.filtered,
     }
     rollouts = Rollouts(generate, **settings)
     for version, other in enumerate(overlapped):
