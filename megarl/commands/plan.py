@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--figure",
         metavar="FILE",
         type=Path,
-        help="draw ranks and transfers to a .png or .svg file",
+        help="draw the bytes between stages and replicas to a .png, .svg or .pdf file",
     )
 
 
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> None:
     if args.messages:
         write_messages(plan, args.messages)
     if args.figure:
-        draw_plan(figures, args.figure)
+        draw_plan(figures).savefig(args.figure, dpi=130)
     describe = describe_weights
     if args.json:
         describe = json.dumps

@@ -8,31 +8,29 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
-from itertools import chain, cycle, product
-from operator import itemgetter
+from itertools import chain, cycle
 from pathlib import Path
-from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import yaml
+
+if TYPE_CHECKING:  # matplotlib takes a second to import
+    from matplotlib.figure import Figure
 
 JsonRows = Sequence[Mapping[str, Any]]
 Points = Sequence[tuple[int, float]]  # step, value
 
 CHARTS = yaml.safe_load(Path(__file__).with_name("curves.yaml").read_text(encoding="utf-8"))
-COLOURS = CHARTS["colours"]
 STYLE = Path(__file__).with_name("curves.mplstyle")
-MAX_POINTS = 1000  # of a curve that are drawn
 MAX_DRAWN = 1e100  # matplotlib's axes overflow near the largest float
 
 
 @dataclass(frozen=True)
 class Curve:
     label: str
-    colour: str
     points: Points
     is_sparse: bool = False  # measured now and then: points on a dotted line
-    is_dashed: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class Panel:
 def run_panels(rows: JsonRows, evaluations: JsonRows) -> list[Panel]:
     """The panels of one run; the first is the most important."""
     headline = _curves(rows, CHARTS["headline"]) or _curves(rows, {"loss": "loss"})
-    held_out = _curves(evaluations, CHARTS["held_out"], is_sparse=True, skip=2)
+    held_out = _curves(evaluations, CHARTS["held_out"], is_sparse=True)
     parts = {
         key: key[7:-5]
         for key in sorted(set(chain.from_iterable(rows)))
@@ -81,20 +79,22 @@ def compared_panels(runs: Mapping[str, tuple[JsonRows, JsonRows]]) -> list[Panel
     panels = []
     for source, titles in ((1, held_out), (0, CHARTS["compared"])):
         for key, title in titles.items():
-            curves = []
-            for name, (is_dashed, colour) in run_styles(runs).items():
-                points = _series(runs[name][source], key)
-                if points:
-                    curves.append(Curve(name, colour, points, source == 1, is_dashed))
-            if curves:
+            # a run without points keeps its place, hence its line style
+            curves = [
+                Curve(name, _series(run[source], key), source == 1) for name, run in runs.items()
+            ]
+            if any(curve.points for curve in curves):
                 is_log = key.startswith("logprob_diff")
                 panels.append(Panel(title, curves, is_log, has_legend=False))
     return panels
 
 
-def run_styles(names: Iterable[str]) -> dict[str, tuple[bool, str]]:
-    """Each run's line: if it is dashed, because its colour is in use, and the colour."""
-    return dict(zip(names, cycle(product((False, True), COLOURS))))
+def line_styles(names: Iterable[str]) -> dict[str, Mapping[str, str]]:
+    """Returns colour and line style of each run's curves, in every panel."""
+    from matplotlib import rc_params_from_file
+
+    styles = rc_params_from_file(STYLE, use_default_template=False)["axes.prop_cycle"]
+    return dict(zip(names, cycle(styles)))
 
 
 def draw_png(panels: Sequence[Panel], title: str, file: Path) -> None:
@@ -107,10 +107,7 @@ def draw_png(panels: Sequence[Panel], title: str, file: Path) -> None:
     with style.context(STYLE):
         figure = Figure(figsize=(11, 3.6 + 2.1 * lines), layout="constrained")
         grid = figure.add_gridspec(1 + lines, 3, height_ratios=[1.7] + [1] * lines)
-        axes = figure.add_subplot(grid[0, :])
-        _draw(axes, first)
-        if first.curves and len(first.curves[0].points) > 1:
-            _label_ends(axes, first.curves[0])
+        _draw(figure.add_subplot(grid[0, :]), first)
         for index, panel in enumerate(others):
             _draw(figure.add_subplot(grid[1 + index // 3, index % 3]), panel)
         figure.suptitle(_plain(title, most=100), fontsize=13, x=0.01, ha="left")
@@ -119,32 +116,28 @@ def draw_png(panels: Sequence[Panel], title: str, file: Path) -> None:
 
 
 def svg(panel: Panel) -> str:
-    """An <svg> element whose text stays text."""
+    """Draws a panel as an <svg> element."""
     from matplotlib import style
     from matplotlib.figure import Figure
 
-    out = StringIO()
     with style.context(STYLE):
         figure = Figure(figsize=(4.8, 2.6), layout="constrained")
         axes = figure.subplots()
         _draw(axes, panel)
         axes.set_xlabel("step")
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(out, format="svg", transparent=True, metadata=nothing)
-    return svg_element(out.getvalue())
+        return svg_element(figure)
 
 
-def svg_element(picture: str) -> str:
-    """The <svg> element of an SVG file."""
+def svg_element(figure: "Figure") -> str:
+    out = StringIO()
+    figure.savefig(out, format="svg", transparent=True)
+    picture = out.getvalue()
     return picture[picture.index("<svg") :]
 
 
-def _curves(
-    rows: JsonRows, labels: Mapping[str, str], *, is_sparse: bool = False, skip: int = 0
-) -> list[Curve]:
-    colours = cycle(COLOURS[skip:])
-    series = [(label, _series(rows, key)) for key, label in labels.items()]
-    return [Curve(label, next(colours), points, is_sparse) for label, points in series if points]
+def _curves(rows: JsonRows, labels: Mapping[str, str], *, is_sparse: bool = False) -> list[Curve]:
+    curves = [Curve(label, _series(rows, key), is_sparse) for key, label in labels.items()]
+    return [curve for curve in curves if curve.points]
 
 
 def _series(rows: JsonRows, key: str) -> Points:
@@ -161,7 +154,7 @@ def _draw(axes: Any, panel: Panel) -> None:
     lowest = 0 if panel.is_log else -MAX_DRAWN
     for curve in panel.curves:
         drawn = [(step, value) for step, value in curve.points if lowest < value < MAX_DRAWN]
-        _draw_curve(axes, curve, drawn)
+        _draw_curve(axes, curve, np.array(drawn).reshape(-1, 2).T)
     axes.set_title(_plain(panel.title, most=60))
     if panel.is_log and any(line.get_ydata().size for line in axes.lines):
         axes.set_yscale("log")
@@ -173,62 +166,17 @@ def _draw(axes: Any, panel: Panel) -> None:
     axes.xaxis.get_major_locator().set_params(integer=True)
 
 
-def _thin(points: Points) -> tuple[Points, Points]:
-    """Returns the lowest and the highest point of each of MAX_POINTS parts of a curve, and the
-    means of the parts. A shorter curve stays as it is.
-    """
-    size = -(-len(points) // MAX_POINTS)
-    if size < 2:
-        return points, points
-    extremes = []
-    means = []
-    for start in range(0, len(points), size):
-        part = points[start : start + size]
-        extremes += sorted(pick(part, key=itemgetter(1)) for pick in (min, max))
-        means.append((part[0][0], fmean(value for _, value in part)))
-    return extremes, means
-
-
-def _draw_curve(axes: Any, curve: Curve, points: Points) -> None:
-    colour = curve.colour
+def _draw_curve(axes: Any, curve: Curve, points: np.ndarray) -> None:
+    steps, values = points
     label = _plain(curve.label)
-    extremes, means = _thin(points)
-    steps = [step for step, _ in means]
-    values = [value for _, value in means]
     if curve.is_sparse:
-        axes.plot(steps, values, "D:", color=colour, linewidth=0.9, markersize=5, label=label)
+        axes.plot(steps, values, "D:", linewidth=0.9, markersize=5, label=label)
         return
-    if len(values) >= 24:  # a running mean in front of the values
-        axes.plot(*zip(*extremes, strict=True), color=colour, alpha=0.25, linewidth=0.9)
-        half = max(5, len(values) // 15) // 2  # of the window, which is shorter at the ends
-        parts = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
-        values = [sum(part) / len(part) for part in parts]
-    axes.plot(
-        steps,
-        values,
-        "--" if curve.is_dashed else "-",
-        color=colour,
-        linewidth=1.7,
-        label=label,
-        marker="o" if len(values) < 12 else None,
-        markersize=3.5,
-    )
-
-
-def _label_ends(axes: Any, curve: Curve) -> None:
-    """Annotates a curve with its first and last value."""
-    points = curve.points
-    few = max(1, len(points) // 20)
-    for end, nearest, side in ((0, points[:few], "left"), (-1, points[-few:], "right")):
-        mean = fmean(value for _, value in nearest)
-        axes.annotate(
-            f"{mean:.2f}",
-            (nearest[end][0], mean),
-            textcoords="offset points",
-            xytext=(0, -7),
-            ha=side,
-            va="top",
-            fontsize=9,
-            color=curve.colour,
-            weight="bold",
-        )
+    count = len(values)
+    means = values
+    if count >= 24:  # a running mean in front of the values
+        window = np.ones(max(5, count // 15) // 2 * 2 + 1)  # it is shorter at the ends
+        means = np.convolve(values, window, "same") / np.convolve(np.ones(count), window, "same")
+    (line,) = axes.plot(steps, means, label=label, marker="o" if count < 12 else None)
+    if means is not values:
+        axes.plot(steps, values, "-", color=line.get_color(), alpha=0.25, linewidth=0.9, zorder=1)

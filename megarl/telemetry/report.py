@@ -25,8 +25,8 @@ from megarl.telemetry.curves import (
     Panel,
     compared_panels,
     draw_png,
+    line_styles,
     run_panels,
-    run_styles,
     svg,
     svg_element,
 )
@@ -83,7 +83,7 @@ def write_comparison(folders: Sequence[Path]) -> Path:
         folders[0].parent / "compare.html",
         " and ".join(names),
         compared_panels(runs),
-        {"runs": runs, "styles": run_styles(runs), "differing": _differing_settings(folders)},
+        {"runs": runs, "styles": line_styles(runs), "differing": _differing_settings(folders)},
     )
 
 
@@ -161,13 +161,11 @@ def _weight_sync(folder: Path) -> str:
     plan = folder / PLAN
     if not plan.is_file():
         return ""
-    picture = folder / "weights_plan.svg"
     try:
-        draw_plan(json.loads(plan.read_text(encoding="utf-8")), picture)
+        return svg_element(draw_plan(json.loads(plan.read_text(encoding="utf-8"))))
     except Exception as error:  # noqa: BLE001 (whatever the file holds, the other parts are drawn)
         _warn_left_out(plan, error)
         return ""
-    return svg_element(picture.read_text(encoding="utf-8"))
 
 
 def _reward(sample: Mapping[str, Any]) -> float:

@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 
-from megarl.telemetry.curves import COLOURS, MAX_POINTS, _thin, compared_panels, run_panels
+from megarl.telemetry.curves import (
+    Curve,
+    Panel,
+    compared_panels,
+    line_styles,
+    run_panels,
+    svg,
+)
 from megarl.telemetry.report import write_comparison, write_report
 
 HOSTILE = """</pre></article><script>alert(1)</script><img src=x onerror=alert(2)><svg/onload=alert(3)><!-- --><style>
@@ -123,13 +130,11 @@ def test_sampled_text_stays_text(tmp_path: Path) -> None:
 def test_a_long_curve_is_thinned_and_keeps_its_extremes() -> None:
     values = [float(step % 7) for step in range(100_001)]
     values[4321], values[77_777], values[-1] = 1e6, -1e6, 50.0
-    extremes, means = _thin(list(enumerate(values)))
-    assert len(means) <= MAX_POINTS and len(extremes) == 2 * len(means)
-    assert {(4321, 1e6), (77_777, -1e6), (100_000, 50.0)} <= set(extremes)
-    steps = [step for step, _ in extremes]
-    assert steps == sorted(steps) and means[0] == (0, pytest.approx(3.0, abs=0.1))
-    short = list(enumerate(values[:MAX_POINTS]))
-    assert _thin(short) == (short, short)
+    drawn = svg(Panel("title", [Curve("label", list(enumerate(values)))]))
+    assert len(drawn) < 100_000
+    (path,) = re.findall(r'<path d="([^"]*)"[^>]*stroke-opacity: 0.25', drawn)
+    heights = [float(y) for y in re.findall(r"[ML] \S+ (\S+)", path)]
+    assert max(heights) - min(heights) > 100, "from -1e6 to 1e6"
 
 
 def test_a_page_of_a_long_run_is_small(tmp_path: Path) -> None:
@@ -156,8 +161,9 @@ def test_dark_light_and_narrow(tmp_path: Path) -> None:
     source = write_report(write_run(tmp_path / "a")).read_text()
     assert "prefers-color-scheme:dark" in source and "width=device-width" in source
     assert "svg,.legend i{filter:invert(1)" in source, "pictures follow the page"
-    svg = "".join(re.findall(r"<svg.*?</svg>", source, re.DOTALL))
-    assert COLOURS[0] in svg and 'style="fill: #ffffff"' not in svg, "they are transparent"
+    figures = "".join(re.findall(r"<svg.*?</svg>", source, re.DOTALL))
+    assert line_styles("a")["a"]["color"] in figures
+    assert 'style="fill: #ffffff"' not in figures, "they are transparent"
 
 
 def test_a_comparison_of_two_runs(tmp_path: Path) -> None:
@@ -181,11 +187,12 @@ def test_a_comparison_of_two_runs(tmp_path: Path) -> None:
     rows = re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td></tr>", source)
     assert rows == [("train.lr", "1e-06", "2e-06"), ("kl.coef", "0.1", "-")]
     colours = re.findall(r"border-color:(.*?)'></i>(\w+) <small>(\d) steps", source)
-    assert colours == [(COLOURS[0], "first", "6"), (COLOURS[1], "second", "3")]
+    first_colour, second_colour = (style["color"] for style in line_styles("ab").values())
+    assert colours == [(first_colour, "first", "6"), (second_colour, "second", "3")]
     reward = next(
         text for text in re.findall(r"<svg.*?</svg>", source, re.DOTALL) if ">reward</text>" in text
     )
-    assert set(COLOURS[:2]) <= set(re.findall(r"stroke: (#\w+)", reward))
+    assert {first_colour, second_colour} <= set(re.findall(r"stroke: (#\w+)", reward))
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
@@ -224,5 +231,22 @@ def test_evaluation_sets_have_a_panel_and_are_compared() -> None:
     ]
     compared = compared_panels({"one": (rows, evaluations), "two": (rows, [])})
     assert [
-        [c.label for c in panel.curves] for panel in compared if panel.title == "aime/mean@4"
-    ] == [["one"]]
+        [(c.label, len(c.points)) for c in panel.curves]
+        for panel in compared
+        if panel.title == "aime/mean@4"
+    ] == [[("one", 2), ("two", 0)]]
+
+
+def test_a_run_has_the_same_line_in_every_panel() -> None:
+    names = [f"run {number}" for number in range(9)]
+    rows = [{"step": step, "loss": 1.0} for step in range(24)]  # with a running mean
+    runs = {name: (rows, []) for name in names} | {"run 0": ([{"step": 0}], [])}
+    (panel,) = compared_panels(runs)
+    styles = line_styles(names)
+    assert [styles[name]["linestyle"] for name in names] == ["-"] * 8 + ["--"]
+    assert styles["run 0"]["color"] == styles["run 8"]["color"]
+    strokes = set(re.findall(r"stroke: (#\w+)", svg(panel)))
+    assert {styles[name]["color"] for name in names} <= strokes
+    alone = svg(compared_panels({name: runs[name] for name in names[:2]})[0])
+    assert styles["run 1"]["color"] in alone
+    assert styles["run 0"]["color"] not in alone, "the colour of a run without points"

@@ -301,20 +301,18 @@ TEXTS = [
 @pytest.mark.parametrize("is_log", [False, True])
 @pytest.mark.parametrize("name", VALUES)
 def test_any_finite_number_is_drawn_or_left_out(name: str, is_log: bool) -> None:
-    curve = Curve("label", "blue", list(enumerate(VALUES[name])))
+    curve = Curve("label", list(enumerate(VALUES[name])))
     assert svg(Panel("title", [curve], is_log)).startswith("<svg")
 
 
 def test_far_steps_are_drawn() -> None:
-    curve = Curve("label", "blue", [(0, 1.0), (2**53 - 1, 2.0)])
+    curve = Curve("label", [(0, 1.0), (2**53 - 1, 2.0)])
     assert svg(Panel("title", [curve])).startswith("<svg")
 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_any_text_is_drawn(tmp_path: Path, text: str) -> None:
-    panel = Panel(
-        text, [Curve(text, "blue", [(0, 1.0), (1, 2.0)]), Curve("b", "red", [(0, 1e308)])]
-    )
+    panel = Panel(text, [Curve(text, [(0, 1.0), (1, 2.0)]), Curve("b", [(0, 1e308)])])
     assert "<script" not in svg(panel)
     draw_png([panel], text, tmp_path / "a.png")
 
