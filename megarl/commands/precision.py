@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 from megarl.config.precision import is_in_fp8, rollout_format
 from megarl.config.schema import Config, Fp8
+from megarl.data.ledger import ranges_of
 from megarl.models.formats import FORMATS
 from megarl.models.fp8 import SCALE, scale_shapes
 from megarl.models.registry import fp32_tensors, hf_shapes
 from megarl.models.shape import ModelShape
-from megarl.platform.ranges import ranges_of
 
 HEADER = ("module", "layers", "trainer", "engine")
 OUTSIDE = -1  # the layer of what is in none

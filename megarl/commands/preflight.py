@@ -23,8 +23,7 @@ from megarl.data.tokenizer import Example, Tokenizer, end_warnings, load_tokeniz
 from megarl.models.hub import copied_files, is_hub_id, model_folder
 from megarl.models.registry import check_architectures
 from megarl.models.weights import check_weights
-from megarl.platform.env import Env
-from megarl.platform.packages import require
+from megarl.platform.env import Env, require
 from megarl.rewards.catalog import check_problems, make_rewards
 from megarl.telemetry.trackers import check_trackers
 

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from megarl.platform.packages import require
+from megarl.platform.env import require
 
 NAME = "serve-reward"
 HELP = "score responses with a reward model, over HTTP"

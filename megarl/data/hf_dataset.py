@@ -29,8 +29,8 @@ from megarl.data.rows import (
     read_table,
 )
 from megarl.models.hub import HUB_ID
+from megarl.platform.env import require
 from megarl.platform.hub import Repository
-from megarl.platform.packages import require
 
 # of a single file
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}

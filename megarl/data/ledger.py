@@ -19,7 +19,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
-from megarl.platform.ranges import ranges_of
 from megarl.roles import Prompts
 from megarl.types import Prompt
 
@@ -127,3 +126,14 @@ class Ledger:
         if self._file is not None:
             self._file.write(json.dumps({"event": event, **values}) + "\n")
             self._file.flush()
+
+
+def ranges_of(ids: Iterable[int]) -> list[list[int]]:
+    """Returns [first, last] of each run of consecutive numbers."""
+    ranges = []
+    for number in sorted(ids):
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ranges

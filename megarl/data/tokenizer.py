@@ -18,9 +18,9 @@ from jinja2 import meta
 
 from megarl.config.schema import Task
 from megarl.data.rows import TextOrMessages, messages_of, short
+from megarl.data.user_code import Alarm, alarm
 from megarl.models.config_json import ConfigReader, read_config
-from megarl.platform.alarm import Alarm, alarm
-from megarl.platform.packages import require
+from megarl.platform.env import require
 
 # vocabularies that transformers converts with the help of a package
 MODELS = ("tokenizer.model", "tiktoken.model")

@@ -1,10 +1,17 @@
-"""Imports a user's function, named in the config as `package.module:function` or
-`package.module.function`.
+"""Code of users and models in this process: functions that the config names, as
+`package.module:function` or `package.module.function`, and a time limit on Python code.
+
+What a config names can be called in another process (jail/workers.py). What cannot be named can
+only be called here: a chat template, which needs its tokenizer, and the `score` of a task, which
+may be a lambda or a method of its data.
 """
 
 import importlib
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
@@ -46,3 +53,28 @@ def import_function(path: str, *, setting: str) -> Callable[..., Any]:
             f"{setting}={path!r} is a {type(function).__name__}, not a function; name a function"
         )
     return function
+
+
+class Alarm(BaseException):
+    """A BaseException, so that `except Exception` in the called code does not catch it."""
+
+
+@contextmanager
+def alarm(timeout_s: float) -> Iterator[None]:
+    """Raise Alarm after `timeout_s` seconds, and every second after that in case the code catches
+    it. In another thread, such as a server's, nothing is limited.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(number: int, frame: object) -> None:
+        raise Alarm
+
+    previous = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, timeout_s, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)

@@ -4,10 +4,10 @@
        |  <------- pid, exit status ------- |                ^
        +-- target, spec: on the job's own control socket ----+
 
-The server has an empty environment and none of the caller's descriptors. It imports the modules to
-preload, and never reads what a child writes: results travel on the job's descriptors. A child
-shares nothing writable with its siblings and leads its own session. It is killed when its control
-socket is closed, or when the server or the caller dies.
+The server has none of the caller's descriptors and, if it is clean, an empty environment. It
+imports the modules to preload, and never reads what a child writes: results travel on the job's
+descriptors. A child shares nothing writable with its siblings and leads its own session. It is
+killed when its control socket is closed, or when the server or the caller dies.
 """
 
 import ctypes
@@ -81,8 +81,9 @@ class ForkServer:
 
     modules: Sequence[str] = ()  # to preload: "module", or "module:function" to call once
     path: Sequence[str] = ()  # added to the server's sys.path
+    is_clean: bool = True  # False: with the caller's environment, folder, output and site-packages
     lock: threading.Lock = field(default_factory=threading.Lock)
-    process: subprocess.Popen[bytes] | None = None
+    process: subprocess.Popen[Any] | None = None
     requests: socket.socket | None = None
 
     def start(self, target: str, spec: Any, descriptors: Sequence[int] = ()) -> Child:
@@ -128,22 +129,21 @@ class ForkServer:
             self.stop()
             self.requests, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self.requests.settimeout(START_S)
+            null = subprocess.DEVNULL
+            options = "-SPsB"
+            settings: dict[str, Any] = {"stdout": null, "stderr": null, "cwd": "/"}
+            if not self.is_clean:
+                options = "-uP"
+                settings = {"stdout": sys.stdout}
             with server_end:
+                descriptor = server_end.fileno()
                 self.process = subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-SPsB",
-                        __file__,
-                        str(server_end.fileno()),
-                        str(os.getpid()),
-                    ],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    cwd="/",
-                    env=ENVIRONMENT,
-                    pass_fds=(server_end.fileno(),),
+                    [sys.executable, options, __file__, str(descriptor), str(os.getpid())],
+                    stdin=null,
+                    env=ENVIRONMENT if self.is_clean else None,
+                    pass_fds=(descriptor,),
                     start_new_session=True,
+                    **settings,
                 )
             self.requests.send(pickle.dumps((list(self.path), list(self.modules))))
             reply = b""

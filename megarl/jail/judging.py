@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Any
 
 from megarl.jail.fork_server import ForkServer, ForkServerError
 from megarl.jail.jailed import drop_rights
-from megarl.jail.sandbox import JailedProcess, Limits
+from megarl.jail.sandbox import Ended, JailedProcess, Limits
 from megarl.jail.untrusted import write
 from megarl.jail.values import JailMessage
 
@@ -38,7 +38,6 @@ MEMORY_BYTES = 2 << 30
 DISK_BYTES = 1 << 20
 
 Item = tuple[Any, ...]
-Spec = tuple[str, Any, Sequence[Item], float]  # factory, context, items, timeout_s
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,7 @@ class JudgePool:
             verdicts = []
             try:
                 while len(verdicts) < len(batch):
-                    spec = (self.factory, context, batch[len(verdicts) :], timeout_s)
-                    verdicts += _judge_in_child(self.server, spec)
+                    verdicts += self._judge_in_child(context, batch[len(verdicts) :], timeout_s)
             except (ForkServerError, OSError) as error:
                 num_left = len(batch) - len(verdicts)
                 verdicts += [Verdict(None, "no_judge", str(error))] * num_left
@@ -84,39 +82,39 @@ class JudgePool:
         with ThreadPoolExecutor(children) as threads:
             return list(chain.from_iterable(threads.map(judge_batch, batches)))
 
+    def _judge_in_child(
+        self, context: Any, items: Sequence[Item], timeout_s: float
+    ) -> list[Verdict]:
+        """Returns verdicts on all items, or up to the first that ends the child.
 
-def _judge_in_child(server: ForkServer, spec: Spec) -> list[Verdict]:
-    """Returns verdicts on all items, or up to the first that ends the child.
-
-    Raises ForkServerError if the child made no judge.
-    """
-    factory, _, items, timeout_s = spec
-    turn_s = timeout_s + BUSY_S
-    limits = Limits(turn_s, memory_bytes=MEMORY_BYTES, disk_bytes=DISK_BYTES)
-    process = JailedProcess(
-        spec,
-        limits,
-        "judge",
-        num_turns=len(items),
-        start_s=START_S,
-        server=server,
-        target="megarl.jail.judging:serve",
-    )
-    verdicts = []
-    for _ in process.steps(math.inf):
-        while process.reports:
-            verdicts.append(_parse(process.reports.popleft()))
-            process.turn_deadline = time.monotonic() + turn_s
-            process.report_bytes = 0
-    run = process.ended
-    if run.kind == "sandbox":
-        raise ForkServerError(f"the judge {factory} did not start: {run.detail}")
-    if len(verdicts) < len(items):
-        detail = f"its judge ended with status {process.status}"
-        if run.kind == "timeout":
-            detail += f" of {timeout_s:g} CPU seconds"
-        verdicts.append(Verdict(0.0, run.kind or "crashed", detail))
-    return verdicts[: len(items)]
+        Raises ForkServerError if the child made no judge.
+        """
+        turn_s = timeout_s + BUSY_S
+        process = JailedProcess(
+            (self.factory, context, items, timeout_s),
+            Limits(turn_s, memory_bytes=MEMORY_BYTES, disk_bytes=DISK_BYTES),
+            num_turns=len(items),
+            start_s=START_S,
+            server=self.server,
+            target=f"{__name__}:serve",
+        )
+        verdicts = []
+        try:
+            with closing(process):
+                process.start()
+                for _ in items:
+                    verdicts.append(_parse(process.receive(time.monotonic() + turn_s)))
+        except Ended:
+            run = process.ended
+            if run.kind == "sandbox":
+                raise ForkServerError(
+                    f"the judge {self.factory} did not start: {run.detail}"
+                ) from None
+            detail = f"its judge ended with status {process.status}"
+            if run.kind == "timeout":
+                detail += f" of {timeout_s:g} CPU seconds"
+            verdicts.append(Verdict(0.0, run.kind or "crashed", detail))
+        return verdicts
 
 
 def _parse(report: JailMessage) -> Verdict:

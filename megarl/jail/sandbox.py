@@ -2,6 +2,12 @@
 
     source, input --fork server--> jailed.py (its own process) --stdout, report pipe--> Run
 
+    tests' jail --{"ask": call}--> checked here --call--> solution's jail
+                <----value-------- checked here <--value--      verdict: a report of the tests' jail
+
+The solution has no pipe to the tests' jail, and what it sends is passed on only as values.py
+describes it.
+
 A program is one process, which cannot start another, so killing it ends everything. Kinds of
 failure: `timeout`, `memory`, `threads`, `output` (printed too much), `disk`, `forbidden` (a file,
 socket, process or signal it has no right to), `syntax`, `exception`, `exited` (before it answered),
@@ -19,8 +25,8 @@ import sysconfig
 import tempfile
 import time
 from collections import deque
-from collections.abc import Generator
-from contextlib import suppress
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +34,7 @@ from typing import Any
 from megarl.jail.filesystem import MAX_FILES
 from megarl.jail.fork_server import Child, ForkServer, ForkServerError
 from megarl.jail.jailed import MAX_THREADS
-from megarl.jail.values import JailMessage
+from megarl.jail.values import JailMessage, failure, is_encoded
 
 # modules that programs often import, once for all of them
 SERVER = ForkServer(
@@ -36,6 +42,7 @@ SERVER = ForkServer(
     [str(Path(__file__).parents[2])],
 )
 START_S = 20.0  # for Python to start and to set the limits, on a busy machine
+TESTS_OUTPUT_BYTES = 64 << 20  # arguments of one call, which trusted tests send
 POLL_S = 0.1  # between two checks of the folder's size
 SYSTEM = (
     "/lib",
@@ -81,8 +88,9 @@ def missing_limits() -> dict[str, str]:
     """
     if not sys.platform.startswith("linux"):
         return {"all": f"{sys.platform} is not Linux"}
-    process = JailedProcess("print(6 * 7)", Limits(strict=False), "stdio")
-    run = process.run(time.monotonic() + START_S)
+    limits = Limits(strict=False)
+    process = JailedProcess("print(6 * 7)", limits, stdin="", deadline=time.monotonic() + START_S)
+    run = process.run()
     if process.output != b"42\n":
         return {"all": f"a program does not answer ({run.kind or 'no output'} {run.detail})"}
     return process.missing or {}
@@ -90,7 +98,7 @@ def missing_limits() -> dict[str, str]:
 
 def run_program(source: str, stdin: str, limits: Limits, *, deadline: float = math.inf) -> Run:
     """Runs `source` as a program; `deadline` is a time of ``time.monotonic``."""
-    return JailedProcess(source, limits, "stdio", stdin=stdin).run(deadline)
+    return JailedProcess(source, limits, stdin=stdin, deadline=deadline).run()
 
 
 def known_kind(kind: Any) -> str:
@@ -98,15 +106,23 @@ def known_kind(kind: Any) -> str:
     return kind if kind in REPORTED_KINDS else "exception"
 
 
+class Ended(Exception):
+    """The process exceeded a limit, or ended: (kind of failure, detail)."""
+
+
 @dataclass
 class JailedProcess:
-    """One process, from the creation of its folder to its removal."""
+    """One process, from the creation of its folder to its removal; it must be closed.
+
+    A program is run to its end. Other processes answer requests one by one: methods raise Ended if
+    the process ends before.
+    """
 
     source: Any  # a text, or what another `target` expects
     limits: Limits
-    mode: str
-    stdin: str = ""
-    requests: int | None = None  # descriptor to use as the standard input instead
+    mode: str = "stdio"
+    stdin: str | None = None  # of a program; None: requests
+    deadline: float = math.inf
     num_turns: int = 1
     start_s: float = START_S
     server: ForkServer | None = None  # SERVER
@@ -119,25 +135,71 @@ class JailedProcess:
     report_bytes: int = 0  # of this turn
     turn_deadline: float = math.inf
     output: bytearray = field(default_factory=bytearray)
-    # set once `steps` is exhausted
+    # set at the end
     ended: Run = Run("")
     status: int = 0
 
-    def run(self, deadline: float) -> Run:
-        for _ in self.steps(deadline):
+    def __post_init__(self) -> None:
+        self._steps = self._run()
+
+    def close(self) -> None:
+        self._steps.close()
+
+    def run(self) -> Run:
+        for _ in self._steps:
             pass
         return self.ended
 
-    def steps(self, deadline: float) -> Generator[None, None, None]:
-        """Yields often; nothing is read or limited meanwhile.
+    def start(self) -> None:
+        """Returns when the limits are set, and the code is about to run."""
+        while self.missing is None:
+            self._step()
 
-        The caller may set `turn_deadline`.
-        """
+    def receive(self, until: float) -> JailMessage:
+        """Returns the next report, which is untrusted. The process is killed at `until`."""
+        self.turn_deadline = until
+        self.report_bytes = 0
+        while not self.reports:
+            self._step()
+        return self.reports.popleft()
+
+    def ask(self, request: JailMessage, until: float) -> JailMessage:
+        """Sends a request and returns the reply."""
+        if self.reports:
+            raise Ended("forbidden", "the code wrote to the report pipe")
+        data = memoryview(json.dumps(request).encode() + b"\n")
+        writable = select.poll()
+        writable.register(self._requests, select.POLLOUT)
+        while data:
+            try:
+                data = data[os.write(self._requests, data) :]
+            except BlockingIOError:
+                if not writable.poll(max(until - time.monotonic(), 0) * 1000):
+                    raise Ended("timeout", "the code did not read a request") from None
+            except BrokenPipeError:
+                break  # `receive` finds out why
+        return self.receive(until)
+
+    def _step(self) -> None:
+        if next(self._steps, "ended"):
+            raise Ended(self.ended.kind or "exited", self.ended.detail)
+
+    def _run(self) -> Generator[None, None, None]:
+        """Yields often; nothing is read or limited meanwhile."""
         temporary = tempfile.TemporaryDirectory(prefix="megarl-code-", ignore_cleanup_errors=True)
-        report, report_end = os.pipe()
-        stdout, stdout_end = os.pipe()
-        with temporary as folder, open(report, "rb", 0), open(stdout, "rb", 0):
-            Path(folder, "stdin.txt").write_bytes(self.stdin.encode("utf-8", "replace"))
+        with temporary as folder, ExitStack() as ours, ExitStack() as theirs:
+            report, report_end = os.pipe()
+            stdout, stdout_end = os.pipe()
+            stdin, self._requests = os.pipe()
+            for end in (report, stdout, self._requests):
+                ours.callback(os.close, end)
+            for end in (report_end, stdout_end, stdin):
+                theirs.callback(os.close, end)
+            os.set_blocking(self._requests, False)
+            if self.stdin is not None:
+                file = Path(folder, "stdin.txt")
+                file.write_bytes(self.stdin.encode("utf-8", "replace"))
+                stdin = theirs.enter_context(file.open("rb")).fileno()
             spec = asdict(self.limits) | {
                 "folder": folder,
                 "mode": self.mode,
@@ -147,18 +209,11 @@ class JailedProcess:
                 "packages": sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}),
             }
             try:
-                with (
-                    open(report_end, "wb", 0),
-                    open(stdout_end, "wb", 0),
-                    open(Path(folder, "stdin.txt"), "rb") as stdin,
-                ):
-                    requests = self.requests
-                    if requests is None:
-                        requests = stdin.fileno()
+                with theirs:
                     server = self.server or SERVER
-                    process = server.start(self.target, spec, (requests, stdout_end, report_end))
+                    process = server.start(self.target, spec, (stdin, stdout_end, report_end))
                 try:
-                    violation = yield from self._watch(process, stdout, report, folder, deadline)
+                    violation = yield from self._watch(process, stdout, report, folder)
                 finally:
                     self.status = process.kill()
             except ForkServerError as error:
@@ -172,12 +227,11 @@ class JailedProcess:
         stdout: int,
         report: int,
         folder: str,
-        deadline: float,
     ) -> Generator[None, None, str]:
         """Reads until the process exceeds a limit, for which it must be killed, or ends by itself.
 
         Returns the kind of failure, "" if it ended. The first report, before the code runs, starts
-        its `time_s`; the caller of `steps` may prolong them.
+        its `time_s`; `receive` may prolong them.
         """
         # select() fails above 1024 open files
         open_streams = {stdout, report}
@@ -185,8 +239,8 @@ class JailedProcess:
         for stream in open_streams:
             poll.register(stream, select.POLLIN)
         next_check = 0.0
-        self.turn_deadline = min(time.monotonic() + self.start_s, deadline)
-        disk_bytes = self.limits.disk_bytes + len(self.stdin) + 4096
+        self.turn_deadline = min(time.monotonic() + self.start_s, self.deadline)
+        disk_bytes = self.limits.disk_bytes + len(self.stdin or "") + 4096
         while True:
             if not open_streams:
                 with suppress(TimeoutError):
@@ -203,7 +257,8 @@ class JailedProcess:
                     was_started = self.missing is not None
                     self._add_reports(data)
                     if not was_started:
-                        self.turn_deadline = min(time.monotonic() + self.limits.time_s, deadline)
+                        limit = time.monotonic() + self.limits.time_s
+                        self.turn_deadline = min(limit, self.deadline)
             if max(len(self.output), self.report_bytes) > self.limits.output_bytes:
                 return "output"
             yield
@@ -246,6 +301,57 @@ class JailedProcess:
         else:
             kind = self.end and known_kind(self.end)
         return Run(kind, bytes(self.output))
+
+
+@dataclass
+class Solution(JailedProcess):
+    """A solution that is called."""
+
+    mode: str = "solution"
+
+    def load(self) -> None:
+        self.start()
+        until = self.turn_deadline
+        while "loaded" not in self.receive(until):  # it reports how loading failed, and ends
+            pass
+
+    def call(self, operation: JailMessage, until: float) -> JailMessage:
+        """Applies an operation (untrusted.execute).
+
+        Returns {"value", "arguments"?} or {"raised", "text", "kind"}.
+        """
+        reply = self.ask(operation, until)
+        names = reply.get("raised")
+        text = reply.get("text")
+        if isinstance(names, list) and all(isinstance(word, str) for word in (*names, text)):
+            return {"raised": names, "text": text, "kind": known_kind(reply.get("kind"))}
+        if "value" not in reply or not is_encoded(reply["value"]):
+            return failure("ValueError", "the reply is not a value")
+        result = {"value": reply["value"]}
+        changed = reply.get("arguments")
+        if operation.get("in_place") and isinstance(changed, list) and is_encoded(changed):
+            result["arguments"] = changed
+        return result
+
+
+@dataclass
+class Tests(JailedProcess):
+    """The tests of a problem."""
+
+    mode: str = "tests"
+
+    def prepare(self, names: Sequence[str], errors: Sequence[str], until: float) -> None:
+        """`names` are the solution's; `errors` are classes of exceptions that it should raise."""
+        self.start()
+        self.ask({"names": names, "errors": errors}, until)
+
+    def run(self, text: str, solution: Solution | None, until: float) -> tuple[str, str]:
+        """Executes statements. Returns the kind of their failure, empty if none, and a reason."""
+        report = self.ask({"run": text}, until)
+        while "ask" in report:
+            assert solution is not None, "only statements without its names can run without it"
+            report = self.ask(solution.call(report["ask"], until), until)
+        return report["verdict"], report["why"]
 
 
 def _excess(pid: int, folder: str, disk_bytes: int) -> str:

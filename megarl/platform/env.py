@@ -56,6 +56,23 @@ FORMS = re.compile(
     r"|-----BEGIN[^-\n]{0,40}KEY[^-\n]{0,9}-----(?:[^-]|-(?!----))*(?:-----END[^-\n]*-----)?",
     re.IGNORECASE,
 )
+# packages that only some settings need
+BASE = "pip install megarl[cpu] or megarl[gpu]"
+OPTIONAL = {  # module: its project, and what installs it
+    "torch": f"PyTorch: {BASE}",
+    "megatron.core": f"Megatron-Core: {BASE}",
+    "vllm": f"vLLM: {BASE}",
+    "transformer_engine": "Transformer Engine: pip install megarl[gpu]",
+    "ray": "Ray: pip install megarl[ray]",
+    "datasets": "datasets: pip install megarl[hf]",
+    "tensorboard.summary": "TensorBoard: pip install megarl[tensorboard]",
+    "wandb.sdk": "wandb: pip install megarl[wandb]",
+    "uvicorn": "uvicorn: pip install megarl[serve]",
+    "starlette": "Starlette: pip install megarl[serve]",
+    "sentencepiece": "SentencePiece: pip install sentencepiece",
+    "google.protobuf": "protobuf: pip install protobuf",
+    "tiktoken": "tiktoken: pip install tiktoken",
+}
 HIDDEN = "Cc Cf Cn Co Cs Zl Zp"  # categories of Unicode
 # blank, though they count as letters or marks
 FILLERS = "\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0"
@@ -247,6 +264,13 @@ def has_bf16_products(cpuinfo: str = "/proc/cpuinfo") -> bool:
         ):
             return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags[1].split())
     return True
+
+
+def require(setting: str, *modules: str) -> None:
+    """Raises ValueError, with the command that installs it, if a module of OPTIONAL is missing."""
+    for module in modules:
+        if not is_installed(module):
+            raise ValueError(f"{setting} needs {OPTIONAL[module]}")
 
 
 def is_installed(module: str) -> bool:

@@ -1,34 +1,52 @@
-"""Memory that a launcher shares with its ranks: where they meet, whether each is alive, and why it
-failed.
+"""What each rank is doing, which one is late, and why it failed. No torch where a launcher runs.
 
     launcher --two memfds, inherited--> ranks: a FileStore over one; in the other, a slot a rank
     rank:     a thread --StackSampler.beat, every BEAT_S--> its slot; at the end its failure
     launcher: Heartbeats.check --> a warning, then a Failure, for a stopped, silent or stuck rank
 
+    under torchrun, FailureWatch:
+    each rank: beat --every STORE_BEAT_S--> key in the job's store --> rank 0: Heartbeats.check
+    failing rank, or rank 0 for one that is stuck --broadcast--> key --a thread a rank--> exits
+
 The memory has no name, so no other user and no other host can open it, a full disk does not matter,
-and nothing is left behind. A store without a server also outlives any stopped rank.
+and nothing is left behind. A store without a server also outlives any stopped rank. Under torchrun
+the last rank observes rank 0. A stopped rank cannot exit: torchrun kills it when another rank of
+its node has exited, and `srun --kill-on-bad-exit` where it was alone.
 
 To its peers a stopped process looks like a slow one, but the kernel knows. A rank that is silent
-without being stopped may be in a call that holds the GIL, and gets almost twice the time. One that
-beats, but does not move, is judged by processes.late_ranks. Under torchrun the observer reads the
-beats from the job's store (processes.torchrun_watch).
+without being stopped may be in a call that holds the GIL, and gets almost twice the time. A rank
+waits if its main thread is in a communication call. It is stuck if it does not wait, and for
+STALL_S has neither moved nor computed. So the ranks' collectives, which differ between pipeline
+stages, need no comparison. (torch's flight recorder is of no use: it keeps gloo's finished
+collectives open, and reading it takes 60 ms.)
 """
 
 import json
 import math
 import os
+import re
+import socket
+import sys
 import threading
 import time
+import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from megarl.platform.env import Env
-from megarl.processes.exit_codes import REFUSED, CurrentPhase, Failure, say
-from megarl.processes.late_ranks import HOST, RankState, StackSampler, find_late
+from megarl.platform.env import Env, get_env
+from megarl.processes.exit_codes import (
+    REFUSED,
+    CurrentPhase,
+    Failure,
+    parse_record,
+    say,
+    to_record,
+)
 
 BEAT_S = 0.5
 # until a rank that is stopped, or silent, is reported
@@ -39,11 +57,116 @@ SLOW = "is late, but not stuck"
 SLOT_BYTES = 1 << 16
 STATE_BYTES = 1 << 12
 FAILURE_BYTES = SLOT_BYTES - STATE_BYTES
+STALL_S = 30.0  # in one place, until a rank counts as waiting or stuck
+BUSY_CPU = 0.05  # of a core: who uses more is computing
+WAITS = re.compile(
+    r"/(torch|vllm)/distributed/"
+    r"|/(p2p_communication|param_and_grad_buffer|transports/collective)\.py$"
+)
+WRAPPERS = ("/torch/_ops.py", "/torch/utils/_contextlib.py", "/c10d_logger.py")
+SHOWN_FRAMES = 4
+# under torchrun: keys of the job's store, seconds
+FAILED = "megarl/failed"
+BEAT = "megarl/beat"
+POLL_S = 1.0
+STORE_BEAT_S = 5.0
+CONNECT_S = 60
+HOST = socket.gethostname()
 
 
-def shared_memory(name: str) -> int:
-    """Returns a file descriptor of new, empty memory; it must be passed on to the ranks."""
-    return os.memfd_create(f"megarl-{name}")
+class RankState(NamedTuple):
+    """One sample of a rank."""
+
+    pid: int
+    host: str
+    phase: str
+    operation: str  # an engine step, or empty
+    is_waiting: bool  # for other ranks
+    # elsewhere: a reward waits for other programs, start-up for disks and compilers
+    is_limited: bool
+    seconds: float  # since anything of it changed
+    cpu_s: float  # used meanwhile, by all threads
+    stack: str  # innermost frames
+
+    @property
+    def is_stuck(self) -> bool:
+        return (
+            not self.is_waiting and self.seconds >= STALL_S and self.cpu_s < self.seconds * BUSY_CPU
+        )
+
+    def __str__(self) -> str:
+        return f"{self.phase}{self.operation and ', '}{self.operation}, at {self.stack}"
+
+
+@dataclass
+class StackSampler:
+    """Samples the main thread of this process, from another thread."""
+
+    phase: CurrentPhase
+    _place: Any = None
+    _began: float = 0.0
+    _cpu: float = 0.0
+    _beats: int = 0
+
+    def beat(self) -> str:
+        """Returns the number of beats and, unless sampling fails, the state of this one as JSON."""
+        self._beats += 1
+        state = ""
+        with suppress(Exception):  # the beats, by which a rank lives, go on
+            state = json.dumps(self.sample())
+        return f"{self._beats} {state}"
+
+    def sample(self) -> RankState:
+        main = sys._current_frames().get(threading.main_thread().ident or 0)
+        frames = [
+            (f.f_code.co_filename, line, f.f_code.co_name)
+            for f, line in traceback.walk_stack(main)
+            if not f.f_code.co_filename.endswith(WRAPPERS)
+        ]
+        phase = self.phase.name
+        steps = self.phase.engine_steps
+        if (place := (frames, phase, steps)) != self._place:
+            self._place = place
+            self._began = time.monotonic()
+            self._cpu = time.process_time()
+        shown = [
+            f"{name} ({'/'.join(Path(file).parts[-2:])}:{line})"
+            for file, line, name in frames[:SHOWN_FRAMES]
+        ]
+        return RankState(
+            os.getpid(),
+            HOST,
+            phase,
+            f"engine step {steps}" * (phase == "rollout"),
+            bool(frames and WAITS.search(frames[0][0])),
+            phase == "start-up" or any("/megarl/rewards/" in file for file, _, _ in frames),
+            time.monotonic() - self._began,
+            time.process_time() - self._cpu,
+            " < ".join(shown),
+        )
+
+
+def find_late(states: Mapping[int, RankState]) -> tuple[list[int], list[int]]:
+    """Returns (late ranks, ranks that wait).
+
+    Stuck ranks are late. If none is stuck but some wait, the ranks that do not wait are late,
+    though only slow. If all wait, those are late that wait in another phase or operation than most:
+    they left out or added a collective.
+    """
+    waiting = [
+        rank for rank, state in states.items() if state.is_waiting and state.seconds >= STALL_S
+    ]
+    if stuck := [
+        rank
+        for rank, state in states.items()
+        if state.is_stuck and (waiting or not state.is_limited)
+    ]:
+        return stuck, waiting
+    if len(waiting) < len(states):
+        return [rank for rank, state in states.items() if waiting and not state.is_waiting], waiting
+    places = {rank: (state.phase, state.operation) for rank, state in states.items()}
+    usual = [place for place, _ in Counter(places.values()).most_common(1)]
+    return [rank for rank, place in places.items() if place not in usual], waiting
 
 
 def make_store(env: Env, timeout: timedelta) -> Any:
@@ -213,6 +336,67 @@ class Heartbeats:
             return ""
         seconds, rank = max(waits)
         return f"; waiting: {len(waits)}, rank {rank} for {seconds:.0f} s ({self.states[rank]})"
+
+
+class FailureWatch:
+    """Ends this process with the code of a failure that is broadcast, after `on_failure(failure)`.
+
+    It has a connection of its own to the job's store: that of the process group blocks during
+    collectives.
+    """
+
+    def __init__(
+        self,
+        env: Env,
+        phase: CurrentPhase,
+        timeout_s: float,
+        on_failure: Callable[..., object],
+        say: Callable[..., object],
+    ) -> None:
+        from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+        self._sampler = StackSampler(phase)
+        self._on_failure = on_failure
+        self._rank = env.rank
+        # without torchrun's agent, rank 0 serves the store, here and then for the process group
+        serves = env.is_main and get_env("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        self._store = TCPStore(
+            env.master_addr,
+            env.master_port,
+            is_master=serves,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=CONNECT_S),
+            multi_tenant=True,
+        )
+        self._heartbeats = Heartbeats(self._read, timeout_s, every_s=STORE_BEAT_S, say=say)
+        self._observed = {0: range(env.world_size), env.world_size - 1: range(1)}.get(env.rank, ())
+        threading.Thread(target=self._poll, daemon=True).start()
+
+    def broadcast(self, failure: Failure) -> None:
+        """Only the first broadcast of a job counts: later failures are its consequences."""
+        if self._store.add(f"{FAILED}/count", 1) == 1:
+            self._store.set(FAILED, to_record(failure))
+
+    def _poll(self) -> None:
+        polls = 0
+        while True:
+            try:
+                if self._store.check([FAILED]):
+                    failure = parse_record(self._store.get(FAILED))
+                    self._on_failure(failure)
+                    os._exit(failure.code)
+                if polls % (STORE_BEAT_S // POLL_S) == 0:
+                    self._store.set(f"{BEAT}/{self._rank}", self._sampler.beat())
+                if late := self._heartbeats.check(dict.fromkeys(self._observed, 0)):
+                    self.broadcast(late)
+            except RuntimeError:  # the store is gone, and the job with it
+                return
+            polls += 1
+            time.sleep(POLL_S)
+
+    def _read(self, rank: int) -> str:
+        key = f"{BEAT}/{rank}"
+        return self._store.get(key).decode() if self._store.check([key]) else ""
 
 
 def is_stopped(pid: int) -> bool:

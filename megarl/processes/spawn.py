@@ -39,8 +39,7 @@ from megarl.processes.exit_codes import (
     say,
     write_exit,
 )
-from megarl.processes.heartbeat import Heartbeats, Slots, shared_memory
-from megarl.processes.late_ranks import RankState
+from megarl.processes.heartbeat import Heartbeats, RankState, Slots
 from megarl.processes.shared_memory import lock_shm, shm_prefix, unlink_dead, unlink_shm
 
 GRACE_S = 3.0  # for the peers of a failed rank to fail too, so that their records give the cause
@@ -120,7 +119,7 @@ class _Ranks:
 
     folder: Path
     timeout_s: float
-    slots: Slots = field(default_factory=lambda: Slots(shared_memory("slots")))
+    slots: Slots = field(default_factory=lambda: Slots(os.memfd_create("megarl-slots")))
     processes: list[subprocess.Popen[Any]] = field(default_factory=list)
     # where the ranks were that had not failed
     left_running: list[str] = field(default_factory=list)
@@ -128,7 +127,7 @@ class _Ranks:
 
     def start(self, world: int, *, job_id: str, arguments: list[str]) -> None:
         cores = len(os.sched_getaffinity(0))
-        store_fd = shared_memory("store")
+        store_fd = os.memfd_create("megarl-store")
         for rank in range(world):
             environ = child_env(
                 RANK=rank,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from megarl.config.schema import Reward
 from megarl.config.section import Section, did_you_mean
 from megarl.data.tasks import Source
-from megarl.data.user_code import import_function, is_dotted
+from megarl.data.user_code import is_dotted
 from megarl.rewards.code import make_code
 from megarl.rewards.functions import FunctionReward
 from megarl.rewards.interface import BatchReward, Decode, ScoreError, parse_options
@@ -69,8 +69,8 @@ def _make_reward(reward: Reward, decode: Decode | None, timeout_s: float) -> Bat
     if "://" in name:
         return make_remote(reward)
     if name in BUILT_IN or is_dotted(name):
-        function = BUILT_IN.get(name) or import_function(name, setting="rewards: name")
-        score = FunctionReward(function, reward.options, name, timeout_s)
+        path = BUILT_IN.get(name, name)
+        score = FunctionReward(path, reward.options, "rewards: name", name, timeout_s)
         return BatchReward(name, reward.weight, score, check=score.check)
     remedy = did_you_mean(
         name, NAMES, f"choose from {', '.join(NAMES)}, or write package.module:function"

@@ -29,8 +29,16 @@ from megarl.data.thoughts import after_thoughts
 from megarl.jail.code_tests import CallTest, ProblemTests, read_tests
 from megarl.jail.influence import UnreadableTests
 from megarl.jail.python_tests import Script
-from megarl.jail.sandbox import START_S, Limits, missing_limits, run_program
-from megarl.jail.sessions import Ended, Solution, Tests
+from megarl.jail.sandbox import (
+    START_S,
+    TESTS_OUTPUT_BYTES,
+    Ended,
+    Limits,
+    Solution,
+    Tests,
+    missing_limits,
+    run_program,
+)
 from megarl.jail.values import encode
 from megarl.rewards.interface import (
     BatchReward,
@@ -199,8 +207,7 @@ class _SampleRun:
             if isinstance(test, CallTest):
                 continue
             # plus twice the expected output, so that a correct answer is never too long
-            most = self.limits.output_bytes + 2 * len(test.stdout)
-            limits = replace(self.limits, output_bytes=most)
+            limits = self._limits(2 * len(test.stdout))
             run = run_program(self.source, test.stdin, limits, deadline=self.deadline)
             kind = run.kind
             if not kind and not test.is_passed(run.output):
@@ -230,7 +237,9 @@ class _SampleRun:
                     yield "wrong_answer", ""
 
     def _script(self, script: Script) -> Iterator[TestResult]:
-        tests = Tests(self.limits, num_tests=len(script.tests), deadline=self.deadline)
+        turns = 1 + len(script.tests)
+        limits = self._limits(TESTS_OUTPUT_BYTES)
+        tests = Tests("", limits, deadline=self.deadline, num_turns=turns)
         # as for calls
         size = 2 * max(map(len, (script.prologue, *script.tests)))
         with closing(tests), closing(self._solution(len(script.tests), size)) as solution:
@@ -248,8 +257,12 @@ class _SampleRun:
                 yield tests.run(text, solution, self._turn())
 
     def _solution(self, num_tests: int, more_bytes: int) -> Solution:
-        limits = replace(self.limits, output_bytes=self.limits.output_bytes + more_bytes)
-        return Solution(self.source, limits, num_tests=num_tests, deadline=self.deadline)
+        return Solution(
+            self.source, self._limits(more_bytes), deadline=self.deadline, num_turns=1 + num_tests
+        )
+
+    def _limits(self, more_bytes: int) -> Limits:
+        return replace(self.limits, output_bytes=self.limits.output_bytes + more_bytes)
 
     def _turn(self) -> float:
         return min(time.monotonic() + self.limits.time_s, self.deadline)

@@ -7,17 +7,23 @@ the tag, as <think>, of thoughts that the prompt has opened ("" if none), and `e
 options and the problem's other fields (among them a function `score`, if the task judges answers
 itself). A function may leave out any argument; one that it demands must be among these. It may also
 return a dictionary whose `score` is the reward.
+
+The functions of a module are called one at a time in a process of their own (jail/workers.py). It
+keeps their state until a call is late or ends it, gets copies of the arguments, and has nothing of
+the run's process: no process group, no tracker, nothing that a task has left in a module.
 """
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+import pickle
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from megarl.config.section import check_options
+from megarl.data.user_code import import_function
+from megarl.jail.workers import worker_of
+from megarl.platform.env import clean_logs
 from megarl.rewards.interface import Score, ScoreError, ScoreRequest, try_score
-from megarl.rewards.time_limit import call_with_time_limit
 
 SUPPLIED = [*ScoreRequest("", "", "").arguments()]  # for each sample
 # not accepted as options
@@ -31,27 +37,35 @@ UNUSABLE = (
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
+def _call(path: str, arguments: Mapping[str, Any]) -> Any:
+    """Calls the function, in its process."""
+    clean_logs()
+    return import_function(path, setting="")(**arguments)
+
+
 @dataclass
 class FunctionReward:
-    """Scores a batch on the calling thread, sample by sample; `timeout_s` limits one call.
+    """Scores a batch, sample by sample; `timeout_s` limits one call.
 
     Raises ValueError, naming the reward, for an option that the function does not take, and for
     functions that return no number when they are called: of coroutines, generators or objects.
     """
 
-    function: Callable[..., Any]
+    path: str
     options: Mapping[str, Any]
+    setting: str  # that names the path
     name: str
     timeout_s: float
     context: Collection[str] = ()  # further arguments of `call`
 
     def __post_init__(self) -> None:
+        function = import_function(self.path, setting=self.setting)
         try:
-            parameters = inspect.signature(self.function).parameters.values()
+            parameters = inspect.signature(function).parameters.values()
         except (TypeError, ValueError):  # some callables written in C have no signature
             parameters = ()
         for kind in UNUSABLE:
-            if kind(self.function) or kind(type(self.function).__call__):
+            if kind(function) or kind(type(function).__call__):
                 raise ValueError(
                     f"rewards: name={self.name!r} is not a plain function ({kind.__name__}); "
                     "name one that returns a number"
@@ -78,19 +92,33 @@ class FunctionReward:
         return Score(float(result))
 
     def check(self, answer: str | None, extra: Mapping[str, Any]) -> None:
-        """Raises ScoreError if the function demands what no sample of a problem has."""
+        """Raises ScoreError if the function demands what no sample of a problem has, or would get
+        what cannot be sent to its process.
+        """
         known = [*SUPPLIED, *self.context, *extra, *self.options]
         missing = sorted(self.required.difference(known))
         if missing:
             there = f"there are {', '.join(known)}"
             raise ScoreError("signature", f"it demands {', '.join(missing)}, but {there}")
+        try:
+            pickle.dumps(self._accept(extra))
+        except Exception as error:  # noqa: BLE001 (it runs code of the values)
+            raise ScoreError(
+                "signature", f"a field cannot be sent to the function's process: {error}"
+            ) from None
 
     def call(self, request: ScoreRequest, **context: Any) -> Any:
         """Returns the function's result.
 
-        Raises ScoreError if it takes too long, and the function's own errors.
+        Raises CallError if it takes too long or raises an error.
         """
-        arguments = {**request.arguments(), **context, **self.options}
-        if self.accepted is not None:
-            arguments = {name: arguments[name] for name in self.accepted if name in arguments}
-        return call_with_time_limit(partial(self.function, **arguments), timeout_s=self.timeout_s)
+        arguments = self._accept({**request.arguments(), **context, **self.options})
+        worker = worker_of(self.path.rpartition(":" if ":" in self.path else ".")[0])
+        return worker.call(_call, self.path, arguments, timeout_s=self.timeout_s)
+
+    def _accept(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            name: value
+            for name, value in arguments.items()
+            if self.accepted is None or name in self.accepted
+        }

@@ -15,6 +15,7 @@ from typing import Any
 
 from megarl.config.schema import Reward
 from megarl.config.section import AnySection, validate_options
+from megarl.jail.workers import CallError
 
 log = logging.getLogger(__name__)
 Decode = Callable[[Sequence[int]], str]  # token ids -> text
@@ -72,12 +73,8 @@ class Score:
     steps: tuple[tuple[int, float], ...] | None = None
 
 
-class ScoreError(Exception):
+class ScoreError(CallError):
     """A sample could not be scored, for the reason `cause`."""
-
-    def __init__(self, cause: str, detail: str) -> None:
-        super().__init__(detail)
-        self.cause = cause
 
 
 @dataclass(frozen=True)
@@ -107,10 +104,10 @@ def try_score(score: Callable[..., Score], *args: Any) -> Score:
     """Returns ``score(*args)``, or a score without a value for any error, also one among `args`."""
     try:
         for arg in args:
-            if isinstance(arg, ScoreError):
+            if isinstance(arg, CallError):
                 raise arg
         return score(*args)
-    except ScoreError as error:
+    except CallError as error:
         return Score(None, error.cause, str(error))
     except (Exception, SystemExit) as error:  # noqa: BLE001 (user code may fail in any way)
         return Score(None, "error", f"raised {type(error).__name__}: {error}")

@@ -18,7 +18,6 @@ import json
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any, Literal
 
 from pydantic import PositiveFloat, PositiveInt, model_validator
@@ -26,6 +25,7 @@ from pydantic import PositiveFloat, PositiveInt, model_validator
 from megarl.config.schema import Reward
 from megarl.config.section import Pattern, refuse
 from megarl.data.thoughts import after_thoughts
+from megarl.jail.workers import TimeLimitExceeded, worker_of
 from megarl.rewards.interface import (
     BatchReward,
     Score,
@@ -35,7 +35,6 @@ from megarl.rewards.interface import (
     try_score,
 )
 from megarl.rewards.remote import HttpClient, HttpOptions, finite_number
-from megarl.rewards.time_limit import TimeLimitExceeded, call_with_time_limit
 
 TEMPLATE = """Grade the response to the task below.
 
@@ -183,7 +182,7 @@ def parse_score(text: str, tag: str, rule: str, *, field: str = "score", pattern
     parts = re.split(re.escape(MARK + tag), text, flags=re.IGNORECASE)[1:]
     parts = [LEAD.sub("", part) for part in parts]
     if rule == "regex":
-        verdicts = call_with_time_limit(partial(_numbers, pattern, parts), timeout_s=REGEX_S)
+        verdicts = worker_of(__name__).call(_numbers, pattern, parts, timeout_s=REGEX_S)
     elif rule == "number":
         verdicts = _numbers(NUMBER, parts)
     else:

@@ -17,7 +17,6 @@ import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from statistics import fmean
 from typing import Any, Literal
 
@@ -25,7 +24,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from megarl.config.schema import Reward
 from megarl.config.section import Pattern
-from megarl.data.user_code import import_function
+from megarl.jail.workers import CallError, worker_of
 from megarl.rewards.functions import FunctionReward
 from megarl.rewards.interface import (
     BatchReward,
@@ -37,7 +36,6 @@ from megarl.rewards.interface import (
     try_score,
 )
 from megarl.rewards.remote import HttpClient, HttpOptions, finite_number, request_row, score_batches
-from megarl.rewards.time_limit import call_with_time_limit
 
 SPLITTERS = {  # the delimiter that ends a step and is part of it
     "paragraph": r"\n[ \t]*\n\s*",
@@ -80,8 +78,9 @@ def make_process(reward: Reward, decode: Decode) -> BatchReward:
         total_s = scorer.total_s
     else:
         scorer = FunctionReward(
-            import_function(options.scorer, setting="rewards: name='process', scorer"),
+            options.scorer,
             options.options,
+            "rewards: name='process', scorer",
             f"process, scorer {options.scorer}",
             options.function_s,
             context=("steps",),
@@ -110,12 +109,13 @@ class _Process:
             for row, request in enumerate(requests)
         ]
 
-    def _split(self, request: ScoreRequest) -> list[str] | ScoreError:
+    def _split(self, request: ScoreRequest) -> list[str] | CallError:
         pattern = self.options.pattern or SPLITTERS[self.options.splitter]
-        split = partial(split_steps, request.response, pattern)
+        worker = worker_of(__name__)
+        limit_s = self.options.function_s
         try:
-            return call_with_time_limit(split, timeout_s=self.options.function_s)
-        except ScoreError as error:
+            return worker.call(split_steps, request.response, pattern, timeout_s=limit_s)
+        except CallError as error:
             return error
 
     def _score(self, request: ScoreRequest, steps: list[str], scores: Any) -> Score:

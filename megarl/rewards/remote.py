@@ -53,6 +53,7 @@ from pydantic import BaseModel, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.schema import Reward, Section
 from megarl.config.section import not_misread
+from megarl.jail.workers import CallError
 from megarl.platform.env import SECRET, SECRET_NAMES, get_env, redact
 from megarl.rewards.interface import (
     UNREACHABLE,
@@ -74,7 +75,7 @@ MAX_PAUSE_S = 60.0
 CANCEL_S = 10.0  # for cancelling requests once total_s is up
 
 
-class _Retryable(ScoreError):
+class _Retryable(CallError):
     """A failure that may not recur in another attempt, at least `pause_s` from now."""
 
     pause_s = 0.0

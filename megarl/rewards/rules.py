@@ -8,17 +8,18 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from megarl.data.task_judge import TaskJudge, judge_answers
 from megarl.data.thoughts import is_thought_and_answer
+from megarl.data.user_code import Alarm, alarm
 from megarl.jail.judging import JudgePool
+from megarl.jail.workers import TimeLimitExceeded
 from megarl.rewards.interface import Score, ScoreError, ScoreRequest, try_score
 from megarl.rewards.maths import compare, texts_of
 from megarl.rewards.reading import BALANCED
-from megarl.rewards.time_limit import call_with_time_limit
 
 MATHS = JudgePool("megarl.rewards.maths:make_judge", "megarl.rewards.maths:import_math_verify")
 PARSER = "antlr4-python3-runtime"
@@ -110,7 +111,11 @@ class Accuracy:
                 )
 
     def _call(self, judge: Callable[[str], float], text: str) -> Score:
-        return Score(float(call_with_time_limit(partial(judge, text), timeout_s=self.timeout_s)))
+        try:
+            with alarm(self.timeout_s):
+                return Score(float(judge(text)))
+        except Alarm:
+            raise TimeLimitExceeded(self.timeout_s) from None
 
 
 def format_think(*, response: str, opening: str = "") -> float:
@@ -126,4 +131,4 @@ def even_fraction(*, tokens: Sequence[int]) -> float:
     return sum(token % 2 == 0 for token in tokens) / max(len(tokens), 1)
 
 
-BUILT_IN: dict[str, Callable[..., float]] = {"format": format_think}
+BUILT_IN = {"format": f"{__name__}:format_think"}

@@ -1,6 +1,6 @@
 """Scores samples by a weighted sum of named rewards, none of which can block the run forever.
 
-    samples --> requests --+--> functions: on this thread, each call under a time limit --+--> score
+    samples --> requests --+--> functions: in processes, each call under a time limit ----+--> score
                            +--> code, servers, judges: on their own threads, while -------+
                                 others are still generated
 
@@ -12,9 +12,9 @@ with all retries, stops the run, which can be resumed.
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 
@@ -23,7 +23,6 @@ from megarl.data.thoughts import PROMPT_TOKENS, opened_tag
 from megarl.rewards.answers import extract_answer
 from megarl.rewards.catalog import make_rewards
 from megarl.rewards.interface import UNREACHABLE, BatchReward, Decode, Score, ScoreRequest
-from megarl.rewards.time_limit import on_daemon_thread
 from megarl.types import CheckFailed, Prompt, Sample
 
 log = logging.getLogger(__name__)
@@ -177,13 +176,13 @@ class _Worker:
         self.reward = reward
         self.scores = {}  # by request.id
         self.inbox = SimpleQueue[list[ScoreRequest]]()  # an empty list is the end
-        self.done = on_daemon_thread(self._run)
+        self.thread = threading.Thread(target=self._run, daemon=True)  # it may never end
+        self.thread.start()
 
     def results(self, requests: Sequence[ScoreRequest], started: float) -> list[Score]:
         """Returns scores; those that are not there `total_s` after `started` have no value."""
         limit = self.reward.total_s or 0.0
-        with suppress(TimeoutError):
-            self.done.result(max(started + limit - time.monotonic(), 0))
+        self.thread.join(max(started + limit - time.monotonic(), 0))
         scores = self.scores.copy()
         num_late = sum(request.id not in scores for request in requests)
         late = Score(None, "timeout", f"did not score {num_late} samples within {limit:.0f} s")

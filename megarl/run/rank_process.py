@@ -34,7 +34,7 @@ from megarl.processes.exit_codes import (
     to_record,
     write_exit,
 )
-from megarl.processes.heartbeat import Slots
+from megarl.processes.heartbeat import FailureWatch, Slots
 
 
 def main(config_path: str, command: str = "train") -> int:
@@ -74,8 +74,6 @@ def run_rank(config: Config, env: Env, command: str) -> int:
         slots.start_beating(env.rank, phase)
     try:
         if env.has_launcher and not env.launched and env.world_size > 1:
-            from megarl.processes.torchrun_watch import FailureWatch
-
             watch = FailureWatch(env, phase, config.launch.timeout_s, note_exit, say)
         _run(config, env, phase, command)
     except KeyboardInterrupt:
@@ -105,7 +103,7 @@ def _set_variables(env: Env) -> None:
         VLLM_ENABLE_V1_MULTIPROCESSING=0,
         VLLM_LOGGING_STREAM="ext://sys.stderr",
         TOKENIZERS_PARALLELISM="false",
-        # collectives, for processes.late_ranks
+        # collectives, for processes.heartbeat
         TORCH_FR_BUFFER_SIZE=get_env("TORCH_FR_BUFFER_SIZE", "256"),
         # kernels run in the order of their launch, on which Megatron's overlap of communication
         # relies

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.schema import Config, Telemetry
-from megarl.platform.env import get_env, log_text
-from megarl.platform.packages import require
+from megarl.platform.env import get_env, log_text, require
 from megarl.processes.files import write_atomic
 from megarl.telemetry.metrics import iterate_jsonl, read_metrics
 

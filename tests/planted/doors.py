@@ -4,6 +4,7 @@ SECRETS = "unit/test_secrets.py"
 SERVED = "unit/commands/test_serve_reward.py"
 PACKAGES = "unit/platform/test_packages.py"
 CATALOG = "unit/rewards/test_catalog.py"
+SCORER = "unit/rewards/test_scorer.py"
 LOAD = "unit/config/test_load.py"
 REPORT = "unit/telemetry/test_report.py"
 
@@ -120,9 +121,27 @@ DOORS = [
     ),
     (
         "rewards/functions.py",
-        "or kind(type(self.function).__call__)",
+        "or kind(type(function).__call__)",
         "",
         f"{CATALOG}::test_what_returns_no_number_is_no_reward",
+    ),
+    (
+        "rewards/functions.py",
+        "pickle.dumps(self._accept(extra))",
+        "pass",
+        f"{SCORER}::test_what_cannot_be_sent_to_a_function_is_refused_before_a_run",
+    ),
+    (
+        "rewards/functions.py",
+        'self.path.rpartition(":" if ":" in self.path else ".")[0]',
+        "self.path",
+        f"{SCORER}::test_functions_of_a_module_share_their_state_until_one_is_late",
+    ),
+    (
+        "rewards/functions.py",
+        "    clean_logs()\n",
+        "",
+        "unit/test_secrets.py::test_a_users_function_that_raises_with_a_secret",
     ),
     (
         "rewards/process.py",

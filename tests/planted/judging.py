@@ -1,6 +1,7 @@
 """Mistakes in what judges responses: the fork server, the judges' processes, task judges and mathematics."""
 
 FORK_SERVER = "unit/jail/test_fork_server.py"
+WORKERS = "unit/jail/test_workers.py"
 JUDGING = "unit/jail/test_judging.py"
 JUDGES = "unit/data/test_task_judge.py"
 MATHS = "unit/rewards/test_maths.py"
@@ -125,7 +126,7 @@ JUDGED = [
     ),
     (
         "jail/fork_server.py",
-        "env=ENVIRONMENT,",
+        "env=ENVIRONMENT if self.is_clean else None,",
         "env=None,",
         f"{FORK_SERVER}::test_a_child_has_nothing_of_the_caller_and_nothing_of_its_siblings",
     ),
@@ -153,6 +154,36 @@ JUDGED = [
         "self.process is None or self.process.poll() is not None:",
         "self.process is None:",
         f"{FORK_SERVER}::test_a_fork_of_the_caller_starts_its_own_server",
+    ),
+    (
+        "jail/fork_server.py",
+        'settings = {"stdout": sys.stdout}',
+        'settings = {"cwd": "/"}',
+        f"{WORKERS}::test_a_worker_has_the_callers_environment_folder_and_search_path",
+    ),
+    (
+        "jail/workers.py",
+        "sys.path[:] = path",
+        "pass",
+        f"{WORKERS}::test_a_worker_has_the_callers_environment_folder_and_search_path",
+    ),
+    (
+        "jail/workers.py",
+        "or _receive(connection, timeout_s)",
+        "or _receive(connection, START_S)",
+        f"{WORKERS}::test_a_call_that_is_late_is_stopped_and_another_process_takes_over",
+    ),
+    (
+        "jail/workers.py",
+        'arguments = pickle.loads(task)\n                connection.send_bytes(b"")\n',
+        'arguments = connection.send_bytes(b"") or pickle.loads(task)\n',
+        f"{WORKERS}::test_importing_a_function_is_no_part_of_its_time",
+    ),
+    (
+        "jail/workers.py",
+        "            self._process = child, connection\n",
+        "",
+        f"{WORKERS}::test_a_worker_is_used_again_and_tells_what_was_raised",
     ),
     (
         "jail/judging.py",

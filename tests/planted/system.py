@@ -266,23 +266,23 @@ SYSTEM = [
     *[
         (f"processes/{file}.py", text, mistake, f"unit/processes/test_heartbeat.py::{test}")
         for file, text, mistake, test in [
-            ("late_ranks", "self.cpu_s < self.seconds * BUSY_CPU", "True", "test_who_is_late"),
+            ("heartbeat", "self.cpu_s < self.seconds * BUSY_CPU", "True", "test_who_is_late"),
             (
-                "late_ranks",
+                "heartbeat",
                 "return stuck, waiting",
                 "return list(states), waiting",
                 "test_who_is_late",
             ),
-            ("late_ranks", "if place not in usual]", "]", "test_who_is_late"),
-            ("late_ranks", "(state.phase, state.operation)", "state.operation", "test_who_is_late"),
+            ("heartbeat", "if place not in usual]", "]", "test_who_is_late"),
+            ("heartbeat", "(state.phase, state.operation)", "state.operation", "test_who_is_late"),
             (
-                "late_ranks",
+                "heartbeat",
                 '"/megarl/rewards/" in file',
                 "False",
                 "test_a_sample_shows_where_the_main_thread_is",
             ),
             (
-                "late_ranks",
+                "heartbeat",
                 "p2p_communication|",
                 "",
                 "test_a_sample_shows_where_the_main_thread_is",

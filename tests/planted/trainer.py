@@ -108,7 +108,7 @@ TRAINER = [
         "unit/algorithms/test_formulas.py::test_returns_are_the_double_loop_and_skip_holes",
     ),
     (
-        "processes/torchrun_watch.py",
+        "processes/heartbeat.py",
         'serves = env.is_main and get_env("TORCHELASTIC_USE_AGENT_STORE") != "True"',
         "serves = False",
         "dist/test_nodes.py::test_a_failure_on_one_node_ends_the_other_and_is_said[False]",

@@ -141,7 +141,7 @@ UNTRUSTED = [
         f"{SPAWN}::test_a_folder_has_one_run_though_its_lock_is_removed_or_reached_by_a_link",
     ),
     (
-        "platform/alarm.py",
+        "data/user_code.py",
         "if threading.current_thread() is not threading.main_thread():",
         "if False:",
         f"{CHAT}::test_a_template_renders_in_a_servers_thread",

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote, quote_plus
 
@@ -17,6 +18,7 @@ import pytest
 
 from megarl import cli
 from megarl.config.schema import Reward
+from megarl.jail import workers
 from megarl.platform.env import MAX_CHARS, READ_CHARS, clean_logs, log_text, redact
 from megarl.processes.exit_codes import Failure, parse_record, say, to_record, write_exit
 from megarl.rewards import scorer
@@ -197,7 +199,9 @@ def test_failures_and_warnings(tmp_path: Path, capfd: pytest.CaptureFixture[str]
 
 
 def test_a_users_function_that_raises_with_a_secret(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from megarl.types import Prompt, Sample
 
@@ -209,14 +213,19 @@ def test_a_users_function_that_raises_with_a_secret(
     clean_logs()
     # libraries disable loggers that exist
     monkeypatch.setattr(scorer, "log", logging.getLogger(__name__))
+    server = replace(workers.SERVER, process=None, requests=None)  # with this environment
+    monkeypatch.setattr(workers, "SERVER", server)
     [scored] = (
         scorer.make_scorer([Reward(name=f"{__name__}:leaks")]).start([prompt]).results([sample])
     )
     assert scored.reward is None and "$SCORER_SECRET" in caplog.text
     assert "canary" not in caplog.text
+    logged = capfd.readouterr().err
+    assert "asked with $SCORER_SECRET" in logged and "canary" not in logged
 
 
 def leaks(response: str) -> float:
+    logging.warning(f"asked with {os.environ['SCORER_SECRET']}")
     raise ConnectionError(f"401 for {os.environ['SCORER_SECRET']}")
 
 

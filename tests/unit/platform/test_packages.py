@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from megarl.cli import main
-from megarl.platform.env import is_installed
-from megarl.platform.packages import OPTIONAL
+from megarl.platform.env import OPTIONAL, is_installed
 
 ROOT = Path(__file__).resolve().parents[3]
 DRY = ["train", str(ROOT / "configs/tiny_dense.yaml"), "--dry-run"]

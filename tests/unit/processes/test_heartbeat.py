@@ -13,8 +13,14 @@ import pytest
 from megarl.platform.env import Env
 from megarl.processes import heartbeat
 from megarl.processes.exit_codes import CurrentPhase, Failure
-from megarl.processes.heartbeat import Heartbeats, Slots, shared_memory
-from megarl.processes.late_ranks import HOST, RankState, StackSampler, find_late
+from megarl.processes.heartbeat import (
+    HOST,
+    Heartbeats,
+    RankState,
+    Slots,
+    StackSampler,
+    find_late,
+)
 
 ROLLOUT = RankState(
     os.getpid(), HOST, "rollout", "engine step 7", False, False, 1.0, 1.0, "step (a/b.py:1)"
@@ -30,7 +36,7 @@ STUCK, BUSY = ROLLOUT._replace(seconds=41.0, cpu_s=0.2), ROLLOUT._replace(second
 def slots(monkeypatch: pytest.MonkeyPatch) -> Slots:
     for name, value in {"BEAT_S": 0.01, "STOPPED_S": 0.05, "SILENT_S": 0.05}.items():
         monkeypatch.setattr(heartbeat, name, value)
-    return Slots(shared_memory("test"))
+    return Slots(os.memfd_create("test"))
 
 
 def watch(heartbeats: Heartbeats, pids: dict[int, int], within_s: float) -> Failure | None:
@@ -80,7 +86,7 @@ def test_failures_are_read_whole_or_not_at_all(slots: Slots) -> None:
 def test_the_store_has_no_name_and_is_not_inherited() -> None:
     from datetime import timedelta
 
-    fd = shared_memory("store")
+    fd = os.memfd_create("megarl-store")
     os.set_inheritable(fd, True)  # as in a rank
     store = heartbeat.make_store(Env(store_fd=fd, launched=True), timedelta(seconds=0.2))
     store.set("key", "value")

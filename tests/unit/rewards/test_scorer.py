@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import re
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -17,12 +14,13 @@ import torch
 
 from megarl.config.schema import Reward, Task
 from megarl.data.tasks import load_task
-from megarl.rewards.interface import BatchReward, Score
+from megarl.rewards.interface import BatchReward, Score, ScoreError
 from megarl.rewards.scorer import Scorer, make_scorer
 from megarl.rollout.schedule import Rollouts
 from megarl.types import CheckFailed, Prompt, Sample
+from tests.unit.rewards import user_functions
 
-HERE = __name__
+FUNCTIONS = "tests.unit.rewards.user_functions"
 
 
 def sample(prompt_id: int = 0, index: int = 0, text: str = "17") -> Sample:
@@ -44,9 +42,8 @@ def sample(prompt_id: int = 0, index: int = 0, text: str = "17") -> Sample:
 PROMPT = Prompt(0, (4,), "what is 8 + 9?", "17", {"level": 3})
 
 
-def scorer_of(function, *, timeout_s: float = 10.0, **reward) -> Scorer:
-    setattr(sys.modules[HERE], "_reward", function)  # noqa: B010 (where a dotted path reaches it)
-    return make_scorer([Reward(name=f"{HERE}:_reward", **reward)], timeout_s=timeout_s)
+def scorer_of(function: str, *, timeout_s: float = 10.0, **reward) -> Scorer:
+    return make_scorer([Reward(name=f"{FUNCTIONS}:{function}", **reward)], timeout_s=timeout_s)
 
 
 def score_one(scorer: Scorer, text: str = "17") -> Sample:
@@ -70,32 +67,16 @@ def test_text_is_decoded_from_the_trainable_tokens():
 
 
 def test_a_function_takes_what_it_names():
-    def reward(response, tokens, level, bonus=0.0):
-        assert (response, tokens, level) == ("17", [5, 6, 8], 3)
-        return 1.0 + bonus
-
-    assert score_one(scorer_of(reward, options={"bonus": 2.0})).reward == 3.0
+    assert score_one(scorer_of("names", options={"bonus": 2.0})).reward == 3.0
 
 
 def test_a_function_may_take_everything():
-    def reward(prompt, **everything):
-        assert set(everything) == {
-            "response",
-            "answer",
-            "final_answer",
-            "tokens",
-            "finish",
-            "level",
-            "opening",
-        }
-        return len(prompt)
-
-    assert score_one(scorer_of(reward)).reward == len(PROMPT.text)
+    assert score_one(scorer_of("everything")).reward == len(PROMPT.text)
 
 
-def test_the_place_of_the_answer_holds_for_every_judge():
+def test_the_place_of_the_answer_holds_for_every_judge(tmp_path):
     """For a reference, for reasoning-gym's own judge and for a user's function alike."""
-    seen = []
+    file = tmp_path / "calls"
     gym = load_task(Task(name="reasoning_gym:chain_sum")).problem(0)
     prompts = [PROMPT, Prompt(1, (4,), str(gym.question), gym.answer, gym.extra)]
     texts = [
@@ -112,58 +93,43 @@ def test_the_place_of_the_answer_holds_for_every_judge():
             (1, 1, texts[2]),
         )
     ]
-    setattr(sys.modules[HERE], "_reward", lambda final_answer: seen.append(final_answer) or 0.0)  # noqa: B010
-    scorer = make_scorer([Reward(name="accuracy"), Reward(name=f"{HERE}:_reward")], answer="tag")
+    recorded = Reward(name=f"{FUNCTIONS}:record", options={"file": str(file)})
+    scorer = make_scorer([Reward(name="accuracy"), recorded], answer="tag")
     done = scorer.start(prompts).results(samples)
     assert [s.rewards["accuracy"] for s in done] == [0.0, 0.0, 1.0, 1.0]
     assert [s.extra.get("counted") for s in done] == [["reward/accuracy/no_answer"]] * 2 + [
         None
     ] * 2
+    seen = [json.loads(line)[1] for line in file.read_text().splitlines()]
     assert seen == [None, None, "17", gym.answer]
     assert all(s.reward is not None for s in done), (
         "no answer is the policy's fault: the sample is trained on"
     )
 
 
-def raises(response):
-    raise KeyError("no such test")
-
-
-def leaves(response):
-    sys.exit(3)
-
-
 @pytest.mark.parametrize(
     ("function", "cause"),
     [
-        (raises, "error"),
-        (leaves, "error"),
-        (lambda response: "good", "error"),
-        (lambda response: None, "error"),
-        (lambda missing: 1.0, "error"),
-        (lambda response: float("nan"), "nan"),
-        (lambda response: float("inf"), "nan"),
-        (lambda response: torch.tensor(float("nan")), "nan"),
+        ("raises", "error"),
+        ("leaves", "error"),
+        ("dies", "error"),
+        ("text", "error"),
+        ("nothing", "error"),
+        ("without_score", "error"),
+        ("demanding", "error"),
+        ("nan", "nan"),
+        ("infinite", "nan"),
+        ("nan_tensor", "nan"),
     ],
 )
 def test_a_hostile_function_loses_its_sample_only(function, cause):
     done = score_one(scorer_of(function))
     assert done.reward is None
     assert done.extra.pop("detail"), "why, for the message of a step without samples"
-    assert done.extra == {"kept": 1, "dropped": f"reward/{HERE}:_reward/{cause}"}
+    assert done.extra == {"kept": 1, "dropped": f"reward/{FUNCTIONS}:{function}/{cause}"}
 
 
-def hangs(response):
-    while True:
-        with contextlib.suppress(Exception):
-            time.sleep(0.01)
-
-
-def parses_for_ever(response):
-    return float(bool(re.match(r"(a+)+$", "a" * 40 + "b")))
-
-
-@pytest.mark.parametrize("function", [hangs, parses_for_ever])
+@pytest.mark.parametrize("function", ["hangs", "parses_for_ever"])
 def test_a_function_that_hangs_is_stopped(function):
     start = time.monotonic()
     done = score_one(scorer_of(function, timeout_s=0.2))
@@ -182,24 +148,23 @@ def test_maths_that_would_take_for_ever_is_worth_0():
     assert (done.reward, done.extra["counted"]) == (0.0, ["reward/accuracy/timeout"])
 
 
-def test_one_bad_sample_among_good_ones_and_the_alarm_is_off_after():
-    def reward(response):
-        return 1 / (int(response) - 1)
-
+def test_one_bad_sample_among_good_ones_and_the_limit_is_off_after():
     samples = [sample(index=i, text=str(i)) for i in range(3)]
-    done = scorer_of(reward, timeout_s=0.3).start([PROMPT]).results(samples)
+    scorer = scorer_of("reciprocal", timeout_s=0.3)
+    done = scorer.start([PROMPT]).results(samples)
     assert [s.reward for s in done] == [-1.0, None, 1.0]
     assert [s.index for s in done] == [0, 1, 2]
-    time.sleep(0.5)  # an alarm left on would end the test
+    time.sleep(0.5)  # a limit left on would end the process
+    assert score_one(scorer, "2").reward == 1.0
 
 
 def test_a_sum_that_overflows():
-    scorer = scorer_of(lambda response: 1e308, weight=1e10)
+    scorer = scorer_of("large", weight=1e10)
     assert score_one(scorer).extra["dropped"] == "reward/total/nan"
 
 
 def test_each_cause_is_logged_once(caplog):
-    scorer = scorer_of(raises)
+    scorer = scorer_of("raises")
     for _ in range(3):
         score_one(scorer)
     assert len(caplog.records) == 1
@@ -207,20 +172,39 @@ def test_each_cause_is_logged_once(caplog):
 
 
 def test_limits_hold_on_another_thread_too():
-    """Where no signal arrives; megarl.rewards.time_limit has the ways."""
-    over, done = threading.Event(), []
-    for function in (lambda response: 1.0, lambda response: over.wait(5)):
+    done = []
+    for function in ("reference", "hangs"):
         scorer = scorer_of(function, timeout_s=0.3)
         thread = threading.Thread(target=lambda scorer=scorer: done.append(score_one(scorer)))
         thread.start()
         thread.join()
-    over.set()
-    assert done[0].reward == 1.0
+    assert done[0].reward == 17.0
     assert done[1].extra["dropped"].endswith("/timeout")
 
 
+def test_functions_of_a_module_share_their_state_until_one_is_late():
+    """Also with a scorer that is made later, as for an evaluation; never that of this process."""
+    score_one(scorer_of("dies"))  # the process before
+    rewards = [Reward(name=f"{FUNCTIONS}:{name}") for name in ("counts", "counts_too")]
+    totals = [score_one(make_scorer(rewards)).reward for _ in range(2)]
+    assert totals == [1 + 2, 3 + 4] and not user_functions.CALLS
+    late = score_one(make_scorer(rewards[:1], timeout_s=0.2), "sleep")
+    assert late.extra["dropped"] == f"reward/{FUNCTIONS}:counts/timeout"
+    assert late.extra["detail"] == "took longer than 0.2 s"
+    assert score_one(make_scorer(rewards)).reward == 1 + 2
+
+
+def test_what_cannot_be_sent_to_a_function_is_refused_before_a_run():
+    (reward,) = scorer_of("everything").rewards
+    assert reward.check
+    with pytest.raises(ScoreError, match="cannot be sent to the function's process"):
+        reward.check("17", {"level": 3, "score": lambda text: 1.0})
+    reward.check("17", {"level": 3, "score": float})
+    scorer_of("reference").rewards[0].check("17", {"score": lambda text: 1.0})
+
+
 def test_prompts_are_matched_by_id():
-    scorer = scorer_of(lambda answer: float(answer))
+    scorer = scorer_of("reference")
     prompts = [Prompt(5, (), "", "50"), Prompt(3, (), "", "30")]
     done = scorer.start(prompts).results([sample(3), sample(5), sample(3, 1)])
     assert [s.reward for s in done] == [30.0, 50.0, 30.0]
@@ -252,23 +236,19 @@ def test_servers_are_asked_while_rules_run(served):
         first = iter([all_at_once.wait])
         return lambda: next(first, lambda timeout: None)(timeout=30)
 
-    urls, meet = [served.on(echo(party())), served.on(echo(party()))], party()
+    urls = [served.on(echo(party())) for _ in range(3)]
 
-    def rule(response):
-        meet()
-        return 1.0
-
-    setattr(sys.modules[HERE], "_reward", rule)  # noqa: B010
+    rule = f"{FUNCTIONS}:asks"
     scorer = make_scorer(
         [
             Reward(name=urls[0]),
-            Reward(name=f"{HERE}:_reward", weight=10.0),
+            Reward(name=rule, weight=10.0, options={"url": urls[2]}),
             Reward(name=urls[1], weight=100.0),
         ]
     )
     done = scorer.start([PROMPT]).results([sample(index=i) for i in range(3)])
     assert [s.reward for s in done] == [10.0, 111.0, 212.0]
-    assert list(done[1].rewards) == [urls[0], f"{HERE}:_reward", urls[1]]  # the config's order
+    assert list(done[1].rewards) == [urls[0], rule, urls[1]]  # the config's order
 
 
 class Hangs:
@@ -306,23 +286,26 @@ class Seen:
         return [Score(float(request.id.split("/")[1])) for request in requests]
 
 
-def test_a_slow_reward_scores_what_is_finished_while_others_are_generated():
-    slow, quick = Seen(), []
-    setattr(sys.modules[HERE], "_reward", lambda response: quick.append(response) or 0.0)  # noqa: B010
-    scorer = make_scorer([Reward(name=f"{HERE}:_reward")])
+def test_a_slow_reward_scores_what_is_finished_while_others_are_generated(tmp_path):
+    slow, quick = Seen(), tmp_path / "calls"
+    scorer = scorer_of("record", options={"file": str(quick)})
     scorer = replace(
         scorer, rewards=(*scorer.rewards, BatchReward("slow", 1.0, slow, total_s=30.0))
     )
     samples = [sample(index=index, text=str(index)) for index in range(4)]
     scoring = scorer.start([PROMPT])
     scoring.add(samples[2:3])
-    assert slow.called.wait(30) and not quick, "one batch at a time, and functions at the end"
+    assert slow.called.wait(30) and not quick.exists(), (
+        "one batch at a time, and functions at the end"
+    )
     scoring.add(samples[3:])
     scoring.add([])
     scoring.add(samples[:1])
     slow.go.set()
     done = scoring.results(samples)  # the one that was not added, too
-    assert [s.reward for s in done] == [0.0, 1.0, 2.0, 3.0] and quick == ["0", "1", "2", "3"]
+    assert [s.reward for s in done] == [0.0, 1.0, 2.0, 3.0]
+    calls = [json.loads(line)[0] for line in quick.read_text().splitlines()]
+    assert calls == ["0", "1", "2", "3"]
     assert slow.batches[0] == ["0/2"] and [id for batch in slow.batches for id in batch] == [
         "0/2",
         "0/3",

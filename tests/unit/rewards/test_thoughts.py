@@ -68,7 +68,7 @@ def test_rewards_know_what_the_prompt_opened():
         {"accuracy": 0.0, "format": 0.0},
         {"accuracy": 1.0, "format": 1.0},
     ]
-    scorer = scorer_of(lambda opening: float(opening == "<think>"))
+    scorer = scorer_of("has_opening")
     assert scorer.start([prompt]).results([sample()])[0].reward == 1.0
     assert scorer.start([PROMPT]).results([sample()])[0].reward == 0.0
     assert request_row(ScoreRequest("0", "", "", opening="<think>"))["opening"] == "<think>"

@@ -1,0 +1,110 @@
+"""Calls trusted functions in long-lived processes, so that a call that is late can be killed.
+
+    caller --function, arguments: a pickle--> worker: a child of the fork server, with all rights
+           <--- it has begun; the result ----
+
+A worker imports the module of a function once, and keeps its state, until a call is late or ends
+the process; the next call starts another one. It has the caller's environment, folder, output and
+search path, but it is not the caller's process.
+"""
+
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from megarl.jail.fork_server import Child, ForkServer
+
+START_S = 600.0  # for a worker to import a function
+SERVER = ForkServer([__name__], [str(Path(__file__).parents[2])], is_clean=False)
+
+
+class CallError(Exception):
+    """A call failed, for the reason `cause`, one word."""
+
+    def __init__(self, cause: str, detail: str) -> None:
+        super().__init__(detail)
+        self.cause = cause
+
+
+class TimeLimitExceeded(CallError):
+    """The call took longer than its limit and was stopped."""
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__("timeout", f"took longer than {timeout_s} s")
+
+
+class Worker:
+    """A process that makes one call at a time; any thread may ask for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: tuple[Child, Connection] | None = None
+
+    def call(self, function: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
+        """Returns ``function(*arguments)``, which are pickled, functions by their names.
+
+        Raises TimeLimitExceeded, and CallError if the function raises or its process ends.
+        """
+        task = pickle.dumps((function, arguments))
+        with self._lock:
+            child, connection = self._process or _start()
+            self._process = None
+            try:
+                connection.send_bytes(task)
+                # a worker that has begun sends nothing, and then its reply
+                reply = _receive(connection, START_S) or _receive(connection, timeout_s)
+            except (EOFError, ConnectionError):
+                raise CallError("error", f"its process ended with status {child.kill()}") from None
+            except BaseException:
+                child.kill()
+                raise
+            self._process = child, connection
+        # from our own process, which runs the user's function
+        status, value = pickle.loads(reply)
+        if status == "error":
+            raise CallError("error", f"raised {value}")
+        return value
+
+
+@cache
+def worker_of(name: str) -> Worker:
+    """Returns the worker of this name: functions that it calls share their state."""
+    return Worker()
+
+
+def _start() -> tuple[Child, Connection]:
+    connection, worker_end = Pipe()
+    with worker_end:
+        return SERVER.start(f"{__name__}:serve", sys.path, [worker_end.fileno()]), connection
+
+
+def _receive(connection: Connection, timeout_s: float) -> bytes:
+    if not connection.poll(timeout_s):
+        raise TimeLimitExceeded(timeout_s)
+    return connection.recv_bytes()
+
+
+# --- the worker -----------------------------------------------------------------------------------
+
+
+def serve(path: Sequence[str], descriptor: int) -> None:
+    """Makes calls until the caller closes the connection."""
+    sys.path[:] = path
+    connection = Connection(descriptor)
+    with suppress(EOFError):
+        while True:
+            task = connection.recv_bytes()
+            try:
+                function, arguments = pickle.loads(task)
+                connection.send_bytes(b"")
+                reply = pickle.dumps(("value", function(*arguments)))
+            except (Exception, SystemExit) as error:  # noqa: BLE001 (it may fail in any way)
+                reply = pickle.dumps(("error", f"{type(error).__name__}: {error}"))
+            connection.send_bytes(reply)
