@@ -7,7 +7,7 @@ a random model if something needs it.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from pathlib import Path
 
 from megarl.config.load import resolved_yaml
@@ -73,13 +73,7 @@ def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
         copied_files(folder)
     is_evaluated = command == "eval" or config.eval.every > 0
     check = ProblemCheck(config, folder, command)
-    notes += check_tasks(
-        config.task,
-        config.eval,
-        held_out=is_evaluated,
-        check=check,
-        check_set=partial(check, learns="prompts"),
-    )
+    notes += check_tasks(config.task, config.eval, held_out=is_evaluated, check=check)
     notes += check.notes
     if engine:
         for rewards in (config.rewards, config.iterative.reward_model.labels):
@@ -122,11 +116,11 @@ class ProblemCheck:
         if task.ignore_media:
             self.notes.append("task.ignore_media: images, audio and video are left out")
 
-    def __call__(self, source: Source, learns: str = "") -> None:
-        """Raises ValueError, with file and line. `learns` prompts: it is only evaluated on."""
+    def __call__(self, source: Source, is_eval_set: bool) -> None:
+        """Raises ValueError, with file and line. Of an evaluation set, only prompts are read."""
         self.sources.append(source)
         config = self.config
-        learns = learns or self.learns
+        learns = "prompts" if is_eval_set else self.learns
         if learns == "feedback":
             self.notes += check_feedback(
                 source,

@@ -11,7 +11,7 @@ last. JSON and CSV are read as they are: Arrow would take some texts for dates o
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +68,10 @@ def load_rows(
         return read_problem(row, where, options, ignore_media=ignore_media)
 
     def scan() -> Iterator[Problem]:
+        tables = dataset.with_format("arrow").iter(batch_size=BATCH)
+        rows = chain.from_iterable(table.to_pylist() for table in tables)
         try:
-            yield from map(problem, count(), _read_batches(dataset))
+            yield from map(problem, count(), rows)
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"hf:{name} has a text that is not UTF-8 ({error}); write its files again"
@@ -87,12 +89,6 @@ def _as_written(value: Any, kind: Callable[[float], np.floating[Any]]) -> Any:
     if isinstance(value, float) and kind(value) == value:  # that of a double is another
         return float(str(kind(value)))
     return value
-
-
-def _read_batches(dataset: Any) -> Iterator[dict[str, Any]]:
-    for batch in dataset.iter(batch_size=BATCH):
-        for row in zip(*batch.values(), strict=True):
-            yield dict(zip(batch, row, strict=True))
 
 
 def _read(name: str, options: DatasetOptions, split: str) -> Any:
@@ -118,7 +114,7 @@ def _read(name: str, options: DatasetOptions, split: str) -> Any:
         separator = getattr(builder.config, "sep", ",")
         read_cells = partial(read_table, columns=options, separator=separator)
         readers = {"json": read_rows, "csv": read_cells}
-        read = readers.get(type(builder).__module__.rpartition(".")[2])
+        read = readers.get(builder.name)
         if read:
             return _read_files(read, files, datasets.ReadInstruction.from_spec(split))
         builder.download_and_prepare()
@@ -140,26 +136,22 @@ def _read(name: str, options: DatasetOptions, split: str) -> Any:
 def _read_files(
     read: Callable[..., Iterable[tuple[str, Any]]], files: Mapping[str, Sequence[str]], split: Any
 ) -> list[tuple[str, Any]]:
+    import fsspec
+
     rows = {}
     for key, names in files.items():
         part = str(key)
         rows[part] = []
         if re.search(rf"\b{re.escape(part)}\b", str(split)):
             for name in names:
-                rows[part] += read(_open(name), name)
+                with fsspec.open(name, "rb", compression="infer") as lines:
+                    rows[part] += read(lines, name)
     chosen = []
     for part in split.to_absolute({part: len(values) for part, values in rows.items()}):
         chosen += rows[part.splitname][part.from_ : part.to]
     if not chosen:
         raise ValueError(EMPTY[0])
     return chosen
-
-
-def _open(file: str) -> Iterator[bytes]:
-    import fsspec
-
-    with fsspec.open(file, "rb", compression="infer") as lines:
-        yield from lines
 
 
 def resolve(name: str, options: DatasetOptions) -> Path:

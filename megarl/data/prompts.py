@@ -8,10 +8,10 @@ import logging
 import math
 import random
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import islice
 from typing import Any
 
 from megarl.data.rows import Problem, errors_of
@@ -22,20 +22,6 @@ from megarl.types import Prompt
 log = logging.getLogger(__name__)
 
 MAX_SKIPS = 1000  # consecutive prompts that are too long
-
-
-def interleave(weights: Sequence[float]) -> Iterator[tuple[int, int]]:
-    """Yields (part, position within the part) without end, in proportion to `weights`.
-
-    Problem n of a part is due at time (n + 1/2) / weight, as in Webster's apportionment: each
-    part's count is always within half the number of parts of its exact share.
-    """
-
-    counts = [0] * len(weights)
-    while True:
-        part = min(range(len(weights)), key=lambda part: (counts[part] + 0.5) / weights[part])
-        yield part, counts[part]
-        counts[part] += 1
 
 
 @dataclass
@@ -54,6 +40,7 @@ class PromptStream:
     _orders: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
     # part and number within it, of each position so far of a mixture: number x parts + part
     _drawn: "array[int]" = field(default_factory=partial(array, "q"))
+    _counts: Counter[int] = field(default_factory=Counter)  # of each part in `_drawn`
 
     def take(self, count: int, *, repeat: bool = True) -> list[Prompt]:
         """The next `count` prompts.
@@ -142,16 +129,21 @@ class PromptStream:
         self.skipped = int(state["skipped"])
         self.kept.update(state.get("kept", {}))
 
-    @cached_property
-    def _parts(self) -> Iterator[tuple[int, int]]:
-        return interleave([source.weight for source in self.sources])
-
     def _next(self) -> tuple[int, int]:
-        """The part at `position`, and the position within that part's own stream; moves on."""
+        """The part at `position`, and the position within that part's own stream; moves on.
+
+        Problem n of a part is due at time (n + 1/2) / weight, as in Webster's apportionment: each
+        part's count is always within half the number of parts of its exact share.
+        """
         size = len(self.sources)
+        counts = self._counts
         self.position += 1
-        fresh = islice(self._parts, max(self.position - len(self._drawn), 0))
-        self._drawn.extend(number * size + part for part, number in fresh)
+        while len(self._drawn) < self.position:
+            part = min(
+                range(size), key=lambda part: (counts[part] + 0.5) / self.sources[part].weight
+            )
+            self._drawn.append(counts[part] * size + part)
+            counts[part] += 1
         number, part = divmod(self._drawn[self.position - 1], size)
         return part, number
 

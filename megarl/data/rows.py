@@ -211,8 +211,7 @@ def errors_of(where: str) -> Iterator[None]:
     except (FileNotFoundError, ValueError) as error:
         if not where:
             raise
-        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
-        raise kind(f"{where}: {error}") from None
+        raise ValueError(f"{where}: {error}") from None
 
 
 def read_rows(lines: Iterable[bytes], file: object) -> Iterator[tuple[str, Any]]:

@@ -12,7 +12,6 @@ file or split are removed from the first.
 
 import hashlib
 import random
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -116,41 +115,35 @@ def load_task(task: Task, split: Split = "train", eval_tasks: Sequence[Task] = (
     return replace(source, size=size, scan=scan and (lambda: islice(scan(), size)))
 
 
-def read_all(source: Source) -> None:
-    """Raises ValueError for a row that is no problem."""
-    deque(source.problems(), maxlen=0)
-
-
 def check_tasks(
     task: Task,
     evaluated: Eval,
     *,
-    held_out: bool = False,
-    check: Callable[[Source], object] = read_all,
-    check_set: Callable[[Source], object] = read_all,
+    held_out: bool,
+    check: Callable[[Source, bool], object],
 ) -> Iterator[str]:
     """Loads everything once, so that errors surface before anything starts; yields what the user
     should know.
 
-    `held_out`: the command evaluates; `check`: of the task's sources; `check_set`: of those of
-    evaluation sets. Raises like `load_task`.
+    `held_out`: the command evaluates; `check`: of each source, which reads all its problems, with
+    True for those of evaluation sets. Raises like `load_task`.
     """
     eval_tasks = [eval_task(task, part) for part in evaluated.sets]
-    sets = [("eval.size", evaluated.size, task, check)] if evaluated.size else []
+    sets = [("eval", evaluated.size, task)] if evaluated.size else []
     for part, other in zip(evaluated.sets, eval_tasks, strict=True):
-        sets.append((f"eval.sets: {part.name} has size", part.size, other, check_set))
+        sets.append((f"eval.sets: {part.name}", part.size, other))
     # first, because training problems are compared with these
-    for key, size, other, check_one in sets if held_out else ():
-        with errors_of("" if other is task else key.removesuffix(" has size")):
+    for key, size, other in sets if held_out else ():
+        with errors_of(key):
             sources = load_sources(other, "eval")
             for source in sources:
-                check_one(source)
+                check(source, key != "eval")
         sizes = [source.size or size for source in sources]  # None: endless
         if sum(sizes) < size:
-            yield f"{key}={size}, but there are {sum(sizes)} problems: all are used"
+            yield f"{key}: size={size}, but there are {sum(sizes)} problems: all are used"
     sources = load_sources(task, eval_tasks=eval_tasks)
     for part, source in zip(task.mixture or [task], sources, strict=True):
-        check(source)
+        check(source, False)
         if source.held_out:
             yield (
                 f"{part.name}: {source.held_out} of {source.held_out + (source.size or 0)} "

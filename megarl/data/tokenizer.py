@@ -42,9 +42,8 @@ def check_tokenizer(folder: Path, *, trust_remote_code: bool) -> None:
     # formerly a list
     code = auto_map.get("AutoTokenizer") if isinstance(auto_map, dict) else auto_map
     if code and not trust_remote_code:
-        name = next(filter(None, code), code) if isinstance(code, list) else code
         raise ValueError(
-            f"{folder}: the tokenizer is code ({name}); set model.trust_remote_code=true to run it"
+            f"{folder}: the tokenizer is code ({code}); set model.trust_remote_code=true to run it"
         )
     for name in MODELS:
         file = folder / name
@@ -103,12 +102,9 @@ def load_tokenizer(
                 folder, trust_remote_code=trust_remote_code
             )
     except (ImportError, KeyError, OSError, TypeError, ValueError) as error:
-        remedy = "install what it needs, or repair its files"
-        if not trust_remote_code and "trust_remote_code" in str(error):
-            remedy = "set model.trust_remote_code=true"
         raise ValueError(
             f"{folder}: the tokenizer cannot be loaded from {', '.join(files)} ({error!r}); "
-            f"{remedy}"
+            "install what it needs, or repair its files"
         ) from error
     templates = inner.chat_template
     if isinstance(templates, dict) and "default" not in templates:
@@ -139,12 +135,9 @@ def prompt_encoder(tokenizer: Tokenizer, task: Task) -> Encode:
     settings = {"system_prompt": task.system_prompt, "template_args": task.template_args}
     chat = {key: value for key, value in settings.items() if value}
     if chat and (task.template == "plain" or not tokenizer.chat_template):
-        reason = "the model's tokenizer has none"
-        if task.template == "plain":
-            reason = "task.template is plain"
         raise ValueError(
-            f"task.{next(iter(chat))} needs a chat template, but {reason}; remove it, or use a "
-            "chat model"
+            f"task.{next(iter(chat))} needs a chat template, but the model's tokenizer has none, "
+            "or task.template is plain; remove it, or use a chat model"
         )
     if task.template_args and isinstance(tokenizer, HfTokenizer):
         known = tokenizer.template_variables()
@@ -167,11 +160,10 @@ def stop_token_ids(tokenizer: Tokenizer, stop: Sequence[str]) -> tuple[int, ...]
     for text in stop:
         tokens = tokenizer.split(text)
         if [piece for _, piece in tokens] != [text]:
-            count = f"{len(tokens)} tokens" if len(tokens) != 1 else "an unknown token"
             raise ValueError(
-                f"rollout.stop has {text!r}, which is {count} of the model's tokenizer "
-                f"({' '.join(repr(piece) for _, piece in tokens)}), but a response ends with one "
-                "token; choose a text that is a single token, or remove it"
+                f"rollout.stop has {text!r}, which the model's tokenizer splits into "
+                f"{[piece for _, piece in tokens]}, but a response ends with one token; choose a "
+                "text that is a single token, or remove it"
             )
         ids.add(tokens[0][0])
     return tuple(sorted(ids))
@@ -321,9 +313,7 @@ class HfTokenizer:
                 "the prompt ends with the assistant's turn, which is the answer; end it with the "
                 "user's, or learn the answer with stage: sft"
             )
-        if messages[0]["role"] == "system":
-            system_prompt = None
-        if system_prompt:
+        if system_prompt and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": system_prompt}, *messages]
         text = self.render(messages, generation=True, **(template_args or {}))
         self._check_contents(messages, text)

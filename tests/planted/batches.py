@@ -89,14 +89,14 @@ BATCHES = [
     ),
     (
         "data/prompts.py",
-        "number * size + part for part, number in fresh",
-        "number * size for part, number in fresh",
+        "self._drawn.append(counts[part] * size + part)",
+        "self._drawn.append(counts[part] * size)",
         "unit/data/test_tasks.py::test_a_stream_draws_from_every_part",
     ),
     (
         "data/prompts.py",
-        "(counts[part] + 0.5) / weights[part])",
-        "counts[part])",
+        "key=lambda part: (counts[part] + 0.5) / self.sources[part].weight",
+        "key=lambda part: counts[part]",
         f"{TASKS}::test_a_mixture_keeps_its_proportions_at_every_length",
     ),
     (
@@ -125,7 +125,7 @@ BATCHES = [
     ),
     (
         "data/tasks.py",
-        "deque(source.problems(), maxlen=0)",
+        'check(source, key != "eval")',
         "pass",
         f"{DATASETS}::test_rows_of_an_evaluation_set_are_checked_too",
     ),
@@ -449,8 +449,8 @@ BATCHES = [
     ),
     (
         "data/tokenizer.py",
-        'if messages[0]["role"] == "system":',
-        "if False:",
+        'if system_prompt and messages[0]["role"] != "system":',
+        "if system_prompt:",
         f"{CHAT}::test_messages_keep_a_system_message_of_their_own",
     ),
     (

@@ -72,7 +72,8 @@ def test_a_tokenizer_that_cannot_be_loaded_is_refused_before_a_process_starts(
     )
     model = {"path": str(folder)}
     with pytest.raises(
-        ValueError, match=re.escape("is code (code.Special); set model.trust_remote_code=true")
+        ValueError,
+        match=re.escape("is code (['code.Special', None]); set model.trust_remote_code=true"),
     ):
         preflight(parse_config({"model": model, "task": task}), ALONE)
     with pytest.raises(ValueError, match=re.escape("cannot be loaded")):  # there is no code.py
@@ -91,12 +92,13 @@ def test_a_tokenizer_that_cannot_be_loaded_is_refused_before_a_process_starts(
         ),
         (
             "rollout.stop=['</s>']",
-            "rollout.stop has '</s>', which is 4 tokens of the model's tokenizer ('<' '/' 's' '>'), but a response "
+            "rollout.stop has '</s>', which the model's tokenizer splits into ['<', '/', 's', '>'], but a response "
             "ends with one token; choose a text that is a single token, or remove it",
         ),
         (
             "task={template: plain, system_prompt: Add.}",
-            "task.system_prompt needs a chat template, but task.template is plain; remove it, or use a chat model",
+            "task.system_prompt needs a chat template, but the model's tokenizer has none, or task.template is plain; "
+            "remove it, or use a chat model",
         ),
         (
             "task={template: chat, name: 'megarl.data.tasks:random_tokens', options: {vocab: 67}}",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 
 from megarl.data.collate import collate
+from megarl.data.rows import Source
 from megarl.types import Group, Prompt, Sample, TrainBatch
 
 
@@ -23,3 +26,7 @@ def sample(
 
 def batch_of(*samples: Sample) -> TrainBatch:
     return collate([Group(Prompt(s.prompt_id, (), ""), (s,)) for s in samples], temperature=0.7)
+
+
+def read_all(source: Source, is_eval_set: bool) -> None:
+    deque(source.problems(), maxlen=0)

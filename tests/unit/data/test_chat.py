@@ -112,13 +112,13 @@ def test_template_arguments_reach_the_template() -> None:
         (
             None,
             {"system_prompt": "Add."},
-            "task.system_prompt needs a chat template, but the model's tokenizer has none; remove it, or use a chat "
+            "task.system_prompt needs a chat template, but the model's tokenizer has none, or task.template is plain; remove it, or use a chat "
             "model",
         ),
         (
             THINKING,
             {"template_args": {"enable_thinking": True}, "template": "plain"},
-            "task.template_args needs a chat template, but task.template is plain; remove it, or use a chat model",
+            "task.template_args needs a chat template, but the model's tokenizer has none, or task.template is plain; remove it, or use a chat model",
         ),
         (
             None,
@@ -243,11 +243,14 @@ def test_a_text_of_one_token_ends_a_response_like_eos(merged: HfTokenizer) -> No
     [
         (
             "</answer>",
-            "rollout.stop has '</answer>', which is 6 tokens of the model's tokenizer ('<' '/' 'an' 'sw' 'er' '>'), "
+            "rollout.stop has '</answer>', which the model's tokenizer splits into ['<', '/', 'an', 'sw', 'er', '>'], "
             "but a response ends with one token; choose a text that is a single token, or remove it",
         ),
-        ("\u96f6", "rollout.stop has '\u96f6', which is 3 tokens of the model's tokenizer ("),
-        ("", "rollout.stop has '', which is 0 tokens of the model's tokenizer ()"),
+        (
+            "\u96f6",
+            "rollout.stop has '\u96f6', which the model's tokenizer splits into ['\ufffd', '\ufffd', '\ufffd'], ",
+        ),
+        ("", "rollout.stop has '', which the model's tokenizer splits into [], "),
     ],
 )
 def test_a_text_of_several_tokens_is_refused_by_name(
@@ -262,7 +265,7 @@ def test_a_text_outside_the_vocabulary_is_not_one_token() -> None:
     small = random_tokenizer(Create(vocab=20))
     with pytest.raises(
         ValueError,
-        match=re.escape("'x', which is an unknown token of the model's tokenizer ('<unk>')"),
+        match=re.escape("'x', which the model's tokenizer splits into ['<unk>'], "),
     ):
         stop_token_ids(small, ("x",))
     with pytest.raises(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sample_rows import read_all
 
 from megarl.commands.preflight import preflight
 from megarl.config.load import parse_config
@@ -178,18 +179,15 @@ def test_problems_of_evaluation_sets_and_other_parts_are_not_trained_on(tmp_path
         ValueError,
         match=r"task.mixture\[1\]: .*some.jsonl' has no train problems, as 4 are held out",
     ):
-        list(check_tasks(mixed, evaluated))
+        list(check_tasks(mixed, evaluated, held_out=False, check=read_all))
     absent = Eval.model_validate({"size": 0, "sets": [{"name": "aime", "task": "jsonl:/absent"}]})
-    with pytest.raises(
-        FileNotFoundError, match=r"eval.sets: aime: task file /absent does not exist"
-    ):
-        list(check_tasks(task(all_rows), absent, held_out=True))
+    with pytest.raises(ValueError, match=r"eval.sets: aime: task file /absent does not exist"):
+        list(check_tasks(task(all_rows), absent, held_out=True, check=read_all))
     one = task(all_rows, held_out=0)
-    notes = list(
-        check_tasks(one, Eval.model_validate({"size": 0, "sets": evaluated.sets}), held_out=True)
-    )
+    sets = Eval.model_validate({"size": 0, "sets": evaluated.sets})
+    notes = list(check_tasks(one, sets, held_out=True, check=read_all))
     assert notes == [
-        "eval.sets: few has size=9, but there are 4 problems: all are used",
+        "eval.sets: few: size=9, but there are 4 problems: all are used",
         f"{all_rows}: 4 of 20 problems are held out for evaluation, and never trained on",
     ]
     first, second = load_sources(mixed)
@@ -293,7 +291,8 @@ def test_a_mistake_is_one_line_with_the_remedy(
     if file in BAD:
         (tmp_path / file).write_bytes(BAD[file])
     with pytest.raises((ValueError, FileNotFoundError)) as error:
-        list(check_tasks(task(f"hf:{tmp_path}/{file}", **options), Eval()))
+        a_task = task(f"hf:{tmp_path}/{file}", **options)
+        list(check_tasks(a_task, Eval(), held_out=False, check=read_all))
     assert says in str(error.value), error.value
 
 
@@ -392,8 +391,8 @@ def test_a_dataset_of_the_hub_is_pinned_to_its_commit_and_read_offline(
     assert code == 0, err
     commit = hub.repos["datasets"]["org/sums"].commit
     assert out.count(f"revision: {commit}") == 2, "of the task and of the evaluation set"
-    assert "eval.size=256, but there are 10 problems" in err
-    assert "few has size=256, but there are 3 problems" in err
+    assert "eval: size=256, but there are 10 problems" in err
+    assert "few: size=256, but there are 3 problems" in err
     before = len(hub.requests)
     [(code_of_few, _, err_of_few)] = dry_runs(
         hub,

@@ -7,18 +7,20 @@ import re
 import subprocess
 import sys
 import time
-from itertools import islice
+from functools import partial
 from pathlib import Path
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from sample_rows import read_all
 
 from megarl import cli
 from megarl.config.schema import Eval, Task
 from megarl.config.task import MixturePart
 from megarl.data.conversations import example_encoder
-from megarl.data.prompts import PromptStream, interleave
+from megarl.data.prompts import PromptStream
+from megarl.data.rows import Problem, Source
 from megarl.data.tasks import check_tasks, load_sources, load_task, random_tokens
 from megarl.data.tokenizer import TokenIds
 
@@ -29,7 +31,7 @@ SUMS = Task(
 
 
 def check(task: Task, *, held_out: bool = False) -> list[str]:
-    return list(check_tasks(task, Eval(), held_out=held_out))
+    return list(check_tasks(task, Eval(), held_out=held_out, check=read_all))
 
 
 def write(folder: Path, *lines: str) -> Task:
@@ -252,7 +254,7 @@ def test_checking_a_task_imports_no_torch_and_is_quick(tmp_path):
         "from megarl.rewards.catalog import make_rewards\n"
         "make_rewards([Reward(name='accuracy'), Reward(name='megarl.rewards.rules:even_fraction'), "
         "Reward(name='code'), Reward(name='http://localhost/score')])\n"
-        f"try: list(check_tasks(Task(name='jsonl:{file}'), Eval()))\n"
+        f"try: list(check_tasks(Task(name='jsonl:{file}'), Eval(), held_out=False, check=print))\n"
         "except ValueError as error: print(error)\n"
         "assert not {'torch', 'transformers', 'datasets', 'pyarrow', 'huggingface_hub'} & sys.modules.keys()\n"
         "assert time.process_time() - start < 2, time.process_time() - start\n"
@@ -385,9 +387,13 @@ def test_every_part_of_a_mixture_has_its_own_epochs() -> None:
 
 @given(st.lists(st.floats(0.01, 100.0), min_size=1, max_size=6), st.integers(1, 2000))
 def test_a_mixture_keeps_its_proportions_at_every_length(weights: list[float], count: int) -> None:
-    drawn = list(islice(interleave(weights), count))
+    sources = [
+        Source(partial(Problem, str(part)), None, weight=weight)
+        for part, weight in enumerate(weights)
+    ]
+    drawn = PromptStream(sources, lambda problem: ((1,), ()), max_tokens=1).take(count)
     for part, weight in enumerate(weights):
-        numbers = [number for index, number in drawn if index == part]
+        numbers = [prompt.answer for prompt in drawn if prompt.text == str(part)]
         assert numbers == list(range(len(numbers)))
         assert abs(len(numbers) - count * weight / sum(weights)) <= (len(weights) - 1) / 2 + 1e-6
 
