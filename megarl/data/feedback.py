@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
-from megarl.data.rows import Source, messages_of, read_content, short
+from megarl.data.rows import Problem, Source, messages_of, read_content, short
 
 
 def check_feedback(source: Source, *, steps: bool, ignore_media: bool = False) -> list[str]:
@@ -118,7 +118,7 @@ def _response(value: Any, where: str, *, prompt: str, ignore_media: bool) -> str
             f"{where} has a message with {', '.join(others)}, which would not be learned; write it "
             "into the content, as the model writes it, or remove it"
         )
-    both = "\n".join(f"{message['role']}: {message['content']}" for message in before)
+    both = Problem(tuple(before)).text
     if before and before != messages_of(prompt) and prompt != both:
         raise ValueError(
             f"{where} begins with {len(before)} messages that are not the prompt's, {short(both)}; "

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from functools import reduce
-from itertools import chain, compress
+from itertools import chain, compress, islice
 from typing import Any
 
 from pydantic import BaseModel, Field, field_validator
@@ -92,14 +92,16 @@ class Source:
 
     def problems(self) -> Iterable[Problem]:
         """All problems of a finite source; the first of an endless one."""
-        return self.scan() if self.scan else map(self.problem, range(self.size or 1))
+        if self.scan is not None:
+            return islice(self.scan(), self.size)
+        return map(self.problem, range(self.size or 1))
 
     def digest(self) -> str:
         """Hashes the questions in order; "" for those that are generated."""
         if self.scan is None:
             return ""
         total = hashlib.sha256()
-        for problem in self.scan():
+        for problem in self.problems():
             total.update(f"{len(problem.text)} {problem.text}".encode())
         return total.hexdigest()[:16]
 
@@ -336,11 +338,13 @@ def read_problem(
 def _joined(values: list[Any]) -> Any:
     """Joins the texts of several columns by an empty line, or concatenates their messages."""
     values = [value for value in values if value]  # Alpaca's input may be empty
-    if len(values) > 1 and all(isinstance(value, list) for value in values):
+    if len(values) == 1:
+        return values[0]
+    if values and all(isinstance(value, list) for value in values):
         return [*chain.from_iterable(values)]
-    if len(values) > 1 and all(isinstance(value, str) for value in values):
+    if values and all(isinstance(value, str) for value in values):
         return "\n\n".join(values)
-    return values[0] if len(values) == 1 else values or None
+    return values or None
 
 
 def read_content(value: Any, where: str, *, ignore_media: bool = False) -> TextOrMessages:

@@ -15,7 +15,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -110,9 +110,7 @@ def load_task(task: Task, split: Split = "train", eval_tasks: Sequence[Task] = (
         )
     if split == "eval" or task.size is None:
         return source
-    size = min(task.size, source.size or task.size)
-    scan = source.scan
-    return replace(source, size=size, scan=scan and (lambda: islice(scan(), size)))
+    return replace(source, size=min(task.size, source.size or task.size))
 
 
 def check_tasks(
@@ -160,13 +158,9 @@ def _reasoning_gym(name: str, task: Task, split: Split) -> Source:
     """Hashes (index, attempt) to a dataset index, for attempt 0, 1, ..., until the question belongs
     to `split`.
     """
-    try:
-        reasoning_gym = import_reasoning_gym()
-        from reasoning_gym.factory import DATASETS
-    except ImportError as error:
-        raise ValueError(
-            f"task.name={task.name!r} needs reasoning-gym ({error}); pip install reasoning-gym"
-        ) from None
+    reasoning_gym = import_reasoning_gym()
+    from reasoning_gym.factory import DATASETS
+
     if name not in DATASETS:
         remedy = did_you_mean(
             name, DATASETS, f"it has {len(DATASETS)} others, such as chain_sum", most=3

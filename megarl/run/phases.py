@@ -32,8 +32,8 @@ class TimedPhases:
     telemetry: Telemetry
     device: torch.device
     trainers: Sequence[Trainer]
-    engine: Engine | None = None  # None: a stage that samples nothing
-    current: CurrentPhase = field(default_factory=CurrentPhase)
+    engine: Engine | None  # None: a stage that samples nothing
+    current: CurrentPhase
     _peaks: list[float] = field(default_factory=list)  # so far, of each open phase and part
 
     @contextmanager

@@ -128,13 +128,13 @@ def with_interval(name: str, scores: Sequence[float], samples: int | None = 1) -
 
 def describe(result: Mapping[str, Any]) -> str:
     """Returns a table of one evaluation: every metric, its 95% interval, the number of problems."""
-    rows = [(f"step {result['step']}", "value", "95% interval", "problems")]
+    step = f"step {result['step']}"
+    lines = [f"{step:<24} value  95% interval    problems"]
     for name, value in result.items():
         if f"{name}/low" in result:
             interval = f"{result[f'{name}/low']:.3f} .. {result[f'{name}/high']:.3f}"
-            rows.append((name, f"{value:.3f}", interval, str(result[f"{_prefix(name)}size"])))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+            lines.append(f"{name:<24} {value:.3f}  {interval}  {result[f'{_prefix(name)}size']}")
+    return "\n".join(lines)
 
 
 def run(rank: Rank) -> None:

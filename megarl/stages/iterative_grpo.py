@@ -27,7 +27,6 @@ from megarl.run.context import Rank
 from megarl.run.models import Learner, RewardModel, policy_of
 from megarl.stages.reward_model import Rankings
 from megarl.stages.rl import RlRun, train, train_policy
-from megarl.trainer.learner import PolicyLearner
 from megarl.trainer.reference import Reference
 
 
@@ -108,7 +107,6 @@ class Iterations:
     """The loop of train_policy in iterative GRPO, and what its checkpoints save in addition."""
 
     learner: Learner
-    policy: PolicyLearner
     reward_model: RewardModel | None  # if it is trained
 
     def __init__(self, rank: Rank) -> None:
@@ -119,7 +117,7 @@ class Iterations:
 
     def further(self, learner: Learner, reward_model: RewardModel | None) -> Further:
         self.learner = learner
-        policy = self.policy = policy_of(learner)
+        policy = policy_of(learner)
         self.reward_model = None
         if self.settings.reward_model.train:
             self.reward_model = reward_model
@@ -140,7 +138,7 @@ class Iterations:
 
     def reset(self) -> None:
         """Copies the policy to the reference, then offloads the policy."""
-        reference = self.policy.reference
+        reference = policy_of(self.learner).reference
         if self.settings.reset_reference and isinstance(reference, Reference):
             reference.reset()
         for trainer in self.learner.trainers:
@@ -154,9 +152,8 @@ class Iterations:
         rollouts = run.rollouts
         assert isinstance(rollouts, schedule.Rollouts)
         assert isinstance(rollouts.generate, Exchange)
-        labels = options.labels
-        if not labels:
-            labels = [reward for reward in config.rewards if reward.name != "model"]
+        others = [reward for reward in config.rewards if reward.name != "model"]
+        labels = options.labels or others
         scorer = make_scorer(labels, decode=self.rank.tokenizer.decode, answer=config.task.answer)
         rollouts = replace(
             rollouts,

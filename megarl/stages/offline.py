@@ -87,7 +87,7 @@ def open_run(rank: Rank, trainer: Trainer, prompts: PromptStream) -> Iterator[Of
         telemetry.add({"memory/startup/peak_gb": peak_gb(rank.device)})
         yield OfflineRun(
             prompts=prompts,
-            phases=TimedPhases(telemetry, rank.device, [trainer], current=rank.phase),
+            phases=TimedPhases(telemetry, rank.device, [trainer], None, rank.phase),
             checkpoint=checkpoint,
             telemetry=telemetry,
             state=state,

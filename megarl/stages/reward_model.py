@@ -90,10 +90,10 @@ class Steps:
 def held_out_accuracy(model: Rankings | Steps, batch: Any) -> Mapping[str, float]:
     """Returns the number of prompts, and the share of right pairs or steps, over prompts."""
     is_right, prompt = model.right(batch)
-    shares = [float(is_right[prompt == number].double().mean()) for number in prompt.unique()]
-    samples = max(1, len(is_right) // len(shares))
+    share_G = prompt.bincount(is_right.double()) / prompt.bincount()
+    samples = max(1, len(is_right) // len(share_G))
     return {
-        "size": len(shares),
-        **with_interval("accuracy", shares, samples),
+        "size": len(share_G),
+        **with_interval("accuracy", share_G.tolist(), samples),
         "accuracy": float(is_right.double().mean()),
     }

@@ -27,6 +27,7 @@ from megarl.commands.random_model import create_model
 from megarl.config.schema import Create, Train
 from megarl.layout import Layout, Parallel
 from megarl.models.registry import read_model
+from megarl.processes.exit_codes import CurrentPhase
 from megarl.run.phases import TimedPhases
 from megarl.stages.sft import train_supervised
 from megarl.trainer.trainer import Trainer
@@ -95,7 +96,9 @@ def peaks(
 
     with device.with_host():
         trainer = build(folder, create, train)
-        phases = TimedPhases(SimpleNamespace(span=span, add=add), DEVICE, [trainer])
+        phases = TimedPhases(
+            SimpleNamespace(span=span, add=add), DEVICE, [trainer], None, CurrentPhase()
+        )
         batch = random_batch(num_rows=rows, longest=longest)
         for _ in range(2):
             with phases.rollout():

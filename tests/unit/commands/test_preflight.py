@@ -13,7 +13,7 @@ from megarl.commands.preflight import preflight
 from megarl.commands.random_model import create_model
 from megarl.config.load import parse_config
 from megarl.config.schema import Config, Create
-from megarl.platform import packages
+from megarl.platform import env as packages
 from megarl.platform.env import Env
 
 ALONE = Env()

@@ -18,7 +18,7 @@ from megarl.commands.preflight import preflight
 from megarl.config.load import parse_config
 from megarl.config.schema import Eval, Task
 from megarl.data.tasks import Problem, check_tasks, load_sources, load_task
-from megarl.platform import packages
+from megarl.platform import env as packages
 from megarl.platform.env import Env
 from tests.hub import Hub, Repo, serve_hub
 

@@ -18,7 +18,7 @@ from megarl.data.collate import supervised_batch
 from megarl.data.conversations import example_encoder
 from megarl.data.tasks import Problem
 from megarl.data.tokenizer import TokenIds, check_tokenizer, load_tokenizer
-from megarl.platform import packages
+from megarl.platform import env as packages
 from megarl.types import Prompt
 
 EOS = 2  # of a made model

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.processes.exit_codes import CurrentPhase
 from megarl.run import phases as module
 from megarl.run.phases import TimedPhases
 
@@ -46,7 +47,7 @@ def phases_on(gpu: Gpu, found: dict[str, float], monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(module, "reset_peak", gpu.reset)
     trainer: Any = SimpleNamespace(memory=gpu)
     telemetry: Any = SimpleNamespace(span=nullcontext, add=found.update)
-    return TimedPhases(telemetry, torch.device("cpu"), [trainer], gpu)
+    return TimedPhases(telemetry, torch.device("cpu"), [trainer], gpu, CurrentPhase())
 
 
 def test_a_sleeping_engine_does_not_count_and_parts_count_for_their_phase(

@@ -14,7 +14,7 @@ import pytest
 
 from megarl.config.load import parse_config
 from megarl.config.schema import Config, Telemetry
-from megarl.platform import packages
+from megarl.platform import env as packages
 from megarl.telemetry.metrics import append_line, forget_steps, read_metrics
 from megarl.telemetry.trackers import Trackers, check_trackers
 
