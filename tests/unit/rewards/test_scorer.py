@@ -194,6 +194,15 @@ def test_functions_of_a_module_share_their_state_until_one_is_late():
     assert score_one(make_scorer(rewards)).reward == 1 + 2
 
 
+@pytest.mark.long
+def test_a_function_may_call_the_tasks_own_judge():
+    problem = load_task(Task(name="reasoning_gym:chain_sum")).problem(0)
+    prompt = Prompt(0, (4,), str(problem.question), problem.answer, problem.extra)
+    scorer = scorer_of("half", timeout_s=60.0)
+    done = scorer.start([prompt]).results([sample(text=problem.answer), sample(index=1)])
+    assert done[0].reward == 0.5 and done[1].reward < 0.5
+
+
 def test_what_cannot_be_sent_to_a_function_is_refused_before_a_run():
     (reward,) = scorer_of("everything").rewards
     assert reward.check

@@ -108,6 +108,11 @@ def has_opening(opening):
     return float(opening == "<think>")
 
 
+def half(score, final_answer):
+    """Half of what the task's own judge gives."""
+    return score(final_answer) / 2
+
+
 def asks(response, url):
     with urllib.request.urlopen(url, b'{"samples": []}') as answer:
         json.load(answer)
