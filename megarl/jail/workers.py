@@ -4,8 +4,8 @@
            <--- it has begun; the result ----
 
 A worker imports the module of a function once, and keeps its state, until a call is late or ends
-the process; the next call starts another one. It has the caller's environment, folder, output and
-search path, but it is not the caller's process.
+the process; the next call starts another one. It has the environment and the folder that the caller
+had when the first one started, and its search path, but nothing else of the caller's process.
 """
 
 import pickle
@@ -58,7 +58,7 @@ class Worker:
             self._process = None
             try:
                 connection.send_bytes(task)
-                # a worker that has begun sends nothing, and then its reply
+                # an empty message once the function is imported, then the reply
                 reply = _receive(connection, START_S) or _receive(connection, timeout_s)
             except (EOFError, ConnectionError):
                 raise CallError("error", f"its process ended with status {child.kill()}") from None

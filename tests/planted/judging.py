@@ -241,6 +241,12 @@ JUDGED = [
     ),
     (
         "rewards/rules.py",
+        "with alarm(self.timeout_s):",
+        "with alarm(60.0):",
+        "unit/rewards/test_rules.py::test_a_users_scorer_that_hangs_is_stopped",
+    ),
+    (
+        "rewards/rules.py",
         "elif isinstance(judge, TaskJudge):",
         "elif False:",
         f"{JUDGES}::test_a_mixture_of_tasks_and_references_is_judged_in_one_call",

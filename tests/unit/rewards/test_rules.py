@@ -47,6 +47,15 @@ def test_a_users_scorer_is_asked_about_the_final_answer():
     assert judge("7", score={"5": 0.25}.__getitem__)[0].value is None, "the user's own error"
 
 
+def test_a_users_scorer_that_hangs_is_stopped():
+    def hangs(text):
+        time.sleep(30 if text == "5" else 0)
+        return 1.0
+
+    late, other = judge("5", "7", timeout_s=0.2, score=hangs)
+    assert late == Score(None, "timeout", "took longer than 0.2 s") and other == Score(1.0)
+
+
 def test_without_a_final_answer_no_judge_is_asked():
     score, right = judge(None, "None", answer="None", score=lambda text: 1.0)
     assert (score.value, score.cause) == (0.0, "no_answer") and right.value == 1.0
