@@ -86,7 +86,7 @@ class Sampler(Protocol):
         ...
 
     def abort(self, keys: Sequence[SampleKey]) -> list[Sample]:
-        """Ends these requests; returns those that were not finished, with their tokens so far.
+        """Aborts these requests; returns the unfinished samples with their tokens so far.
 
         Raises ValueError if one is not running.
         """
@@ -100,9 +100,9 @@ class Sampler(Protocol):
 class Engine(Sampler, Protocol):
     """The engine replica of this rank, in the colocated topology."""
 
-    receiver: Any  # of weights (weights/sync/publish.py)
+    receiver: Any  # a WeightReceiver (weights/sync/publish.py)
     before_step: Callable[[], None]
-    bytes_asleep: int  # of the device, that torch still counts as allocated
+    bytes_asleep: int  # not on the device, although torch counts them as allocated
 
     @property
     def max_model_len(self) -> int:
@@ -135,7 +135,7 @@ class Scoring(Protocol):
 
     def add(self, samples: Sequence[Sample]) -> None: ...
     def results(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Returns these samples scored, in this order, those that were not added before too."""
+        """Returns these samples scored, in this order, whether or not they were added before."""
         ...
 
 

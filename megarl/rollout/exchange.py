@@ -40,13 +40,13 @@ class Exchange:
     sampler: Sampler
     rewards: Rewards
     replica: Axis  # this rank's replica among all replicas
-    member: Axis  # this rank among those of its replica; the first one scores
-    # of "reward" and "exchange"
+    member: Axis  # this rank among the ranks of its replica; the first one scores
+    # times the parts "reward" and "exchange"
     span: SpanContext = nullcontext
     is_stopping: Callable[[], bool] = lambda: False
     # all ranks wait here, on the host, for the slowest replica
     meet: Callable[[], None] = lambda: None
-    score: Callable[[list[Sample]], list[Sample]] = list  # with a reward model
+    score: Callable[[list[Sample]], list[Sample]] = list  # by a reward model
 
     def __call__(self, requests: Sequence[Request], version: int) -> list[Sample]:
         """Returns the scored samples of all requests, sorted by (prompt, index).
@@ -86,7 +86,7 @@ class Exchange:
         reports = [(part.numel(), digest, error)]
         size = self.member.size
         if self.replica.size * size > 1:
-            self.meet()  # a replica may be later than a collective waits
+            self.meet()  # a collective would time out before a slow replica arrives
             reports = gather_values(reports[0])
         sizes, digests, errors = zip(*reports, strict=True)
         if any(errors):

@@ -44,10 +44,10 @@ class AsyncRollouts:
     rewards: Rewards
     span: SpanContext = nullcontext
     is_stopping: Callable[[], bool] = lambda: False
-    _rounds: dict[SampleKey, OpenRound] = field(default_factory=dict)  # by request that is not back
+    _rounds: dict[SampleKey, OpenRound] = field(default_factory=dict)  # of each open request
 
     def begin(self, requests: Sequence[Request], *, version: int) -> OpenRound:
-        """`version` is that of the engines, which stamp the tokens themselves."""
+        """Submits the requests. `version` is not used: the engines stamp each token with theirs."""
         keys = {request.key for request in requests}
         prompts = {request.prompt.prompt_id: request.prompt for request in requests}
         assert not keys & self._rounds.keys(), "a request is known by its prompt and index"

@@ -39,7 +39,7 @@ def unsampled(request: Request) -> Sample:
 
 
 def check_version(samples: Iterable[Sample], version: int) -> None:
-    """Raises CheckFailed if other weights than those of `version` sampled a token."""
+    """Raises CheckFailed if weights of another version sampled a token."""
     for sample in samples:
         others = sample.versions[sample.trainable & (sample.versions != version)].tolist()
         if others:

@@ -38,9 +38,10 @@ from megarl.rollout.sampling import request_seed
 from megarl.types import CheckFailed, Group, Prompt, Request, Rollout, Sample, StepReport
 
 DEFAULTS = Algorithm()
-MAX_EMPTY_STEPS = 3  # in a row
-KEPT = "groups/kept"  # of the last steps, in Prompts.kept
-ASKED = "groups/asked"  # each step halves the earlier ones
+MAX_EMPTY_STEPS = 3  # consecutive ones
+# running counts in Prompts.kept; each step halves the earlier ones
+KEPT = "groups/kept"
+ASKED = "groups/asked"
 # generate(requests, version=) -> scored samples, the same on every rank
 Generate = Callable[..., list[Sample]]
 
@@ -112,7 +113,8 @@ class Batch:
     def close(self, count: int) -> None:
         """Leaves the first `count` groups to train on.
 
-        Without any, those without spread: the KL and entropy terms still have gradients.
+        If there are none, groups without spread are trained on: the KL and entropy terms still have
+        gradients.
         """
         self.counts["groups/surplus"] = max(len(self.kept) - count, 0)
         self.kept[count:] = []
@@ -138,7 +140,7 @@ def _ids(prompts: Iterable[Prompt]) -> list[int]:
     return [prompt.prompt_id for prompt in prompts]
 
 
-# of a batch: it goes on when the round that it has yielded is done
+# fills a batch; resumed when the round that it yielded is done
 Sampling = Generator[Round, None, None]
 
 
@@ -164,10 +166,12 @@ class Rollouts:
     begin_round: Callable[..., Round] | None = None
     last_step: float = math.inf  # no batch is sampled for this one, or after it
     ledger: Ledger | None = None
-    # by step
+    # step -> its batch, how it continues, and the round that is open
     _open: dict[int, tuple[Batch, Sampling, Round | None]] = field(default_factory=dict, init=False)
-    _collected: dict[int, Batch] = field(default_factory=dict, init=False)  # and not trained yet
-    _version: int = field(default=-1, init=False)  # of the weights that sample
+    _collected: dict[int, Batch] = field(
+        default_factory=dict, init=False
+    )  # step -> a batch not trained on yet
+    _version: int = field(default=-1, init=False)  # the version of the weights that sample now
     _first_drop: str = field(default="", init=False)  # why a sample of the step was dropped
 
     def collect(self, prompts: Prompts, count: int, *, version: int) -> Rollout:

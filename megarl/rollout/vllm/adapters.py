@@ -27,8 +27,8 @@ from megarl.rollout.vllm.weight_loader import LayerReceiver
 from megarl.types import CheckFailed
 from megarl.weights.sync.execute import MemoryReceiver
 
-NUMBER = 1  # of the adapter
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
+NUMBER = 1  # vLLM's id of the adapter
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of max_lora_rank that vLLM accepts
 
 
 def engine_options(adapters: AdapterFormat) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class AdapterReceiver(MemoryReceiver):
         self._format = adapters
         self._reset_cache = reset_cache
         self._model: Any = model
-        self._parts = defaultdict(list)  # of base weights, by module
+        self._parts = defaultdict(list)  # module -> slices of the base weights that it adapts
         for part in base.slices:
             if part.name.endswith(".weight") and module_name(part.name) in adapters.targets:
                 self._parts[module_of(part.param)].append(part)

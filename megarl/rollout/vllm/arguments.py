@@ -97,7 +97,7 @@ def sampling_params(
         logprobs=0,  # the sampled token only
         flat_logprobs=True,  # one list, instead of a dictionary per token
         detokenize=False,
-        skip_clone=True,  # the copy would be deep
+        skip_clone=True,  # a deep copy for each request is slow
     )
 
 
@@ -106,7 +106,7 @@ def completion_params(
     max_tokens: int,
     max_model_len: int,
 ) -> list[SamplingParams]:
-    """Returns those of `complete`: temperature 1, past any end token.
+    """Returns SamplingParams for `complete`: temperature 1, past any end token.
 
     The engine scores one token less than it has room for.
     """
@@ -133,7 +133,7 @@ def completions(prompts: Sequence[Sequence[int]], outputs: Sequence[Any]) -> lis
 
 
 def scoring_params() -> SamplingParams:
-    """Returns those of `score`."""
+    """Returns SamplingParams for `score`."""
     from vllm import SamplingParams
 
     return SamplingParams(

@@ -33,8 +33,8 @@ from megarl.weights.sync.publish import WeightFormat
 from megarl.weights.sync.transports.collective import Collective, join_group, open_store
 
 CHECK_S = 10.0
-SILENT = 0.9  # of the time-out, as of a rank (processes.heartbeat)
-Reply = dict[str, Any]  # of a worker: {"error": text}, or values
+SILENT = 0.9  # share of the time-out, as for a rank (processes.heartbeat)
+Reply = dict[str, Any]  # a worker's: {"error": text}, or values
 EXTENSION = "megarl.rollout.vllm.async_engine.WorkerExtension"
 
 
@@ -43,7 +43,7 @@ class SyncGroup:
     """Where trainer ranks and engine workers meet for syncs; plain values, to cross processes."""
 
     store: str  # address (transports.collective.open_store)
-    name: str  # a new one for each time they join
+    name: str  # a new name each time they join
     config: str  # the run's, as JSON
     ranks_per_node: int
 
@@ -129,7 +129,7 @@ class AsyncEngine:
     stop_token_ids: Sequence[int]
     replica: int
     is_ready: bool = False  # a version is committed
-    # of each request that is running; its name is vLLM's id
+    # the task that waits for each running request; its name is vLLM's id
     _tasks: dict[SampleKey, asyncio.Task[Sample]] = field(default_factory=dict)
     _finished: list[Sample] = field(default_factory=list)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -164,7 +164,7 @@ class AsyncEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         if arguments.is_eager(rollout):
-            # for child processes, which a compiler stance does not reach
+            # a compiler stance does not apply to child processes
             set_env(TORCHDYNAMO_DISABLE=1)
         settings = arguments.engine_settings(
             folder,
@@ -234,7 +234,7 @@ class AsyncEngine:
         return sample
 
     async def abort(self, keys: Sequence[SampleKey]) -> Any:
-        """Ends those that are running; returns their samples, packed, with the tokens so far."""
+        """Aborts the requests that are running; returns their samples so far, packed."""
         tasks = [self._tasks.pop(key) for key in keys if key in self._tasks]
         await self.llm.abort([task.get_name() for task in tasks])
         return pack(await asyncio.gather(*tasks)).numpy()

@@ -5,8 +5,8 @@
 No text goes in or out. vLLM's external launcher wants the same requests in the same order on all
 ranks of a replica. So before each step they agree on what has arrived and what was aborted:
 
-    first rank   submit, abort --news--> all-reduce of its hash --(gather, if others differ)
-    other ranks                          the first one's news --> vLLM --> one step on every rank
+    submit, abort --news--> all-reduce of its hash --equal, or else gathered--> the first rank's
+    news on every rank --> vLLM --> one step
 
 The engine starts with dummy weights and samples only after a successful sync (weight_loader.py).
 """
@@ -65,15 +65,15 @@ class Engine:
     eager: bool
     _capture: RouteCapture | None = None  # None: no experts, or vLLM cannot show them
     before_step: Callable[[], None] = lambda: None  # called before every step
-    # of the device; vLLM unmaps them, but torch still counts them as allocated
+    # unmapped from the device by vLLM, although torch counts them as allocated
     bytes_asleep: int = 0
-    _asleep: list[str] = field(default_factory=list)  # the parts that are off the device
-    _ranks: Any = None  # the process group of a replica, on the host; None: one rank
-    _version: int | None = None  # of the weights that sample
-    # since the last step
+    _asleep: list[str] = field(default_factory=list)  # the parts that are not on the device
+    _ranks: Any = None  # gloo process group of the replica; None: one rank
+    _version: int | None = None  # the version of the weights that sample now
+    # what has arrived since the last step
     _arrived: dict[SampleKey, Request] = field(default_factory=dict)
     _aborted: list[SampleKey] = field(default_factory=list)
-    # that vLLM has, its ids of them, and their keys by the ids of outputs
+    # requests that vLLM has; vLLM's id of each; the id in its outputs -> key
     _requests: dict[SampleKey, Request] = field(default_factory=dict)
     _ids: dict[SampleKey, str] = field(default_factory=dict)
     _keys: dict[str, SampleKey] = field(default_factory=dict)
@@ -91,10 +91,10 @@ class Engine:
         env: Env,
         *,
         stop_token_ids: Sequence[int],
-        weights: WeightFormat,  # of the trainer
+        weights: WeightFormat,  # the trainer's
         fp8: BlockFormat | None = None,
         trust_remote_code: bool = False,
-        adapters: AdapterFormat | None = None,  # that are synced apart from the base weights
+        adapters: AdapterFormat | None = None,  # synced apart from the base weights
     ) -> Engine:
         """Starts vLLM with dummy weights: of `folder`, only the config is read.
 
@@ -243,10 +243,11 @@ class Engine:
         return arguments.sample_of(request, output, self.receiver.version, capture)
 
     def _agree(self, is_over: bool) -> bool:
-        """Tells vLLM what has arrived at the replica's first rank and what was aborted there;
-        returns that rank's `is_over`.
+        """Passes the requests and aborts of the replica's first rank to vLLM; returns that rank's
+        `is_over`.
 
-        Raises CheckFailed on all ranks if another one was told what the first was not.
+        Raises CheckFailed on all ranks if another rank was given a request or abort that the first
+        was not.
         """
         if self._ranks is not None:
             hashed = hash31(str([item[:3] for item in self._news()]))
@@ -273,7 +274,7 @@ class Engine:
         return is_over
 
     def _news(self) -> list[tuple[Any, ...]]:
-        """Returns keys that were aborted, and what the other ranks must know of each request."""
+        """Returns the aborted keys, and the fields of arrived requests that other ranks need."""
         arrived = [
             (*request.key, request.seed, request.temperature, request.tokens)
             for request in self._arrived.values()
@@ -392,7 +393,7 @@ class Engine:
         assert self.receiver.state in ("sealed", "ready"), (
             f"no weights to run: state {self.receiver.state}"
         )
-        assert not self.running(), "the probe's requests would be taken for those"
+        assert not self.running(), "a probe while requests are running would mix their outputs"
         # a sync wakes the weights only, and vLLM schedules nothing before both are awake
         self.wake("kv_cache")
         with _compiler(self.eager):

@@ -3,8 +3,8 @@
     CPU  routers --ids--> [slots of the KV cache, layers, K] --a finished request's slots--> routes
     GPU  vLLM returns routed_experts itself (enable_return_routed_experts)
 
-A request's blocks name the slots of all its tokens, also of those that it found in the prefix
-cache: their routes lie where their keys and values do, until another token is computed there.
+A request's blocks name the slots of all its tokens, including tokens found in the prefix cache: a
+token's routes lie where its keys and values do, until another token is computed there.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RouteCapture:
         group = cache.kv_cache_groups[self._group]
         self._layer = group.layer_names[0]
         self._block = group.kv_cache_spec.block_size
-        # pages that no token reached use no memory; slot -1 is that of padding
+        # pages that no token reached use no memory; slot -1 is for padding
         slots = cache.num_blocks * self._block + 1
         self._table = torch.zeros(slots, len(routers), routers[0].top_k, dtype=self._dtype)
 
