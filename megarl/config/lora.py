@@ -11,7 +11,7 @@ from megarl.models.headers import read_headers
 from megarl.models.lora import CONFIG, adapter_table, targets_of
 from megarl.models.registry import megatron_table
 from megarl.models.shape import ModelShape
-from megarl.models.shards import Table, shapes_of
+from megarl.models.shards import Table, is_expert, shapes_of
 from megarl.models.weights import check_tensors
 
 MAX_ENGINE_RANK = 512  # vLLM 0.32
@@ -92,7 +92,7 @@ def check_lora(config: Config, shape: ModelShape, *, has_engine: bool) -> None:
 
 
 def _check_engine(config: Config, lora: Lora, shape: ModelShape, table: Table) -> None:
-    experts = ", ".join(targets_of(table.expert))
+    experts = ", ".join(targets_of(filter(is_expert, table.layer_rules)))
     remedy = "; set lora.sync=merged"
     refuse(
         (config.launch.is_split, f"launch.topology=split moves whole weights{remedy}"),

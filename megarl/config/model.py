@@ -90,7 +90,7 @@ def check_model(config: Config, shape: ModelShape) -> None:
     for axis, ranks in (("parallel.tensor", sizes.tensor), ("rollout.tensor", engine)):
         _check_divides("heads", shape.heads, axis, ranks)
         _check_divides("shared experts' intermediate", shape.shared_intermediate, axis, ranks)
-        if shape.dense_layers or not shape.is_moe:
+        if not all(kind.has_experts for kind in shape.layer_kinds):
             _check_divides("intermediate", shape.intermediate, axis, ranks)
     _check_divides("kv_heads", shape.kv_heads, "parallel.tensor", sizes.tensor)
     refuse(

@@ -90,4 +90,9 @@ def check_train(config: Config, shape: ModelShape, gpus: int) -> None:
             f"parallel.context={context}, but {shape.family}'s attention sinks have no kernel for "
             "it on a GPU; set it to 1",
         ),
+        (
+            context > 1 and not all(kind.is_attention for kind in shape.layer_kinds),
+            f"parallel.context={context}, but {shape.family} has layers that need whole rows; "
+            "set it to 1",
+        ),
     )

@@ -17,7 +17,6 @@ from megarl.config.checkpoint import check_resume
 from megarl.config.dpo import check_dpo_section
 from megarl.config.iterative import check_model_reward
 from megarl.config.launch import (
-    RANKS_PER_NODE,
     check_topology,
     check_world,
     fallbacks,
@@ -38,7 +37,7 @@ from megarl.config.schema import Config
 from megarl.config.stages import STAGES, needs_engine
 from megarl.config.task import check_problems
 from megarl.config.train import check_train
-from megarl.layout import Layout
+from megarl.layout import Fleet, Layout
 from megarl.models.hub import is_hub_id, model_folder
 from megarl.models.registry import parse_model, read_model
 from megarl.models.shape import ModelShape
@@ -100,7 +99,7 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
     if config.stage_spec.needs_engine:
         rows *= rollout.samples_per_prompt
     longest = rollout.max_prompt_tokens + rollout.max_tokens
-    warnings = (*_warnings(config, shape, layout, rows, longest, gpus), *unsafe)
+    warnings = (*_warnings(config, shape, fleet, rows, longest, gpus), *unsafe)
     return Job(world, gpus, layout, fleet.replicas, shape, rows, longest, warnings)
 
 
@@ -142,7 +141,7 @@ def model_shape(config: Config) -> ModelShape:
 
 
 def _warnings(
-    config: Config, shape: ModelShape, layout: Layout, rows: int, longest: int, gpus: int
+    config: Config, shape: ModelShape, fleet: Fleet, rows: int, longest: int, gpus: int
 ) -> Iterator[str]:
     train = config.train
     rollout = config.rollout
@@ -151,12 +150,10 @@ def _warnings(
             "train.dtype=bf16 on a CPU without bf16 instructions is slower than fp32; "
             "set train.dtype=fp32"
         )
-    per_node = config.launch.processes_per_node or RANKS_PER_NODE
-    ranks = rollout.ranks_per_replica
-    if config.launch.is_split and ranks > per_node:
+    if fleet.is_split and fleet.ranks_per_replica > fleet.ranks_per_node:
         yield (
-            f"rollout.tensor={rollout.tensor} needs a Ray node with {ranks} GPUs: engines that "
-            "span nodes are not supported"
+            f"rollout.tensor={rollout.tensor} needs a Ray node with {fleet.ranks_per_replica} "
+            "GPUs: engines that span nodes are not supported"
         )
     yield from _unread(config)
     if shape.mtp_layers:
@@ -177,11 +174,9 @@ def _warnings(
             "memory"
         )
     per_update = rows // train.updates_per_step
-    if per_update < layout.dp.size:
-        yield (
-            f"an update has {per_update} rows for {layout.dp.size} data-parallel ranks: some will "
-            "be idle"
-        )
+    data = fleet.trainer_layout(0).dp.size
+    if per_update < data:
+        yield (f"an update has {per_update} rows for {data} data-parallel ranks: some will be idle")
     if train.warmup_steps >= train.steps > 0:
         yield (
             f"train.warmup_steps={train.warmup_steps} covers all {train.steps} steps: train.lr is "

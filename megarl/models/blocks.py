@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megarl.models.shape import ModelShape, Shape
+from megarl.models.shape import DENSE, EXPERTS, ModelShape, Shape
 from megarl.models.shards import (
     HF,
     MC,
@@ -35,9 +35,8 @@ class ExpertNames:
 
 
 def dense_table(shape: ModelShape, spec: LayerSpec, padded_vocab: int) -> Table:
-    return decoder_table(
-        shape, padded_vocab, layer=(*attention(shape, spec), *dense_mlp(shape, spec))
-    )
+    rules = (*attention(shape, spec), *dense_mlp(shape, spec))
+    return decoder_table(shape, padded_vocab, layers={DENSE: rules})
 
 
 def moe_table(
@@ -46,12 +45,8 @@ def moe_table(
     padded_vocab: int,
     names: ExpertNames = ExpertNames(),
 ) -> Table:
-    return decoder_table(
-        shape,
-        padded_vocab,
-        layer=(*attention(shape, spec), *expert_mlp(shape, names)),
-        expert=experts(shape, spec, names),
-    )
+    mlp = (*expert_mlp(shape, names), *experts(shape, spec, names))
+    return decoder_table(shape, padded_vocab, layers={EXPERTS: (*attention(shape, spec), *mlp)})
 
 
 def decoder_table(shape: ModelShape, padded_vocab: int, **groups: Any) -> Table:

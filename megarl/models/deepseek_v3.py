@@ -7,7 +7,7 @@ from functools import partial
 
 from megarl.models import blocks
 from megarl.models.config_json import YARN, ConfigReader, read_decoder, read_latent
-from megarl.models.shape import Family, ModelShape, Router, Settings
+from megarl.models.shape import DENSE, EXPERTS, Family, ModelShape, Router, Settings
 from megarl.models.shards import (
     HF,
     MC,
@@ -35,12 +35,14 @@ def read_experts(config: ConfigReader) -> Settings:
     config.no_window()
     config.only(moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc")
     width = config.size("moe_intermediate_size")
+    layers = config.size("num_hidden_layers")
+    num_dense = min(layers, config.count("first_k_dense_replace", None))
     return {
         "experts": config.size("n_routed_experts"),
         "experts_per_token": config.size("num_experts_per_tok"),
         "moe_intermediate": width,
         "shared_intermediate": width * config.count("n_shared_experts", None),
-        "dense_layers": config.count("first_k_dense_replace", None),
+        "kinds": (*[DENSE] * num_dense, EXPERTS),
         "router": Router(
             score_function="sigmoid",
             norm_topk_prob=config.flag("norm_topk_prob", True),
@@ -60,12 +62,11 @@ def moe_table(
     padded_vocab: int,
 ) -> Table:
     rules = tuple(attention(shape, spec))
+    experts = (*blocks.expert_mlp(shape), *blocks.experts(shape, spec))
     return blocks.decoder_table(
         shape,
         padded_vocab,
-        dense=(*rules, *blocks.dense_mlp(shape, spec)),
-        layer=(*rules, *blocks.expert_mlp(shape)),
-        expert=blocks.experts(shape, spec),
+        layers={EXPERTS: rules + experts, DENSE: rules + blocks.dense_mlp(shape, spec)},
         mtp=prediction(shape, padded_vocab),
         fp32=frozenset({f"{HF}mlp.gate.e_score_correction_bias"}),
     )
@@ -135,7 +136,7 @@ def engine(shape: ModelShape, table: Table) -> Table:
     def fuse(rules: Rules) -> Rules:
         return (*(rule for rule in rules if rule.shapes().keys().isdisjoint(names)), fused)
 
-    return replace(table, dense=fuse(table.dense), layer=fuse(table.layer))
+    return table.map_layers(fuse)
 
 
 def megatron(shape: ModelShape) -> Settings:

@@ -5,10 +5,11 @@ derived from Megatron's; `Family.engine` handles the exceptions. At startup, the
 loaders is checked (`shards.first_mismatch`)."""
 
 from dataclasses import replace
+from functools import partial
 
 from megarl.models.registry import FAMILIES, megatron_table
 from megarl.models.shape import ModelShape
-from megarl.models.shards import Qkv, Rule, Stack, Table
+from megarl.models.shards import Qkv, Rule, Stack, Table, is_expert
 
 VOCAB_MULTIPLE = 64  # of vLLM's padded vocabulary, for any number of ranks
 
@@ -19,9 +20,7 @@ def engine_table(shape: ModelShape) -> Table:
     table = megatron_table(shape, padded_vocab=padded_vocab)
     derived = Table(
         embedding=tuple(map(_derived, table.embedding)),
-        dense=tuple(map(_derived, table.dense)),
-        layer=tuple(map(_derived, table.layer)),
-        expert=tuple(map(_derived_expert, table.expert)),
+        layers=table.map_layers(partial(map, _derived)).layers,
         head=tuple(map(_derived, table.head)),
     )
     return FAMILIES[shape.family].engine(shape, derived)
@@ -30,6 +29,8 @@ def engine_table(shape: ModelShape) -> Table:
 def _derived(rule: Rule) -> Rule:
     """Returns the rule for the same tensors in vLLM, whose parameter is named after the tensor or
     tensors it fuses."""
+    if is_expert(rule):
+        return _derived_expert(rule)
     if isinstance(rule, Qkv):
         rows = tuple(size[0] for size in rule.shapes().values())
         param = rule.hf[0].replace(".q_proj.", ".qkv_proj.")

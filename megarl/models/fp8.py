@@ -25,6 +25,7 @@ from megarl.models.shards import (
     ShardDim1,
     Stack,
     Table,
+    is_expert,
     shapes_of,
 )
 
@@ -38,15 +39,9 @@ def with_scales(table: Table, fmt: BlockFormat, *, is_whole: bool = False) -> Ta
     def scales(rules: Rules) -> Rules:
         return tuple(chain.from_iterable(_scales(rule, fmt, is_whole) for rule in rules))
 
-    layer = scales(table.layer)
-    dense = scales(table.dense)
-    expert = scales(table.expert)
-    names = set(chain.from_iterable(rule.shapes() for rule in layer + dense + expert))
+    names = set(chain.from_iterable(rule.shapes() for rule in scales(table.layer_rules)))
     return replace(
-        table,
-        layer=table.layer + layer,
-        dense=table.dense + dense,
-        expert=table.expert + expert,
+        table.map_layers(lambda rules: rules + scales(rules)),
         fp8=frozenset(name.removesuffix(SCALE) for name in names),
         fp32=table.fp32 | names,
     )
@@ -128,9 +123,8 @@ def _cut_weight(
     """Describes a weight of which an engine's rank would keep part of a block, or stack one within
     a block."""
     table = engine_table(shape)
-    for rule in filter(linears, table.layer + table.dense + table.expert):
-        is_expert = rule in table.expert
-        ranks = 1 if is_expert and expert > 1 else tensor
+    for rule in filter(linears, table.layer_rules):
+        ranks = 1 if is_expert(rule) and expert > 1 else tensor
         parts = list(rule.slices(Axis(ranks)))
         for part in parts:
             problem = None
@@ -140,7 +134,7 @@ def _cut_weight(
             is_last = part is parts[-1] and part.shape == whole
             if rows % fmt.block[0] and not is_last:
                 problem = f"{rows} rows"
-            if columns % fmt.block[1] and (columns < whole[1] or is_expert):
+            if columns % fmt.block[1] and (columns < whole[1] or is_expert(rule)):
                 problem = f"{columns} columns"
             if problem:
                 return (

@@ -8,7 +8,7 @@ from functools import partial
 
 from megarl.models import blocks
 from megarl.models.config_json import ConfigReader, read_decoder
-from megarl.models.shape import Family, ModelShape, Router, Settings
+from megarl.models.shape import EXPERTS, Family, ModelShape, Router, Settings
 from megarl.models.shards import (
     HF,
     InterleavedGateUp,
@@ -17,6 +17,7 @@ from megarl.models.shards import (
     Rule,
     Table,
     Transposed,
+    is_expert,
 )
 
 NAMES = blocks.ExpertNames(router="router")
@@ -53,29 +54,23 @@ def table(shape: ModelShape, spec: LayerSpec, padded_vocab: int) -> Table:
         Transposed(f"{hf}down_proj", param("linear_fc2", "weight"), (width, hidden)),
         Replicated(f"{hf}down_proj_bias", param("linear_fc2", "bias"), (hidden,)),
     )
-    layer = (*blocks.attention(shape, spec), *blocks.expert_mlp(shape, NAMES))
-    return blocks.decoder_table(shape, padded_vocab, layer=layer, expert=experts)
+    rules = (*blocks.attention(shape, spec), *blocks.expert_mlp(shape, NAMES), *experts)
+    return blocks.decoder_table(shape, padded_vocab, layers={EXPERTS: rules})
 
 
 def engine(shape: ModelShape, table: Table) -> Table:
     """Renames some parameters; vLLM interleaves gate and up, and adds the down projection's bias on
     one rank only."""
 
-    def expert(rule: Rule) -> Rule:
+    def edited(rule: Rule) -> Rule:
         if isinstance(rule, InterleavedGateUp):
             return replace(rule, alternating=True)
-        if isinstance(rule, Replicated):
+        if is_expert(rule) and isinstance(rule, Replicated):
             return replace(rule, is_first_only=True)
-        return rule
+        return replace(rule, param=rule.param.replace(".self_attn.", ".attn."))
 
-    return replace(
-        table,
-        embedding=tuple(replace(rule, param="model.embedding.weight") for rule in table.embedding),
-        layer=tuple(
-            replace(rule, param=rule.param.replace(".self_attn.", ".attn.")) for rule in table.layer
-        ),
-        expert=tuple(map(expert, table.expert)),
-    )
+    embedding = (replace(rule, param="model.embedding.weight") for rule in table.embedding)
+    return replace(table.map_layers(partial(map, edited)), embedding=tuple(embedding))
 
 
 def megatron(shape: ModelShape) -> Settings:

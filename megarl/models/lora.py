@@ -44,8 +44,7 @@ class AdapterFormat:
 def adapter_table(table: Table, targets: Sequence[str], rank: int) -> Table:
     """Returns the adapters' table. Raises ValueError naming targets that no linear layer of the
     model has."""
-    rules = table.dense + table.layer + table.expert
-    known = sorted(set(map(module_name, chain.from_iterable(map(linears, rules)))))
+    known = sorted(set(map(module_name, chain.from_iterable(map(linears, table.layer_rules)))))
     unbound = [name for name in targets if name not in known and name != ALL_LINEAR]
     if unbound:
         raise ValueError(
@@ -55,16 +54,10 @@ def adapter_table(table: Table, targets: Sequence[str], rank: int) -> Table:
     if ALL_LINEAR in targets:
         targets = known
 
-    def adapters(rules: Rules) -> Rules:
-        return tuple(chain.from_iterable(_adapters(rule, targets, rank) for rule in rules))
+    def adapters(rules: Rules) -> Iterator[Rule]:
+        return chain.from_iterable(_adapters(rule, targets, rank) for rule in rules)
 
-    return Table(
-        embedding=(),
-        head=(),
-        dense=adapters(table.dense),
-        layer=adapters(table.layer),
-        expert=adapters(table.expert),
-    )
+    return Table(embedding=(), layers=table.map_layers(adapters).layers, head=())
 
 
 def module_name(tensor: str) -> str:
@@ -159,7 +152,7 @@ def peft_config(
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": dropout,
-        "target_modules": targets_of(table.dense + table.layer + table.expert),
+        "target_modules": targets_of(table.layer_rules),
         "bias": "none",
         "inference_mode": True,
     }

@@ -153,8 +153,8 @@ def fp32_tensors(shape: ModelShape) -> frozenset[str]:
     if shape.bridge is not None:
         biases = ("correction_bias", "expert_bias")  # of routers
         return frozenset(name for name in header_shapes(shape.bridge) if name.endswith(biases))
-    layers = range(shape.dense_layers, shape.layers + shape.mtp_layers)
+    layers = range(shape.layers + shape.mtp_layers)
     return frozenset(
         template.format(layer=layer)
         for template, layer in product(megatron_table(shape).fp32, layers)
-    )
+    ).intersection(hf_shapes(shape, mtp=True))

@@ -39,6 +39,20 @@ class Router:
 
 
 @dataclass(frozen=True)
+class LayerKind:
+    """A kind of decoder layer, for which its family's table has rules."""
+
+    name: str  # in errors
+    has_experts: bool = False
+    # tokens attend to earlier ones, so ranks can split rows and rows can share a prefix
+    is_attention: bool = True
+
+
+DENSE = LayerKind("dense")
+EXPERTS = LayerKind("experts", has_experts=True)
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """The values of a `config.json`, with Hugging Face's meaning; only the sizes for a family
     without a table."""
@@ -68,7 +82,8 @@ class ModelShape:
     experts_per_token: int = 0
     moe_intermediate: int = 0
     shared_intermediate: int = 0  # of all shared experts together
-    dense_layers: int = 0  # leading layers without experts
+    # of the first layers; the last is that of all that follow. Empty: all are alike
+    kinds: tuple[LayerKind, ...] = ()
     router: Router = Router()
     swiglu_limit: float = 0.0  # of gpt-oss's clamped SwiGLU; 0: not clamped
     mtp_layers: int = 0  # of multi-token prediction, stored after the last layer
@@ -79,6 +94,15 @@ class ModelShape:
     @property
     def is_moe(self) -> bool:
         return self.experts > 0
+
+    @property
+    def layer_kinds(self) -> list[LayerKind]:
+        return [*map(self.kind, range(self.layers))]
+
+    def kind(self, layer: int) -> LayerKind:
+        """Returns the kind of a global layer; multi-token prediction follows the last layer."""
+        kinds = self.kinds or (EXPERTS if self.is_moe else DENSE,)
+        return kinds[min(layer, len(kinds) - 1)]
 
 
 @dataclass(frozen=True)

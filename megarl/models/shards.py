@@ -11,14 +11,14 @@ side. In an expert's rule, a name without `{expert}` denotes a tensor that stack
 an extra first dim.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product, zip_longest
+from itertools import chain, filterfalse, product, zip_longest
 from math import prod
 from typing import Any, Literal
 
 from megarl.layout import Axis, Layout, Parallel, stage_layers
-from megarl.models.shape import ModelShape, Shape
+from megarl.models.shape import LayerKind, ModelShape, Shape
 
 HF = "model.layers.{layer}."
 MC = "decoder.layers.{layer}."
@@ -210,20 +210,45 @@ Rule = Replicated | ShardDim0 | ShardDim1 | Transposed | InterleavedGateUp | Sta
 Rules = tuple[Rule, ...]
 
 
+def is_expert(rule: Rule) -> bool:
+    """Returns True if the rule repeats per expert: its parameter is in Megatron's or vLLM's module
+    `experts`."""
+    return ".experts." in rule.param
+
+
 @dataclass(frozen=True)
 class Table:
-    """The rules of one family. Those of `layer` repeat per layer, those of `expert` per layer and
-    expert."""
+    """The rules of one family."""
 
     embedding: Rules  # first stage
-    layer: Rules
+    layers: Mapping[LayerKind, Rules]
     head: Rules  # last stage
-    expert: Rules = ()
-    dense: Rules = ()  # instead of `layer` and `expert`, in leading layers without experts
     tied: Rules = ()  # the embedding's copy on a last stage that is not also the first
-    mtp: Rules = ()  # in addition to `layer` and `expert`, in each layer of multi-token prediction
+    mtp: Rules = ()  # in addition to the layer's, in each layer of multi-token prediction
     fp32: frozenset[str] = frozenset()  # HF names that are fp32 in any training dtype
     fp8: frozenset[str] = frozenset()  # HF names that move in FP8 blocks (megarl.models.fp8)
+
+    @property
+    def layer_rules(self) -> Rules:
+        """The rules of all kinds of layers, those of experts last."""
+        return tuple(sorted(chain.from_iterable(self.layers.values()), key=is_expert))
+
+    def rules_of(self, shape: ModelShape, layer: int) -> tuple[Rules, Rules]:
+        """Returns the rules of a global layer, and those of its experts. Raises ValueError if the
+        table has none of its kind."""
+        kind = shape.kind(layer)
+        if kind not in self.layers:
+            raise ValueError(
+                f"layer {layer} of {shape.family} is of kind {kind.name}, but the family's table "
+                f"has rules for {', '.join(known.name for known in self.layers)} only; add them"
+            )
+        rules = self.layers[kind]
+        return tuple(filterfalse(is_expert, rules)), tuple(filter(is_expert, rules))
+
+    def map_layers(self, function: Callable[[Rules], Iterable[Rule]]) -> "Table":
+        """Returns the table with the function's rules for every kind of layer."""
+        layers = {kind: tuple(function(rules)) for kind, rules in self.layers.items()}
+        return replace(self, layers=layers)
 
 
 def by_prefix(chunks: Sequence[Any]) -> dict[str, Any]:
@@ -242,7 +267,6 @@ class _Group:
     layer: int = 0  # global
     local_layer: int = 0
     block: str = MC
-    experts: range | None = None  # global indices of this rank's, if the rules repeat per expert
 
 
 def _groups(
@@ -253,28 +277,22 @@ def _groups(
     mtp: bool,
 ) -> Iterator[_Group]:
     """Yields the rules for one rank, in the checkpoint's order."""
-    per_rank = shape.experts // layout.ep.size
-    experts = range(per_rank * layout.ep.rank, per_rank * (layout.ep.rank + 1))
     chunks = by_prefix(stage_layers(shape.layers, layout))
     prefixes = list(chunks)
     if layout.pp.first:
         yield _Group(table.embedding, prefixes[0])
     for chunk, layers in chunks.items():
         for local, layer in enumerate(layers):
-            if layer < shape.dense_layers:
-                yield _Group(table.dense, chunk, layer, local)
-                continue
-            yield _Group(table.layer, chunk, layer, local)
-            yield _Group(table.expert, chunk, layer, local, experts=experts)
+            rules, experts = table.rules_of(shape, layer)
+            yield _Group(rules + experts, chunk, layer, local)
     if not layout.pp.last:
         return
     last = prefixes[-1]
     for depth in range(shape.mtp_layers):
         if mtp:
             layer = shape.layers + depth
-            yield _Group(table.layer, last, layer, depth, MTP)
-            yield _Group(table.mtp, last, layer, depth)
-            yield _Group(table.expert, last, layer, depth, MTP, experts)
+            rules, experts = table.rules_of(shape, layer)
+            yield _Group(rules + table.mtp + experts, last, layer, depth, MTP)
     yield _Group(table.head, last)
     if not layout.pp.first:
         yield _Group(table.tied, last)
@@ -286,9 +304,9 @@ def shapes_of(table: Table, shape: ModelShape, *, mtp: bool = False) -> dict[str
     for group in _groups(table, shape, Layout.of(Parallel(), 1, 0), mtp=mtp):
         for rule in group.rules:
             for name, size in rule.shapes().items():
-                if group.experts and "{expert}" not in name:
+                if is_expert(rule) and "{expert}" not in name:
                     size = (shape.experts, *size)
-                for expert in group.experts or (0,):
+                for expert in range(shape.experts if is_expert(rule) else 1):
                     shapes[name.format(layer=group.layer, expert=expert)] = size
     return shapes
 
@@ -303,13 +321,15 @@ def slices_of(
     """Returns one rank's slices of all HF tensors. With virtual stages, parameter names begin with
     `chunk<n>.`."""
     slices = []
+    per_rank = shape.experts // layout.ep.size
     for group in _groups(table, shape, layout, mtp=mtp):
-        axis = layout.tp if group.experts is None else layout.etp
         for rule in group.rules:
-            parts = list(rule.slices(axis))
+            count = per_rank if is_expert(rule) else 1
+            parts = list(rule.slices(layout.etp if is_expert(rule) else layout.tp))
             numel = sum(part.numel for part in parts)
-            for (local, expert), part in product(enumerate(group.experts or (0,)), parts):
-                if group.experts:
+            for local, part in product(range(count), parts):
+                expert = per_rank * layout.ep.rank + local
+                if is_expert(rule):
                     part = of_expert(part, local, expert, numel)
                 template = group.chunk + part.param.replace(MC, group.block)
                 part = replace(

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megarl.layout import Axis, Layout, stage_layers
 from megarl.models.registry import fp32_tensors, hf_shapes, padded_vocab
-from megarl.models.shape import ModelShape, Shape
+from megarl.models.shape import DENSE, EXPERTS, LayerKind, ModelShape, Shape
 from megarl.models.shards import Slices, by_prefix
 from megarl.trainer.layers import block_spec
 from megarl.trainer.megatron_config import Dispatcher, router_settings, run_settings
@@ -179,17 +179,16 @@ def _take_local_layers(provider: Any, shape: ModelShape, layout: Layout) -> None
     chunks = stage_layers(shape.layers, layout)
 
     def layers_of_chunk(config: Any, vp_stage: int | None = None) -> Any:
-        is_moe = [_is_moe(config, layer) for layer in chunks[vp_stage or 0]]
-        return block_spec(config, is_moe, use_te=False)
+        kinds = [_kind(config, layer) for layer in chunks[vp_stage or 0]]
+        return block_spec(config, kinds, use_te=False)
 
     provider.transformer_layer_spec = layers_of_chunk
 
 
-def _is_moe(config: Any, layer: int) -> bool:
-    if not config.num_moe_experts:
-        return False
+def _kind(config: Any, layer: int) -> LayerKind:
     every = config.moe_layer_freq
-    return bool(every[layer]) if isinstance(every, list) else layer % every == 0
+    is_moe = every[layer] if isinstance(every, list) else layer % every == 0
+    return EXPERTS if config.num_moe_experts and is_moe else DENSE
 
 
 @torch.no_grad()

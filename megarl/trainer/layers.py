@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
 
+from megarl.models.shape import LayerKind
 from megarl.trainer.context_parallel import attend, attend_stacks
 from megarl.trainer.moe import BalancedRouter
 
@@ -234,30 +235,31 @@ class _ExpertOutput(RowParallelLinear):
 
 def block_spec(
     config: TransformerConfig,
-    is_moe: Sequence[bool],
+    kinds: Sequence[LayerKind],
     *,
     use_te: bool,
 ) -> TransformerBlockSubmodules:
-    """Returns the spec of the layers of one model chunk; those with `is_moe` have experts."""
+    """Returns the spec of the layers of one model chunk."""
     norm: Any = RMSNorm
     if use_te:
         from megatron.core.extensions.transformer_engine import TENorm
 
         norm = TENorm
-    specs = {kind: _layer_spec(config, is_moe=kind, use_te=use_te) for kind in set(is_moe)}
-    if True in specs:
-        _submodules(_submodules(specs[True]).mlp).router = BalancedRouter
-    return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in is_moe], layer_norm=norm)
+    specs = {kind: _layer_spec(config, kind, use_te=use_te) for kind in set(kinds)}
+    for kind, spec in specs.items():
+        if kind.has_experts:
+            _submodules(_submodules(spec).mlp).router = BalancedRouter
+    return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in kinds], layer_norm=norm)
 
 
 def _layer_spec(
     config: TransformerConfig,
+    kind: LayerKind,
     *,
-    is_moe: bool,
     use_te: bool,
 ) -> ModuleSpec:
     options = {
-        "num_experts": config.num_moe_experts if is_moe else None,
+        "num_experts": config.num_moe_experts if kind.has_experts else None,
         "qk_layernorm": config.qk_layernorm,
         "multi_latent_attention": config.multi_latent_attention,
     }
@@ -279,7 +281,7 @@ def _layer_spec(
         attention.q_layernorm = attention.kv_layernorm = RMSNorm
     elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if is_moe and config.add_bias_linear:
+    if kind.has_experts and config.add_bias_linear:
         _submodules(_submodules(parts.mlp).experts).linear_fc2 = _ExpertOutput
     return layer
 

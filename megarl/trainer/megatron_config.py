@@ -136,7 +136,7 @@ def _moe_settings(shape: ModelShape, *, use_te: bool) -> Settings:
     router = shape.router
     settings = {
         "num_moe_experts": shape.experts,
-        "moe_layer_freq": [int(layer >= shape.dense_layers) for layer in range(shape.layers)],
+        "moe_layer_freq": [int(kind.has_experts) for kind in shape.layer_kinds],
         "moe_ffn_hidden_size": shape.moe_intermediate,
         "moe_shared_expert_intermediate_size": shape.shared_intermediate or None,
         "moe_router_topk": shape.experts_per_token,

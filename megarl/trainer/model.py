@@ -39,9 +39,7 @@ def build_model(
     for number, layers in enumerate(chunks):
         last = layout.pp.last and number == len(chunks) - 1
         # GPTModel also accepts a block's submodules instead of a layer spec, despite its annotation
-        spec: Any = block_spec(
-            config, [layer >= shape.dense_layers for layer in layers], use_te=use_te
-        )
+        spec: Any = block_spec(config, [*map(shape.kind, layers)], use_te=use_te)
         prediction: Any = None
         if last and config.mtp_num_layers:
             prediction = get_gpt_mtp_block_spec(
@@ -82,7 +80,9 @@ def shares_prefixes(
     It does so on a CPU, but not with experts, whose router losses count every token, nor where
     Megatron rotates or sends rows itself.
     """
-    is_plain = shape.bridge is None and shape.latent is None and not shape.is_moe
+    is_plain = shape.bridge is None and shape.latent is None
+    for kind in shape.layer_kinds:
+        is_plain = is_plain and kind.is_attention and not kind.has_experts
     return is_plain and not use_te and layout.cp.size == layout.vpp.size == 1
 
 

@@ -159,7 +159,7 @@ class RouterLosses:
         balance_R = balance(scores_NE, balance_rows, topk=router.topk, group=router.tp_cp_group)
         aux = (balance_rows.weight_R * balance_R).sum()
         z = (rows.weight_R * mean_square_lse(logits_NE, rows)).sum()
-        num_layers = self.shape.layers - self.shape.dense_layers  # with experts, on all stages
+        num_layers = sum(kind.has_experts for kind in self.shape.layer_kinds)  # on all stages
         self._sums["moe/aux_loss"] += aux.detach() / num_layers
         self._sums["moe/z_loss"] += z.detach() / num_layers
         return moe.aux_loss * aux + moe.z_loss * z

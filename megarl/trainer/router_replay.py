@@ -277,7 +277,7 @@ class RouterReplay:
         for group in (self.groups.tensor, self.groups.context):
             if group.size() > 1:
                 dist.all_reduce(experts_LMK, group=group)
-        num_layers = self.shape.layers - self.shape.dense_layers
+        num_layers = sum(map(len, self._layers_by_stage))
         table = torch.zeros(2, batch.num_rows, num_layers, dtype=torch.int64)
         owners, checksums = table
         local = {}
@@ -297,6 +297,6 @@ class RouterReplay:
 
 def _layers_with_experts(shape: ModelShape, stage: Layout) -> list[int]:
     """Returns the layers of a stage that have experts, numbered among all that have."""
-    dense = shape.dense_layers
+    has_experts = [kind.has_experts for kind in shape.layer_kinds]
     layers = chain.from_iterable(stage_layers(shape.layers, stage))
-    return [layer - dense for layer in layers if layer >= dense]
+    return [sum(has_experts[:layer]) for layer in layers if has_experts[layer]]

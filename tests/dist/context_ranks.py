@@ -193,7 +193,7 @@ def update(policy: Policy, scored: ScoredBatch, plan: MicrobatchPlan) -> dict[st
         "grad_norm": report.grad_norm,
         "metrics": report.metrics,
         "gradients": kept,
-        "layers": trainer.shape.layers - trainer.shape.dense_layers,
+        "layers": sum(kind.has_experts for kind in trainer.shape.layer_kinds),
         "bias": (router_biases(trainer) - before).tolist(),
         "microbatches": len(plan.rows[0][0]),
     }

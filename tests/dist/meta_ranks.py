@@ -71,7 +71,7 @@ def build(shape: ModelShape, parallel: Parallel, world: int, rank: int) -> dict[
 
 
 def with_prediction(shape: ModelShape) -> dict[str, list[int]]:
-    shape = replace(shape, layers=shape.dense_layers + 1)
+    shape = replace(shape, layers=max(1, len(shape.kinds)))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     layout = Layout.of(Parallel(), 1, 0)
     init_parallel(layout)

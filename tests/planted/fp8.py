@@ -25,8 +25,8 @@ FP8 = [
     ("weights/encode/blocks.py", "tensor.detach().copy_(saved[param])", "pass", SEEN),
     (
         "weights/plan/tables.py",
-        "                if rank == 0:\n",
-        "                if rank >= 0:\n",
+        "            if rank == 0:\n",
+        "            if rank >= 0:\n",
         SENT,
     ),
     ("weights/sync/execute.py", "None if transfer.is_relay", "None if not transfer.is_relay", SENT),

@@ -6,6 +6,7 @@ ENGINE = "unit/models/test_engine.py"
 CHECKSUM = "unit/weights/test_checksum.py"
 PLAN = "unit/weights/test_plan.py"
 COST = "unit/weights/test_weight_sync.py"
+KINDS = "unit/trainer/test_layer_kinds.py"
 
 MODELS = [
     (
@@ -53,9 +54,9 @@ MODELS = [
         f"{ENGINE}::test_key_values_are_repeated_where_the_engine_has_more_ranks_than_heads",
     ),
     (
-        "models/shards.py",
-        "if layer < shape.dense_layers:",
-        "if layer <= shape.dense_layers:",
+        "models/deepseek_v3.py",
+        "min(layers, config.count(",
+        "min(layers, 1 + config.count(",
         f"{ENGINE}::test_experts_lie_one_after_another",
     ),
     (
@@ -147,5 +148,59 @@ MODELS = [
         "into_nodes = lacking / np.bincount(nodes) / links.network",
         "into_nodes = lacking / links.network",
         f"{COST}::test_cost_of_a_plan_worked_by_hand",
+    ),
+    (
+        "models/shape.py",
+        "kinds[min(layer, len(kinds) - 1)]",
+        "kinds[0]",
+        f"{KINDS}::test_its_tensors_are_those_of_the_folder",
+    ),
+    (
+        "models/shards.py",
+        "if kind not in self.layers:",
+        "if not self.layers:",
+        f"{KINDS}::test_a_table_that_lacks_a_kind_is_refused",
+    ),
+    (
+        "weights/plan/tables.py",
+        "kind = self._shape.kind(section.layers[0])",
+        "kind = self._shape.kind(1)",
+        f"{KINDS}::test_every_element_arrives_once",
+    ),
+    (
+        "weights/plan/tables.py",
+        "np.flatnonzero([other == kind for other in kinds])",
+        "np.arange(kinds.index(kind), len(kinds))",
+        f"{KINDS}::test_every_element_arrives_once",
+    ),
+    (
+        "models/registry.py",
+        ").intersection(hf_shapes(shape, mtp=True))",
+        ")",
+        f"{KINDS}::test_adapters_scales_and_fp32_tensors_are_those_of_each_kind",
+    ),
+    (
+        "trainer/router_replay.py",
+        "sum(has_experts[:layer]) for",
+        "layer for",
+        f"{KINDS}::test_routers_are_numbered_among_the_layers_that_have_one",
+    ),
+    (
+        "trainer/model.py",
+        "kind.is_attention and not",
+        "not",
+        f"{KINDS}::test_layers_that_are_no_attention_share_no_prefixes_and_need_whole_rows",
+    ),
+    (
+        "config/train.py",
+        "context > 1 and not all(kind.is_attention for kind in shape.layer_kinds)",
+        "False",
+        f"{KINDS}::test_layers_that_are_no_attention_share_no_prefixes_and_need_whole_rows",
+    ),
+    (
+        "config/model.py",
+        "if not all(kind.has_experts for kind in shape.layer_kinds):",
+        "if not shape.is_moe:",
+        f"{KINDS}::test_the_width_of_dense_layers_is_checked_where_there_are_some",
     ),
 ]

@@ -47,8 +47,8 @@ ROUTES = [
     ),
     (
         "trainer/router_replay.py",
-        "for layer in layers if layer >= dense]",
-        "for layer in list(layers)[::-1] if layer >= dense]",
+        "for layer in layers if has_experts[layer]]",
+        "for layer in list(layers)[::-1] if has_experts[layer]]",
         f"{REPLAY}::test_planted_routes_are_taken_in_forward_and_update",
     ),
     (

@@ -20,7 +20,7 @@ from megarl.layout import Axis, Fleet, stage_layers
 from megarl.models.shape import ModelShape
 from megarl.models.shards import (
     ElementSizes,
-    Rule,
+    Rules,
     ShardSlice,
     Slices,
     Table,
@@ -112,12 +112,13 @@ class RecordedSlices:
 
 @dataclass(frozen=True)
 class _Section:
-    """The rules of a field of Table, and the trainer's ranks that have them."""
+    """The rules for tensors that repeat in `layers`, and the trainer's ranks that have them."""
 
-    name: str
-    layers: range  # global, in which the rules repeat
+    rules: tuple[Rules, Rules]  # of the trainer and of the engine
+    layers: Ints  # global, ascending
     key: Ints  # of each trainer rank
     coordinate: Ints  # of each trainer rank; -1: it holds no part
+    is_expert: bool = False
 
 
 class FleetTables:
@@ -160,12 +161,8 @@ class FleetTables:
             False: (fleet.parallel.tensor, fleet.tensor),
             True: (fleet.parallel.expert_tensor, self._engines[0].etp.size),
         }
-        # of one expert, in each parameter on either side
+        # of one expert of a kind of layer, in each parameter on either side
         self._expert_numel = Counter()
-        for one_side, size in zip(self._tables, self._sizes[True], strict=True):
-            for rank, part in self._templates(one_side.expert, size):
-                if rank == 0:
-                    self._expert_numel[part.param] += part.numel
         self._add_groups(max_numel)
 
     def _add_groups(self, max_numel: int) -> None:
@@ -177,53 +174,60 @@ class FleetTables:
         self._places = []
         sizes = np.zeros(self._shape.layers + 2, dtype=np.int64)  # from the embedding to the head
         for section in self._sections():
-            if not section.layers:
-                continue
             groups = self._groups(section, max_numel)
             self.groups += groups
-            count = self._shape.experts // groups[0].repeats if section.name == "expert" else 1
+            count = self._shape.experts // groups[0].repeats if section.is_expert else 1
             numel = _unit_numel(groups)
-            layers = slice(section.layers.start + 1, section.layers.stop + 1)
-            starts = sizes[layers.start] + np.cumsum(numel) - numel
+            layers = section.layers + 1
+            starts = sizes[layers[0]] + np.cumsum(numel) - numel
             for group in groups:
                 self._places.append((section, count, starts[group.unit], numel[group.unit]))
             sizes[layers] += count * numel.sum()
         self.layer_starts = np.cumsum(sizes) - sizes
         self.total = int(sizes.sum())
 
-    def _sections(self) -> tuple[_Section, ...]:
+    def _sections(self) -> Iterator[_Section]:
         def ranks(axis: str) -> Ints:
             return np.array([getattr(layout, axis).rank for layout in self._layouts])
 
         stage = ranks("pp")
         tp = ranks("tp")
         sizes = self._fleet.parallel
+        table, engine = self._tables
         is_last = stage == sizes.pipeline - 1
         copy = np.where(is_last & self._shape.tied, sizes.tensor + tp, -1)
         zeros = 0 * stage
-        dense = self._shape.dense_layers
-        end = self._shape.layers
-        experts = range(dense, end) if self._shape.is_moe else range(0)
-        return (
-            _Section("embedding", range(-1, 0), zeros, np.where(stage == 0, tp, copy)),
-            _Section("dense", range(dense), stage, tp),
-            _Section("layer", range(dense, end), stage, tp),
-            _Section("expert", experts, stage * sizes.expert + ranks("ep"), ranks("etp")),
-            _Section("head", range(end, end + 1), zeros, np.where(is_last, tp, -1)),
-        )
+        first = np.array([EMBEDDING])
+        embedding = (table.embedding, engine.embedding)
+        yield _Section(embedding, first, zeros, np.where(stage == 0, tp, copy))
+        kinds = self._shape.layer_kinds
+        for kind in dict.fromkeys(kinds):
+            layers = np.flatnonzero([other == kind for other in kinds])
+            rules, experts = table.rules_of(self._shape, layers[0])
+            kept, kept_experts = engine.rules_of(self._shape, layers[0])
+            yield _Section((rules, kept), layers, stage, tp)
+            if experts:
+                key = stage * sizes.expert + ranks("ep")
+                yield _Section((experts, kept_experts), layers, key, ranks("etp"), is_expert=True)
+        last = first + len(kinds) + 1
+        yield _Section((table.head, engine.head), last, zeros, np.where(is_last, tp, -1))
 
     def _groups(self, section: _Section, max_numel: int) -> list[TransferGroup]:
-        table, engine = self._tables
-        is_expert = section.name == "expert"
-        size, engine_size = self._sizes[is_expert]
-        sources = list(self._templates(getattr(table, section.name), size))
+        is_expert = section.is_expert
+        templates = map(self._templates, section.rules, self._sizes[is_expert])
+        sources, destinations = map(list, templates)
         # the last stage has a copy if tied
-        if section.name == "embedding" and self._fleet.parallel.pipeline > 1:
-            sources += [(size + rank, part) for rank, part in self._templates(table.tied, size)]
-        destinations = self._templates(getattr(engine, section.name), engine_size)
+        size = self._fleet.parallel.tensor
+        if section.layers[0] == EMBEDDING and self._fleet.parallel.pipeline > 1:
+            tied = self._tables[0].tied
+            sources += [(size + rank, part) for rank, part in self._templates(tied, size)]
         groups = transfer_groups(sources, destinations, max_numel=max_numel, is_expert=is_expert)
         if not is_expert:
             return groups
+        kind = self._shape.kind(section.layers[0])
+        for rank, part in sources + destinations:
+            if rank == 0:
+                self._expert_numel[kind, part.param] += part.numel
         # experts of the same ranks on both sides move together, as many as fit into a group
         experts = self._shape.experts
         per_rank = gcd(experts // self._fleet.parallel.expert, experts // self._engines[0].ep.size)
@@ -232,7 +236,7 @@ class FleetTables:
         repeats = max(number for number in numbers if per_rank % number == 0)
         return [replace(group, repeats=repeats) for group in groups]
 
-    def _templates(self, rules: Sequence[Rule], size: int) -> Iterator[Located]:
+    def _templates(self, rules: Rules, size: int) -> Iterator[Located]:
         for rank in range(size):
             for rule in rules:
                 for part in in_units(rule.slices(Axis(size, rank)), self._element_sizes):
@@ -244,7 +248,7 @@ class FleetTables:
         number = np.tile(np.arange(count), len(section.layers))
         expert = number - 1  # none
         ranks = parts = 1  # expert-parallel ranks on either side
-        if section.name == "expert":
+        if section.is_expert:
             expert = number * self.groups[group].repeats
             ranks = self._fleet.parallel.expert
             parts = self._engines[0].ep.size
@@ -268,7 +272,7 @@ class FleetTables:
 
     def destination_ranks(self, group: int, part: int) -> Sequence[int]:
         wanted = self.groups[group].destinations
-        if self._places[group][0].name == "expert":
+        if self._places[group][0].is_expert:
             is_kept = [x.etp.rank in wanted and x.ep.rank == part for x in self._engines]
         else:
             is_kept = [x.tp.rank in wanted for x in self._engines]
@@ -303,7 +307,8 @@ class FleetTables:
         local = -1
         if is_expert:
             local = expert % (self._shape.experts // layout.ep.size)
-            part = of_expert(part, local, expert, self._expert_numel[part.param])
+            kind = self._shape.kind(layer)
+            part = of_expert(part, local, expert, self._expert_numel[kind, part.param])
         param = part.param.format(layer=layer - chunks[chunk].start, expert=local)
         name = part.name.format(layer=layer, expert=expert)
         self._filled[key] = replace(part, name=name, param=chunk + param)

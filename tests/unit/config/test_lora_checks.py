@@ -122,7 +122,7 @@ def test_allowed(lora: dict[str, Any], create: dict[str, Any], sections: dict[st
 def test_an_adapter_to_begin_with_must_fit(
     tmp_path: Path, change: dict[str, Any], part: str
 ) -> None:
-    config = peft_config("base", Table((), (), ()), rank=4, alpha=8.0, dropout=0.0)
+    config = peft_config("base", Table((), {}, ()), rank=4, alpha=8.0, dropout=0.0)
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     shapes = {"lora_A": (4, 128), "lora_B": (128, 4)}
     tensors = {

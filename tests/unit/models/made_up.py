@@ -8,8 +8,17 @@ from dataclasses import dataclass, replace
 from megarl.layout import Axis
 from megarl.models import blocks
 from megarl.models.config_json import ConfigReader, read_decoder
-from megarl.models.shape import Family, ModelShape
-from megarl.models.shards import HF, MC, LayerSpec, Replicated, ShardSlice, Stack, Table, Transposed
+from megarl.models.shape import DENSE, Family, ModelShape
+from megarl.models.shards import (
+    HF,
+    MC,
+    LayerSpec,
+    Replicated,
+    ShardSlice,
+    Stack,
+    Table,
+    Transposed,
+)
 
 __all__ = ["FAMILIES"]
 
@@ -55,7 +64,8 @@ def table(shape: ModelShape, spec: LayerSpec, padded_vocab: int) -> Table:
             (shape.intermediate, shape.hidden),
         ),
     )
-    return blocks.decoder_table(shape, padded_vocab, layer=(*blocks.attention(shape, spec), *mlp))
+    rules = (*blocks.attention(shape, spec), *mlp)
+    return blocks.decoder_table(shape, padded_vocab, layers={DENSE: rules})
 
 
 FAMILIES = {"made_up": Family(architecture="MadeUpForCausalLM", read=read, table=table)}

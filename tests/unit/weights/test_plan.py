@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from megarl.layout import Fleet, Layout, Parallel
 from megarl.models.engine import engine_table
 from megarl.models.registry import fp32_tensors, hf_shapes, megatron_table
-from megarl.models.shape import LatentSizes, ModelShape, Router
+from megarl.models.shape import DENSE as DENSE_LAYER
+from megarl.models.shape import EXPERTS, LatentSizes, ModelShape, Router
 from megarl.models.shards import (
     ElementSizes,
     ShardDim0,
@@ -48,7 +49,7 @@ QWEN = ModelShape(
     experts_per_token=2, moe_intermediate=4, **SIZES,
 )  # fmt: skip
 DEEPSEEK = replace(
-    QWEN, family="deepseek_v3", layers=5, kv_heads=4, head_dim=3, qk_norm=False, dense_layers=2, shared_intermediate=4,
+    QWEN, family="deepseek_v3", layers=5, kv_heads=4, head_dim=3, qk_norm=False, kinds=(DENSE_LAYER, DENSE_LAYER, EXPERTS), shared_intermediate=4,
     latent=LatentSizes(3, 3, 2, 1, 2), router=Router(score_function="sigmoid", expert_bias=True),
 )  # fmt: skip
 DENSE = replace(QWEN, family="qwen2", tied=True, qkv_bias=True, qk_norm=False, experts=0)
