@@ -58,7 +58,7 @@ class Conversion:
             missing = [file for file in files if file.name not in records]
             resumed = sum(file.nbytes for file in files if file.name in records)
             self.progress("write", resumed)
-            self._refuse_full_disk(staging, missing)
+            _require_space(staging, missing)
             for file in missing:
                 records[file.name] = self._write(staging, file, readers)
             checksums = Counter()
@@ -81,24 +81,6 @@ class Conversion:
             sync_path(folder.parent)
         return resumed
 
-    def _refuse_full_disk(self, staging: Path, files: Sequence[OutputFile]) -> None:
-        """Raises CheckFailed, before anything is written, with the first file that does not fit."""
-        free = shutil.disk_usage(staging).free
-        paths = [staging / file.name for file in files]
-        left = free + sum(path.stat().st_blocks * 512 for path in paths if path.exists())
-        for file in files:
-            left -= file.nbytes
-            if left < 0:
-                needed = sum(file.nbytes for file in files)
-                raise CheckFailed(
-                    f"{staging / file.name}: not enough disk space for "
-                    f"{self._tensor(file.params[0])}: the conversion writes {needed} bytes, "
-                    f"{free} are free; make room, or choose another disk"
-                )
-
-    def _tensor(self, param: str) -> str:
-        return self.source.conversion_map.hf_slices[param][0].name
-
     def _write(
         self,
         staging: Path,
@@ -108,19 +90,16 @@ class Conversion:
         """Writes one file from scratch, then its record."""
         checksums = Counter()
         sources = Counter()
-        current = file.params[0]
 
         def params() -> Iterator[tuple[str, Tensor]]:
-            nonlocal current
             ahead = _ahead(readers, self._read, file.params)
-            for current, (flat, sums, before) in zip(file.params, ahead, strict=True):
+            for param, (flat, sums, before) in zip(file.params, ahead, strict=True):
                 checksums.update(sums)
                 sources.update(before)
                 self.progress("write", flat.nbytes)
-                yield current, flat
+                yield param, flat
 
-        path = staging / file.name
-        with _disk_errors(path, lambda: f" while writing {self._tensor(current)}"):
+        with _disk_errors(staging / file.name):
             result = self.target.write(staging, file, params())
             record = {"checksums": checksums, "sources": sources, "result": result}
             write_atomic(staging / RECORDS / f"{file.name}.pickle", pickle.dumps(record))
@@ -184,6 +163,19 @@ def _resume(staging: Path, identity: str) -> dict[str, dict[str, Any]]:
     }
 
 
+def _require_space(staging: Path, files: Sequence[OutputFile]) -> None:
+    """Raises CheckFailed, before anything is written, if the disk has no room for these files."""
+    for file in files:  # what an interrupted conversion began
+        (staging / file.name).unlink(missing_ok=True)
+    needed = sum(file.nbytes for file in files)
+    free = shutil.disk_usage(staging).free
+    if free < needed:
+        raise CheckFailed(
+            f"{staging}: not enough disk space: the conversion writes {needed} bytes, "
+            f"{free} are free; make room, or choose another disk"
+        )
+
+
 def _hexadecimal(checksums: Counter[str]) -> dict[str, str]:
     return {name: f"{value % (1 << 64):016x}" for name, value in checksums.items()}
 
@@ -219,13 +211,13 @@ def _changed_since_made(source: Path, checksums: Mapping[str, str]) -> str:
 
 
 @contextmanager
-def _disk_errors(path: Path, during: Callable[[], str] = lambda: "") -> Iterator[None]:
-    """Raises CheckFailed, naming file and tensor, if the disk is full or a read or write fails."""
+def _disk_errors(path: Path) -> Iterator[None]:
+    """Raises CheckFailed, naming the file, if the disk is full or a read or write fails."""
     try:
         yield
     except (OSError, RuntimeError) as error:  # torch.save wraps its stream's error
         reasons = [cause.strerror for cause in causes(error) if isinstance(cause, OSError)]
         reason = [*reasons, str(error)][0]
         raise CheckFailed(
-            f"{path}: {reason}{during()}; fix this and run the same command again to resume"
+            f"{path}: {reason}; fix this and run the same command again to resume"
         ) from error

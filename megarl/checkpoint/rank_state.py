@@ -239,35 +239,23 @@ def load(
         checkpoint.copy(box, stored.tensor)
         if stored.rank not in stored.parts:
             continue
-        low, high = stored.parts[stored.rank]
+        first = stored.parts[stored.rank][0] - box.offset
         for name, piece in stored.state().items():
             key = f"optimizer.state.{name}.{box.name}"
             key = keys.get(key, key)
             checkpoint.expect(key, *expected)
-            for cut in _cut(replace(box, name=key), low - box.offset, high - box.offset):
-                checkpoint.copy(replace(cut, offset=cut.offset - low), piece)
+            _read_elements(checkpoint, replace(box, name=key), first, piece)
     for part in parts_of(optimizer):
         getattr(part.optimizer, "_sync_hdo_state_to_sub_optimizers", lambda: None)()
 
 
-def _cut(
-    box: ShardSlice,
-    first: int,
-    last: int,
-) -> Iterator[ShardSlice]:
-    """Yields the elements first:last of a contiguous slice, in row-major order.
-
-    Whole rows, and parts of rows at both ends.
-    """
+def _read_elements(folder: MegatronFolder, box: ShardSlice, first: int, piece: Tensor) -> None:
+    """Fills `piece` with the elements of a contiguous slice from `first` on, in row-major order."""
     row = box.strides[lead_axis(box.shape)]
-    head = min(last, -(-first // row) * row)
-    tail = max(head, last // row * row)
-    for begin, end in ((first, head), (head, tail), (tail, last)):
-        if begin == end:
-            continue
-        count = end - begin
-        rows = rows_of(box, begin // row, -(-count // row))
-        if count % row:
-            yield from _cut(rows, begin % row, begin % row + count)
-        else:
-            yield rows
+    start, skipped = divmod(first, row)
+    rows = rows_of(box, start, -(-(skipped + len(piece)) // row))
+    elements = piece
+    if rows.numel > len(piece):
+        elements = piece.new_zeros(rows.numel)
+    folder.copy(replace(rows, offset=0), elements)
+    piece.copy_(elements[skipped : skipped + len(piece)])

@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 from megarl.config.run_dir import LEDGER
-from megarl.telemetry.metrics import read_jsonl
+from megarl.telemetry.metrics import iterate_jsonl
 from megarl.telemetry.sample_files import sample_files
 
 EVENTS = "start taken generating complete carried settled"
@@ -136,7 +136,7 @@ class Audit:
         """Compares the samples of a step with the prompts that were trained at it."""
         untrained = set()
         stale = set()
-        for row in read_jsonl(samples, prompt_id=int, versions=list):
+        for row in iterate_jsonl(samples, prompt_id=int, versions=list):
             prompt_id = row["prompt_id"]
             state = self.states.get(prompt_id, "")
             if self.steps.get(prompt_id) != step or state.startswith("filtered"):

@@ -142,11 +142,7 @@ def forget_steps(file: Path, start: int) -> None:
 
 def read_metrics(file: Path) -> list[Row]:
     """The lines of metrics.jsonl or eval.jsonl; numbers are finite or None."""
-    return read_jsonl(file, step=int)
-
-
-def read_jsonl(file: Path, **types: type) -> list[Row]:
-    return list(iterate_jsonl(file, **types))
+    return list(iterate_jsonl(file, step=int))
 
 
 def iterate_jsonl(file: Path, **types: type) -> Iterator[Row]:

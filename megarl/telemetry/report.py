@@ -30,7 +30,7 @@ from megarl.telemetry.curves import (
     svg,
     svg_element,
 )
-from megarl.telemetry.metrics import read_jsonl, read_metrics
+from megarl.telemetry.metrics import iterate_jsonl, read_metrics
 from megarl.telemetry.plan_figure import draw_plan
 from megarl.telemetry.sample_files import sample_files
 
@@ -146,7 +146,7 @@ def _samples(folder: Path) -> dict[str, JsonRows]:
     # a prompt's are often equal
     unique = {
         (sample["prompt"], sample["response"]): sample
-        for sample in read_jsonl(file, prompt=str, response=str)
+        for sample in iterate_jsonl(file, prompt=str, response=str)
     }
     samples = sorted(unique.values(), key=_reward, reverse=True)
     middle = (len(samples) + 1) // 2

@@ -10,7 +10,7 @@ import pytest
 
 from megarl.config.schema import SampleFiles
 from megarl.telemetry.curves import Curve, Panel, draw_png, run_panels, svg
-from megarl.telemetry.metrics import append_line, forget_steps, read_jsonl, read_metrics
+from megarl.telemetry.metrics import append_line, forget_steps, iterate_jsonl, read_metrics
 from megarl.telemetry.report import PLAN, write_comparison, write_report
 from megarl.telemetry.sample_files import SampleWriter, sample_files
 
@@ -340,6 +340,7 @@ def test_the_types_of_a_line(tmp_path: Path) -> None:
     file = write_lines(
         tmp_path / "a.jsonl", b'{"a": 1, "b": "x"}', b'{"a": 1.0, "b": "x"}', b'{"a": 1}'
     )
-    assert read_jsonl(file, a=int, b=str) == [{"a": 1, "b": "x"}]
-    assert read_jsonl(tmp_path / "missing", a=int) == read_jsonl(tmp_path, a=int) == []
+    assert list(iterate_jsonl(file, a=int, b=str)) == [{"a": 1, "b": "x"}]
+    for nothing in (tmp_path / "missing", tmp_path):
+        assert list(iterate_jsonl(nothing, a=int)) == []
     assert run_panels(read_metrics(file), [])[0].curves == []
