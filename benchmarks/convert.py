@@ -16,22 +16,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from functools import cache
-from math import prod
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from benchmarks.frame import Case, Contender, Outcome
-from megarl.checkpoint.hf_files import HfFile
 from megarl.config.random_model import hf_config
 from megarl.config.schema import Create
 from megarl.models.headers import INDEX
 from megarl.models.registry import hf_shapes, parse_model
-from megarl.models.shards import ShardSlice
 from megarl.weights.sync.checksum import positional_checksum
 
 __all__ = ["CASES", "convert", "copy"]
@@ -145,16 +141,11 @@ def _source(folder: Path, model: Mapping[str, object], to: str) -> Path:
     for number in range(FILES):
         names = list(shapes)[number::FILES]
         where |= dict.fromkeys(names, file := f"model-{number + 1:05d}.safetensors")
-        with closing(HfFile(made / file, {name: ("BF16", shapes[name]) for name in names})) as out:
-            for name, size in (
-                (name, shapes[name]) for name in names
-            ):  # one at a time: a process inherits a peak
-                numbers = generator.integers(1 << 16, size=prod(size), dtype=np.uint16)
-                elements = torch.from_numpy(numbers).view(torch.bfloat16)
-                out.write(
-                    ShardSlice(name, (0,) * len(size), size, name, 0, elements.view(size).stride()),
-                    elements,
-                )
+        tensors = {}
+        for name in names:
+            numbers = generator.integers(1 << 16, size=shapes[name], dtype=np.uint16)
+            tensors[name] = torch.from_numpy(numbers).view(torch.bfloat16)
+        save_file(tensors, made / file)
     (made / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
     source = made
     if to == "hf":

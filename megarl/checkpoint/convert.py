@@ -5,7 +5,8 @@
 
 A record is written once its file is on disk, so a killed conversion resumes after the last one.
 Every HF tensor's checksum is computed while the source is read (as a block format rounds it), and
-again from the finished target. One process converts; a few parameters are in memory at a time.
+again from the finished target. One process converts; a few parameters are in memory at a time, and
+the safetensors file that is being written.
 """
 
 import pickle
@@ -19,6 +20,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import Tensor
 
 from megarl.checkpoint.conversion_map import OutputFile, TensorSource
@@ -215,7 +217,7 @@ def _disk_errors(path: Path) -> Iterator[None]:
     """Raises CheckFailed, naming the file, if the disk is full or a read or write fails."""
     try:
         yield
-    except (OSError, RuntimeError) as error:  # torch.save wraps its stream's error
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch.save wraps its stream's error
         reasons = [cause.strerror for cause in causes(error) if isinstance(cause, OSError)]
         reason = [*reasons, str(error)][0]
         raise CheckFailed(

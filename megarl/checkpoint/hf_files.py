@@ -1,77 +1,26 @@
-"""Writes Hugging Face folders: HfFile slice by slice, in any order; HfTarget for conversions."""
+"""Writes Hugging Face folders: HfTarget for conversions, and the files beside the weights."""
 
-import json
-import os
 import shutil
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from math import prod
+from operator import add
 from pathlib import Path
-from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.checkpoint.conversion_map import OutputFile, Shape, TensorSource
-from megarl.checkpoint.hf_folder import (
-    HfFolder,
-    bytes_of,
-    hf_source,
-    lead_axis,
-    position,
-    split_by_size,
-)
+from megarl.checkpoint.hf_folder import HfFolder, hf_source, split_by_size
 from megarl.models.headers import INDEX, ITEM_BYTES, read_headers
 from megarl.models.hub import copied_files
-from megarl.models.shards import ShardSlice, whole_tensor, without_pairs
+from megarl.models.shards import ShardSlice, without_pairs
 from megarl.platform.json_text import read_json
-from megarl.processes.files import write_json
-from megarl.weights.encode.quantize import Storage
+from megarl.processes.files import sync_path, write_json
+from megarl.weights.encode.quantize import DTYPES, Storage
 from megarl.weights.sync.execute import strided_view
-
-
-class HfFile:
-    """A safetensors file that is written slice by slice. Several threads may write."""
-
-    def __init__(self, file: Path, tensors: Mapping[str, tuple[str, Shape]]) -> None:
-        """Creates the file, for tensors of these dtypes (safetensors' names) and shapes."""
-        self._header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        begin = 0
-        for name, (dtype, shape) in tensors.items():
-            end = begin + prod(shape) * ITEM_BYTES[dtype]
-            self._header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-            begin = end
-        text = json.dumps(self._header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
-        self._data = 8 + len(text)
-        self._file = file.open("wb", buffering=0)
-        self._write(memoryview(len(text).to_bytes(8, "little") + text), 0)
-
-    def write(self, box: ShardSlice, parameter: Tensor) -> None:
-        """Writes a slice of `parameter` to where it lies in `box.name`, contiguous in the file."""
-        entry = self._header[box.name]
-        full = entry["shape"]
-        start, shape = without_pairs(box, len(full))
-        elements = strided_view(parameter, box)
-        inner = lead_axis(shape) + 1
-        assert shape[inner:] == full[inner:], f"{box} is not contiguous in a tensor of shape {full}"
-        begin = self._data + entry["data_offsets"][0]
-        offset = begin + position(start, full) * elements.itemsize
-        self._write(bytes_of(elements.contiguous()), offset)
-
-    def close(self) -> None:
-        """Flushes to disk and closes."""
-        os.fsync(self._file.fileno())
-        self._file.close()
-
-    def _write(self, data: memoryview, offset: int) -> None:
-        while data:
-            count = os.pwrite(self._file.fileno(), data, offset)
-            data = data[count:]
-            offset += count
 
 
 class HfTarget:
@@ -122,15 +71,19 @@ class HfTarget:
         file: OutputFile,
         params: Iterator[tuple[str, Tensor]],
     ) -> None:
-        with closing(HfFile(folder / file.name, self._parts(file.params))) as out:
-            for param, flat in params:
-                for box in self._map.hf_slices[param]:
-                    if box.name not in self._storage.names:
-                        out.write(box, flat)
-                for name, index, matrix, _ in self._matrices(param, flat):
-                    for part_name, part in self._storage.encode(name, matrix).items():
-                        box = whole_tensor(part_name, (*(1 for _ in index), *part.shape))
-                        out.write(replace(box, start=(*index, *box.start[len(index) :])), part)
+        tensors = {
+            name: torch.empty(shape, dtype=DTYPES[dtype])
+            for name, (dtype, shape) in self._parts(file.params).items()
+        }
+        for param, flat in params:
+            for box in self._map.hf_slices[param]:
+                if box.name not in self._storage.names:
+                    _inside(tensors[box.name], box).copy_(strided_view(flat, box))
+            for name, index, matrix, _ in self._matrices(param, flat):
+                for part_name, part in self._storage.encode(name, matrix).items():
+                    tensors[part_name][index] = part
+        save_file(tensors, folder / file.name, metadata={"format": "pt"})
+        sync_path(folder / file.name)
 
     def rounded(self, param: str, flat: Tensor) -> Tensor:
         """Returns the parameter as it will be read back."""
@@ -200,13 +153,10 @@ def drop_quantization(folder: Path) -> None:
         write_json(file, values)
 
 
-def _inside(
-    matrix: Tensor,
-    box: ShardSlice,
-    lead: int,
-) -> Tensor:
-    """Returns the slice as a view of its matrix, one of a tensor that has `lead` more dims."""
-    start, shape = without_pairs(box, lead + 2)
-    row, column = start[lead:]
-    rows, columns = shape[lead:]
-    return matrix[row : row + rows, column : column + columns].view(box.shape)
+def _inside(tensor: Tensor, box: ShardSlice, lead: int = 0) -> Tensor:
+    """Returns the slice as a view of its tensor, or of a part of it that lacks the `lead` first
+    dims.
+    """
+    start, shape = without_pairs(box, lead + tensor.dim())
+    ranges = map(slice, start[lead:], map(add, start[lead:], shape[lead:]))
+    return tensor[tuple(ranges)].view(box.shape)

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from operator import add, gt
+from operator import add, gt, mul
 from pathlib import Path
 from typing import TypeVar
 
@@ -149,8 +149,9 @@ class HfFolder:
         is_plain = target.is_contiguous() and target.is_cpu and target.dtype == dtype
         if not is_plain or shape[lead:] != rows:
             buffer = torch.empty(rows, dtype=dtype)
-        offset = tensor.offset + position(start[: lead + 1], full) * dtype.itemsize
-        memory = bytes_of(buffer)
+        strides = [prod(full[axis + 1 :]) for axis in range(lead + 1)]
+        offset = tensor.offset + sum(map(mul, start, strides)) * dtype.itemsize
+        memory = buffer.view(-1).view(torch.uint8).numpy().data
         while memory:
             count = os.preadv(self._files[tensor.file].fileno(), [memory], offset)
             if not count:
@@ -271,16 +272,3 @@ def lead_axis(shape: Sequence[int]) -> int:
         if size != 1:
             return axis
     return 0
-
-
-def position(start: Sequence[int], full: Sequence[int]) -> int:
-    """Returns the index of the element at `start` in a contiguous tensor of shape `full`.
-
-    Trailing indices default to 0.
-    """
-    return sum(first * prod(full[axis + 1 :]) for axis, first in enumerate(start))
-
-
-def bytes_of(contiguous: Tensor) -> memoryview:
-    """Returns the memory of a CPU tensor."""
-    return contiguous.view(-1).view(torch.uint8).numpy().data

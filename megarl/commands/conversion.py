@@ -2,9 +2,9 @@
 
     config.json -> ModelShape -> table (one rank), GPTModel on meta -> ConversionMap -> Conversion
 
-It needs neither a GPU nor a launcher, and holds only the weights in transit in memory. A converted
-Megatron folder includes the model's config and tokenizer, so it can be the `model.path` of a
-training run, or be converted back.
+It needs neither a GPU nor a launcher, and holds a few parameters in memory, or one safetensors file
+that it writes. A converted Megatron folder includes the model's config and tokenizer, so it can be
+the `model.path` of a training run, or be converted back.
 """
 
 import ctypes
