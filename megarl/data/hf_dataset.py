@@ -50,7 +50,7 @@ def load_rows(
     refuse_media(f"task.name=hf:{name}", media, ignore=ignore_media)
     dataset = dataset.remove_columns(media)
     features = dataset.features
-    options.check(features, f"hf:{name}")
+    options.check([features], f"hf:{name}")
     column = options.answer or "answer"
     labels = getattr(features.get(column), "names", None)  # of ClassLabel, as MMLU's A to D
     short = {

@@ -88,7 +88,7 @@ class Source:
     # all problems in order, faster than one by one; None: they are generated
     scan: Callable[[], Iterable[Problem]] | None = None
     weight: float = 1.0  # in a mixture
-    held_out: int = 0  # training problems that were removed because they are evaluated on
+    held_out: int = 0  # problems that were not selected: of training, those evaluated on
 
     def problems(self) -> Iterable[Problem]:
         """All problems of a finite source; the first of an endless one."""
@@ -113,6 +113,7 @@ class Source:
             problem=lambda index: self.problem(indices[index]),
             size=len(indices),
             scan=lambda: compress(self.problems(), keep),
+            held_out=self.held_out + len(keep) - len(indices),
         )
 
 
@@ -144,10 +145,12 @@ class Columns(BaseModel):
         path = [name] if name in row else name.split(".")
         return reduce(enter, path, row)
 
-    def check(self, known: Mapping[str, Any], name: object) -> None:
-        """Raises ValueError for a column that `known`, the columns of the file `name`, lacks."""
+    def check(self, rows: Sequence[Mapping[str, Any]], name: object) -> None:
+        """Raises ValueError for a column that none of `rows`, those of the file `name`, has."""
+        known = dict.fromkeys(chain.from_iterable(rows))
         absent = [f"prompt={column}" for column in self.prompts if column not in known]
-        if (self.answer or self.answer_pattern) and self.answer_in(known) is None:
+        has_answer = any(self.answer_in(row) is not None for row in rows)
+        if (self.answer or self.answer_pattern) and not has_answer:
             absent.append(f"answer={self.answer or 'answer'}")
         if absent:
             raise ValueError(
@@ -194,13 +197,7 @@ def listed(
         raise ValueError(
             f"{name} has no problems; write one JSON object per line, such as {EXAMPLE}"
         )
-    known = {}
-    objects = [row for _, row in rows if isinstance(row, Mapping)]
-    for row in objects:
-        known |= {key: value for key, value in row.items() if value is not None}
-    # of a struct: the last row's may lack the answer
-    known |= next((row for row in objects if columns.answer_in(row) is not None), {})
-    columns.check(known, name)
+    columns.check([row for _, row in rows if isinstance(row, Mapping)], name)
     problems = [read_problem(row, where, columns, ignore_media=ignore_media) for where, row in rows]
     return Source(problems.__getitem__, len(problems), lambda: problems)
 

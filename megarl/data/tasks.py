@@ -102,7 +102,7 @@ def load_task(task: Task, split: Split = "train", eval_tasks: Sequence[Task] = (
         held_out = set(map(_words_of, chain.from_iterable(part.problems() for part in stored)))
         if held_out:
             keep = [_words_of(problem) not in held_out for problem in source.problems()]
-            source = replace(source.select(keep), held_out=source.held_out + keep.count(False))
+            source = source.select(keep)
     if source.size == 0:
         reason = f", as {source.held_out} are held out" if source.held_out else ""
         raise ValueError(
@@ -208,7 +208,7 @@ def _dataset(name: str, task: Task, split: Split) -> Source:
         for problem in source.problems()
     ]
     if split == "train":
-        return replace(source.select([not value for value in is_eval]), held_out=sum(is_eval))
+        return source.select([not value for value in is_eval])
     if not any(is_eval):
         raise ValueError(
             f"task.name={task.name!r} holds out none of its {source.size} problems with "

@@ -91,7 +91,9 @@ def run_rank(config: Config, env: Env, command: str) -> int:
             watch.broadcast(failure)
         return failure.code
     finally:
-        _flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):  # the log's disk is full, or the terminal gone
+                stream.flush()
     if env.is_main and not env.launched:
         write_exit(folder, DONE, world=env.world_size)
     return DONE
@@ -146,14 +148,7 @@ def redirect_output(log: Path) -> TextIO:
     )
 
 
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # the log's disk is full, or the terminal gone
-            stream.flush()
-
-
 if __name__ == "__main__":
     code = main(*sys.argv[1:])
     # without the destructors: those of a process group whose peer is gone can hang or abort
-    _flush()
     os._exit(code)
