@@ -80,9 +80,8 @@ def shares_prefixes(
     It does so on a CPU, but not with experts, whose router losses count every token, nor where
     Megatron rotates or sends rows itself.
     """
-    is_plain = shape.bridge is None and shape.latent is None
-    for kind in shape.layer_kinds:
-        is_plain = is_plain and kind.is_attention and not kind.has_experts
+    is_plain = all(kind.is_attention and not kind.has_experts for kind in shape.layer_kinds)
+    is_plain &= shape.bridge is None and shape.latent is None
     return is_plain and not use_te and layout.cp.size == layout.vpp.size == 1
 
 

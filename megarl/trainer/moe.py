@@ -139,6 +139,8 @@ class RouterLosses:
         modules = ModuleList(self.chunks).modules()
         self._routers = [x for x in modules if isinstance(x, BalancedRouter)]
         self.counts = {}  # [E]: tokens of each expert
+        # with experts, on all stages
+        self._num_layers = sum(kind.has_experts for kind in self.shape.layer_kinds)
 
     def begin(
         self, microbatches: Sequence[Microbatch], weights_T: Tensor, device: torch.device
@@ -159,9 +161,8 @@ class RouterLosses:
         balance_R = balance(scores_NE, balance_rows, topk=router.topk, group=router.tp_cp_group)
         aux = (balance_rows.weight_R * balance_R).sum()
         z = (rows.weight_R * mean_square_lse(logits_NE, rows)).sum()
-        num_layers = sum(kind.has_experts for kind in self.shape.layer_kinds)  # on all stages
-        self._sums["moe/aux_loss"] += aux.detach() / num_layers
-        self._sums["moe/z_loss"] += z.detach() / num_layers
+        self._sums["moe/aux_loss"] += aux.detach() / self._num_layers
+        self._sums["moe/z_loss"] += z.detach() / self._num_layers
         return moe.aux_loss * aux + moe.z_loss * z
 
     @torch.no_grad()

@@ -87,6 +87,10 @@ BANS: dict[str, tuple[set[str], str]] = {
         },
         "size = config.rollout.tensor",
     ),
+    r"shape\.family\s*(==|!=|in\b)|\bdense_layers\b": (  # they ask for shape.kind(layer)
+        set(),
+        "if shape.family == 'glm4_moe':",
+    ),
     r"\.call\(\"": (set(), 'ranks.call("score", batch)'),  # no type checker sees such a call
     r"^\s*global\s": (set(), "    global state"),
     r"^\s*from \.": (set(), "from .names import x"),
