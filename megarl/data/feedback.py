@@ -14,7 +14,6 @@ prompt's messages. Empty responses are refused; of equal ones nothing is learned
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, cast
 
 from megarl.data.rows import Problem, Source, messages_of, read_content, short
@@ -53,7 +52,6 @@ def ranked_responses(
     """Returns the responses to the prompt `text`, their ranks (the lowest is best) and the margin
     of its pairs. Equal responses have the rank of the first, as nothing could tell them apart.
     """
-    response = partial(_response, prompt=text, ignore_media=ignore_media)
     keys = [key for key in ("chosen", "rejected", "responses") if extra.get(key) is not None]
     margin = 0.0
     sign = 1.0
@@ -85,7 +83,10 @@ def ranked_responses(
             "`chosen` and `rejected`, or from `responses`; write one or the other in every row of "
             "the task"
         )
-    texts = [response(value, f"{where}: {key}") for key, value in zip(keys, values, strict=True)]
+    texts = [
+        _response(value, f"{where}: {key}", prompt=text, ignore_media=ignore_media)
+        for key, value in zip(keys, values, strict=True)
+    ]
     ranks = {}
     for text, number in zip(texts, numbers, strict=True):
         ranks.setdefault(text, sign * number)

@@ -112,7 +112,7 @@ def step_batch(tokenizer: Tokenizer, prompts: Sequence[Prompt], *, separator: st
         for text, label in labelled_steps(
             prompt.extra, f"problem {prompt.prompt_id} ({prompt.text[:40]!r})"
         ):
-            tokens += [token for token, _ in tokenizer.split(text + separator)]
+            tokens += tokenizer.encode(text + separator)
             ends.append(sum(len(row) for row, _ in rows) + len(tokens) - 1)
             right.append(label)
         rows.append((torch.tensor(tokens), torch.zeros(len(tokens), dtype=torch.bool)))

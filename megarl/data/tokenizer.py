@@ -158,14 +158,15 @@ def stop_token_ids(tokenizer: Tokenizer, stop: Sequence[str]) -> tuple[int, ...]
     """
     ids = set(tokenizer.eos)
     for text in stop:
-        tokens = tokenizer.split(text)
-        if [piece for _, piece in tokens] != [text]:
+        tokens = tokenizer.encode(text)
+        pieces = [tokenizer.text_of(token) for token in tokens]
+        if pieces != [text]:
             raise ValueError(
                 f"rollout.stop has {text!r}, which the model's tokenizer splits into "
-                f"{[piece for _, piece in tokens]}, but a response ends with one token; choose a "
-                "text that is a single token, or remove it"
+                f"{pieces}, but a response ends with one token; choose a text that is a single "
+                "token, or remove it"
             )
-        ids.add(tokens[0][0])
+        ids.add(tokens[0])
     return tuple(sorted(ids))
 
 
@@ -407,12 +408,8 @@ class HfTokenizer:
         ends += [end for end in (self.inner.eos_token_id, *self.eos) if end is not None]
         return (*tokens, *ends[:1])
 
-    def split(self, text: str) -> list[tuple[int, str]]:
-        """The tokens of `text`: the id and the text of each."""
-        return [
-            (token, self.inner.decode([token], clean_up_tokenization_spaces=False))
-            for token in self.encode(text)
-        ]
+    def text_of(self, token: int) -> str:
+        return self.inner.decode([token], clean_up_tokenization_spaces=False)
 
     def check(self, tokens: Iterable[int]) -> tuple[int, ...]:
         """Returns the tokens. Raises ValueError for one that the model does not have."""
@@ -453,18 +450,18 @@ class TokenIds:
                 "without a tokenizer there is no chat template; use task.template: plain and text "
                 "prompts"
             )
-        return self._parse(question)
+        return self.encode(question)
 
     def encode_answer(self, text: str) -> tuple[int, ...]:
-        return (*self._parse(text), *self.eos[:1])
+        return (*self.encode(text), *self.eos[:1])
 
-    def split(self, text: str) -> list[tuple[int, str]]:
-        return [(token, str(token)) for token in self._parse(text)]
+    def text_of(self, token: int) -> str:
+        return str(token)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return " ".join(map(str, tokens))
 
-    def _parse(self, text: str) -> tuple[int, ...]:
+    def encode(self, text: str) -> tuple[int, ...]:
         for word in text.split():
             if not word.isdecimal() or int(word) >= self.vocab:
                 raise ValueError(

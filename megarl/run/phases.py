@@ -12,7 +12,7 @@ offloaded and nothing sleeps (train.offload, rollout.sleep_level). Parts of a ph
 "exchange" and "staging", have peaks of their own.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -40,7 +40,9 @@ class TimedPhases:
     def rollout(self) -> Iterator[None]:
         with self._phase("rollout"):
             yield
-            self._switch(lambda engine: engine.sleep())
+            self._settle()
+            if self.engine is not None:
+                self.engine.sleep()
 
     @contextmanager
     def train(self) -> Iterator[None]:
@@ -63,11 +65,15 @@ class TimedPhases:
         with self._phase("sync"):
             for trainer in self.trainers:
                 trainer.memory.onload_weights()
-            self._switch(lambda engine: engine.wake("weights"))
+            self._settle()
+            if self.engine is not None:
+                self.engine.wake("weights")
             yield
             for trainer in self.trainers:
                 trainer.memory.offload_all()
-            self._switch(lambda engine: engine.wake("kv_cache"))
+            self._settle()
+            if self.engine is not None:
+                self.engine.wake("kv_cache")
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -86,11 +92,6 @@ class TimedPhases:
             yield
         # not reached after an exception, which is attributed to the phase itself
         self.current.name = f"after {name}"
-
-    def _switch(self, change: Callable[[Engine], None]) -> None:
-        if self.engine is not None:
-            self._settle()
-            change(self.engine)
 
     def _settle(self) -> None:
         """Adds the peak since the last call to all open phases.

@@ -351,8 +351,9 @@ TRAINER = [
     ),
     (
         "run/phases.py",
-        "        if self.engine is not None:\n            self._settle()\n",
-        "        if self.engine is not None:\n",
+        "            self._settle()\n            if self.engine is not None:\n"
+        '                self.engine.wake("kv_cache")',
+        '            if self.engine is not None:\n                self.engine.wake("kv_cache")',
         "unit/run/test_phases.py::test_a_sleeping_engine_does_not_count_and_parts_count_for_their_phase",
     ),
     (
