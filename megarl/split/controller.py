@@ -116,11 +116,7 @@ class RemoteWeights:
         restarted.
         """
         self.announce(version)
-        self.engines.is_syncing = True
-        try:
-            report = self.engines.survive(partial(self._publish, version))
-        finally:
-            self.engines.is_syncing = False
+        report = self.engines.survive(partial(self._publish, version))
         self.engines.adopt()
         return report
 
@@ -250,7 +246,6 @@ def _train(
     if start:
         ledger.restore(cursor)
     engines.survive(engines.wait_started)
-    ranks.meanwhile = engines.glance
     with rank_telemetry(rank, start, world_size=fleet.world) as telemetry:
         phases = TimedPhases(telemetry, rank.device, (), None, rank.phase)
         scorer = make_scorer(

@@ -103,10 +103,6 @@ class Engines:
     recover: Callable[[], None] = lambda: None  # starts, syncs and verifies the lost ones
     restarts: int = 0  # so far
     orphans: list[Request] = field(default_factory=list)  # of lost replicas
-    is_syncing: bool = False  # replicas that are lost are the sync's to replace
-    _early: list[Sample] = field(default_factory=list)  # for the next `poll`
-    _fault: Exception | None = None  # for it, too
-    _is_glancing: bool = False  # the trainer works, so that nothing can be synced
 
     def start(self) -> None:
         """Starts all of them; `wait_started` waits."""
@@ -164,52 +160,27 @@ class Engines:
         while self.running():
             if self.is_stopping():
                 raise Terminated("stopped by SIGTERM")
-            if self._fault:
-                raise self._fault
             rank = self.place.watch.gone("rank")
             if rank:
                 raise RankLost(Failure(-1, DEFECT, f"{rank} {KILLED}"), is_gone=True)
             self._rehouse()
-            samples = self._early
-            self._early = []
-            samples = samples or self._receive(POLL_S if timeout_s is None else timeout_s)
+            polls = {replica.poll: replica for replica in self.replicas if replica.poll}
+            ended, _ = ray.wait(
+                list(polls),
+                num_returns=len(polls) if timeout_s == 0 else 1,
+                timeout=POLL_S if timeout_s is None else timeout_s,
+            )
+            samples = []
+            for poll in ended:
+                replica = polls[poll]
+                try:
+                    samples += self._returned(replica, replica.value(poll))
+                    replica.poll = replica.begin(lambda engine: engine.poll())
+                except EngineLost as lost:
+                    self.lose(lost)
             if samples or timeout_s is not None:
                 return samples
         return []
-
-    def glance(self) -> None:
-        """Restarts lost replicas and moves their requests to others, while the trainer works."""
-        if self.is_syncing or self._fault:
-            return
-        self._is_glancing = True
-        try:
-            self._early += self._receive(0.0)
-        except (ValueError, CheckFailed) as error:  # what the trainer does now is completed
-            self._fault = error
-        finally:
-            self._is_glancing = False
-
-    def _receive(self, timeout_s: float) -> list[Sample]:
-        """Returns samples of finished polls; waits up to `timeout_s` for the first."""
-        polls = {replica.poll: replica for replica in self.replicas if replica.poll}
-        samples = []
-        if polls:
-            count = 1 if timeout_s else len(polls)
-            ended, _ = ray.wait(list(polls), num_returns=count, timeout=timeout_s)
-            for poll in ended:
-                samples += self._take(polls[poll])
-        self._rehouse()
-        return samples
-
-    def _take(self, replica: Replica) -> list[Sample]:
-        """Returns the samples of its finished poll, or [] if the replica is lost."""
-        try:
-            samples = self._returned(replica, replica.value(replica.poll))
-            replica.poll = replica.begin(lambda engine: engine.poll())
-        except EngineLost as lost:
-            self.lose(lost)
-            return []
-        return samples
 
     def _returned(self, replica: Replica, packed: Any) -> list[Sample]:
         samples = unpack(torch.tensor(packed))
@@ -237,8 +208,7 @@ class Engines:
         return len(self._keys())
 
     def _keys(self) -> list[SampleKey]:
-        keys = [sample.key for sample in self._early]
-        keys += [request.key for request in self.orphans]
+        keys = [request.key for request in self.orphans]
         for replica in self.replicas:
             keys += replica.requests
         return keys
@@ -289,8 +259,6 @@ class Engines:
         replica is ready.
         """
         if self.orphans and not any(replica.is_ready for replica in self.replicas):
-            if self._is_glancing:
-                return
             self.recover()
         self.adopt()
 
@@ -300,7 +268,6 @@ class Engines:
         """
         for number in range(len(self.replicas)):
             self.survive(partial(self._drop, number))
-        self._early.clear()
         self.orphans.clear()
 
     def _drop(self, number: int) -> None:

@@ -287,25 +287,6 @@ def test_two_engines_that_are_lost_at_once_are_lost_once(monkeypatch: pytest.Mon
     assert job.ray.killed == job.made[:2] and job.engines.restarts == 2 and len(job.made) == 4
 
 
-def test_an_engine_that_is_lost_while_the_trainer_works_starts_again_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    job = Job(monkeypatch)
-    job.weights.publish(version=3)
-    job.engines.submit(requests(4))
-    job.made[1].is_gone = True
-    TrainerRanks([job.rank], meanwhile=job.engines.glance).service.close()
-    assert len(job.made) == 3 and job.names("transfer") == ["engine 0", "engine 1", "rank"], (
-        "and nothing is synced"
-    )
-    job.engines.glance()
-    assert job.engines.running() == 8
-    samples = [sample for _ in range(6) for sample in job.engines.poll()]
-    assert sorted((s.prompt_id, s.index) for s in samples) == [
-        (n, i) for n in range(4) for i in range(2)
-    ], "each once"
-
-
 def test_the_only_engine_lost_while_the_trainer_works_gets_weights_when_it_is_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -313,24 +294,10 @@ def test_the_only_engine_lost_while_the_trainer_works_gets_weights_when_it_is_as
     job.weights.publish(version=3)
     job.engines.submit(requests(1))
     job.made[0].is_gone = True
-    job.engines.glance()
-    assert len(job.made) == 2 and len(job.names("transfer")) == 2
     job.weights.announce(4)
     job.engines.submit(requests(3)[2:])
     samples = [sample for _ in range(4) for sample in job.engines.poll()]
     assert len(samples) == 6 and job.weights.version == 4 and len(job.names("transfer")) == 4
-
-
-def test_what_is_used_up_while_the_trainer_works_ends_the_run_after_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    job = Job(monkeypatch, restarts=0)
-    job.weights.publish(version=3)
-    job.engines.submit(requests(4))
-    job.made[1].is_gone = True
-    TrainerRanks([job.rank], meanwhile=job.engines.glance).service.close()
-    with pytest.raises(CheckFailed, match="are used up"):
-        job.engines.poll()
 
 
 def test_an_engine_that_dies_while_it_starts_is_started_again(
