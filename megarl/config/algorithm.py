@@ -3,7 +3,7 @@
 A preset (presets.py) is a set of these values; printed configs show them.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
@@ -17,6 +17,7 @@ from pydantic import (
 )
 
 from megarl.config import estimators
+from megarl.config.presets import PRESETS
 from megarl.config.section import Config, Options, Section, check_options, one_of, refuse
 
 AT_LEAST = {"dual_clip": 1.0}  # a bound must exceed this; others are at least 0
@@ -68,13 +69,13 @@ def _bound(name: str) -> tuple[Any, Any]:
 
 
 class _Estimators(Section):
-    preset: str = "grpo"
+    preset: Annotated[str, one_of(PRESETS)] = "grpo"
     """Set of values that the others are added to (megarl.config.presets)."""
-    advantage: str = "grpo"
+    advantage: Annotated[str, one_of(estimators.ADVANTAGES)] = "grpo"
     """Advantage estimator (megarl.algorithms.advantages)."""
     advantage_options: Options = {}
     """Keyword options of the advantage estimator."""
-    loss: str = "ppo_clip"
+    loss: Annotated[str, one_of(estimators.LOSSES)] = "ppo_clip"
     """Policy loss (megarl.algorithms.losses)."""
     loss_options: Options = {}
     """Keyword options of the loss, other than its bounds."""
@@ -93,7 +94,7 @@ else:  # the keys are the bounds of all losses, as their functions name them
 class Algorithm(_Bounds):
     """What is optimized. A preset is a set of these values; printed configs show them."""
 
-    aggregation: str = "token-mean"
+    aggregation: Annotated[str, one_of(estimators.AGGREGATIONS)] = "token-mean"
     """Weights of the tokens in the loss of an update (megarl.algorithms.aggregation)."""
     kl: KlTerm = KlTerm()
     """KL term."""
@@ -106,7 +107,7 @@ class Algorithm(_Bounds):
     distill_beta: float = Field(default=1.0, ge=0, le=1)
     """Divergence with distill_top_k: 1 KL(policy || teacher), 0 KL(teacher || policy), between the
     generalised Jensen-Shannon divergence."""
-    correction: str = "none"
+    correction: Annotated[str, one_of(estimators.CORRECTIONS)] = "none"
     """Correction of the engine's deviation from the trainer (megarl.algorithms.corrections)."""
     correction_options: Options = {}
     """Keyword options of the correction."""
@@ -144,14 +145,14 @@ class Algorithm(_Bounds):
         if not isinstance(values, dict):
             return values
         defaults = estimators.BOUNDS.get(str(values.get("loss", "ppo_clip")), {})
-        off = [key for key in estimators.BOUND_NAMES if values.get(key) is None]
-        explicit = {key: x for key, x in values.items() if key in AT_LEAST or key not in off}
+        unset = set(estimators.BOUND_NAMES) - AT_LEAST.keys()
+        explicit = {key: x for key, x in values.items() if x is not None or key not in unset}
         return defaults | explicit
 
     @property
     def loss_bounds(self) -> dict[str, float | None]:
         """The bounds that the loss takes."""
-        return {name: getattr(self, name) for name in estimators.BOUNDS.get(self.loss, {})}
+        return {name: getattr(self, name) for name in estimators.BOUNDS[self.loss]}
 
     @property
     def needs_reference(self) -> bool:
@@ -167,23 +168,16 @@ class Algorithm(_Bounds):
 
     @property
     def _advantage(self) -> estimators.Estimator:
-        return estimators.ADVANTAGES.get(self.advantage, estimators.Estimator())
+        return estimators.ADVANTAGES[self.advantage]
 
 
 def check_algorithm(config: Config) -> None:
-    """Raises ValueError for unknown estimators and options, and for settings that contradict."""
+    """Raises ValueError for unknown options, and for settings that contradict."""
     algorithm = config.algorithm
-    _check_known("aggregation", algorithm.aggregation, estimators.AGGREGATIONS)
-    tables = {
-        "advantage": estimators.ADVANTAGES,
-        "loss": estimators.LOSSES,
-        "correction": estimators.CORRECTIONS,
-    }
-    for key, known in tables.items():
-        name = getattr(algorithm, key)
-        _check_known(key, name, known)
-        _check_options(algorithm, key, key, known)
+    _check_options(algorithm, "advantage", "advantage", estimators.ADVANTAGES)
+    _check_options(algorithm, "loss", "loss", estimators.LOSSES)
     _check_options(algorithm, "loss", "token_selection", estimators.SELECT)
+    _check_options(algorithm, "correction", "correction", estimators.CORRECTIONS)
     if not config.stage_spec.needs_engine:
         return
     _check_group(config)
@@ -192,11 +186,6 @@ def check_algorithm(config: Config) -> None:
     _check_bounds(algorithm)
     _check_objective(config)
     _check_kl_term(config)
-
-
-def _check_known(key: str, name: str, known: Iterable[str]) -> None:
-    if name not in known:
-        raise ValueError(f"algorithm.{key}={name!r} is unknown; choose from: {', '.join(known)}")
 
 
 def _check_options(

@@ -130,46 +130,33 @@ def fleet_of(
     launch = config.launch
     replica = rollout.ranks_per_replica
     trainers = trainers or launch.processes or smallest_trainer(config)
-    replicas, rest = divmod(trainers, replica)
-    if launch.is_split:
-        replicas = rollout.replicas or 1
-    elif rest:
+    divisors = dict(config.parallel.sizes.divisors)
+    replicas = rollout.replicas or 1
+    if not launch.is_split:
+        divisors["ranks of an engine replica"] = replica
+        replicas = trainers // replica
+    for axes, product in divisors.items():
+        if trainers % product:
+            raise ValueError(
+                f"{trainers} processes (launch.processes, or torchrun's WORLD_SIZE) are not "
+                f"divisible by {axes} = {product}; use a multiple of {smallest_trainer(config)}"
+            )
+    per_node = launch.processes_per_node
+    if per_node and trainers > per_node and trainers % per_node:
         raise ValueError(
-            f"launch.processes={trainers} is not divisible by the {replica} ranks of an "
-            f"engine replica; use a multiple of {smallest_trainer(config)}"
+            f"launch.processes_per_node={per_node} does not divide the {trainers} processes; "
+            "use a divisor"
         )
-    fleet = Fleet(
+    return Fleet(
         parallel=config.parallel.sizes,
         trainers=trainers,
         tensor=rollout.tensor,
         ranks_per_replica=replica,
         replicas=replicas,
         expert=rollout.expert,
-        ranks_per_node=launch.processes_per_node or ranks_per_node,
+        ranks_per_node=per_node or ranks_per_node,
         is_split=launch.is_split,
     )
-    fleet.trainer_layout(0)  # raises ValueError if the world does not fit the layout
-    return fleet
-
-
-def check_world(config: Config, world: int, env: Env) -> None:
-    """Raises ValueError if the number of processes does not fit the layouts."""
-    divisors = dict(config.parallel.sizes.divisors)
-    if not config.launch.is_split:
-        divisors["rollout.tensor"] = config.rollout.ranks_per_replica
-    origin = "torchrun's WORLD_SIZE" if env.has_launcher else "launch.processes"
-    for axes, product in divisors.items():
-        if world % product:
-            raise ValueError(
-                f"{origin}={world} is not divisible by {axes} = {product}; "
-                f"use a multiple of {smallest_trainer(config)}"
-            )
-    per_node = config.launch.processes_per_node
-    if per_node is not None and world > per_node and world % per_node:
-        raise ValueError(
-            f"launch.processes_per_node={per_node} does not divide the {world} processes; "
-            "use a divisor"
-        )
 
 
 def fallbacks(config: Config) -> list[Config]:

@@ -11,7 +11,6 @@ what is allowed.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from difflib import get_close_matches
 from itertools import count
 from pathlib import Path
 from typing import Any, get_args
@@ -22,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 from megarl.config.estimators import BOUND_NAMES
 from megarl.config.presets import PRESETS
 from megarl.config.schema import Config, Task
-from megarl.config.section import Options, did_you_mean
+from megarl.config.section import Options, did_you_mean, message_of
 
 MAX_NODES = 100_000  # of a YAML text, counting what its aliases stand for
 REFUSED_SCALARS = (  # patterns of a tag and of a value, and what is wrong with a value of both
@@ -63,9 +62,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     file = Path(path)
     if not file.is_file():
-        stems = get_close_matches(file.stem, [p.stem for p in file.parent.glob("*.yaml")], n=3)
-        near = " or ".join(f"{file.parent / stem}.yaml" for stem in stems)
-        hint = f"did you mean {near}?" if near else "pass a YAML file"
+        neighbours = [each.name for each in file.parent.glob("*.yaml")]
+        hint = did_you_mean(file.name, neighbours, "pass a YAML file", most=3)
         raise FileNotFoundError(f"config {file} does not exist; {hint}")
     values, lines = _read_yaml(file)
     assignments = [_parse_override(text) for text in overrides]
@@ -83,9 +81,10 @@ def parse_config(values: Options, lines: Mapping[str, str] | None = None) -> Con
     """
     merged = deepcopy(values)
     lines = lines or {}
-    algorithm = merged.get("algorithm")
-    if algorithm is None or isinstance(algorithm, dict):
-        merged["algorithm"] = _with_preset(algorithm or {}, lines)
+    if merged.get("algorithm") is None:
+        merged["algorithm"] = {}
+    if isinstance(merged["algorithm"], dict):
+        merged["algorithm"] = _with_preset(merged["algorithm"])
     try:
         return Config.model_validate(merged)
     except ValidationError as error:
@@ -124,25 +123,15 @@ def _origin(key: str, lines: Mapping[str, str]) -> str:
 
 def _read_yaml(file: Path) -> tuple[Options, dict[str, str]]:
     """Returns the nested values of a YAML file, and the line of each dotted key."""
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{file} is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8"
-        ) from None
     lines = {"": f"in {file}"}
     try:
-        values = parse_yaml(text, lines)
-    except yaml.reader.ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
+        values = parse_yaml(file.read_text(encoding="utf-8"), lines)
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" line {mark.line + 1}" if mark else ""
         raise ValueError(
-            f"{file} line {line} is not YAML: {error.reason}; remove {text[error.position]!r}"
-        ) from None
-    except yaml.MarkedYAMLError as error:
-        line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        problem = " ".join(str(error.problem).split())
-        raise ValueError(
-            f"{file}{line} is not YAML: {problem}; check indentation and colons"
+            f"{file}{line} is not YAML: {_problem(error)}; check indentation and colons, and "
+            "check that it is in UTF-8"
         ) from None
     if not isinstance(values, dict | None):
         raise ValueError(
@@ -192,6 +181,10 @@ def _yaml_error(mark: yaml.Mark | None, problem: str) -> yaml.YAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
 
 
+def _problem(error: Exception) -> str:
+    return " ".join(str(getattr(error, "problem", error)).split())
+
+
 def _parse_override(text: str) -> tuple[str, Any]:
     key, equals, raw = text.partition("=")
     key = key.strip().removeprefix("--")
@@ -203,9 +196,8 @@ def _parse_override(text: str) -> tuple[str, Any]:
     try:
         return key, parse_yaml(raw, {"": f"in {key} on the command line,"})
     except yaml.YAMLError as error:
-        problem = f" ({error.problem})" if isinstance(error, yaml.MarkedYAMLError) else ""
         raise ValueError(
-            f"the value of {key}={_short(raw)} is not YAML{problem}; quote it"
+            f"the value of {key}={_short(raw)} is not YAML ({_problem(error)}); quote it"
         ) from None
 
 
@@ -236,21 +228,14 @@ def _assign(values: Options, key: str, value: Any) -> None:
     values[last] = value
 
 
-def _with_preset(explicit: Options, lines: Mapping[str, str]) -> Options:
-    name = explicit.get("preset", "grpo")
-    if not isinstance(name, str) or name not in PRESETS:
-        remedy = did_you_mean(str(name), PRESETS, f"choose from: {', '.join(PRESETS)}", most=2)
-        raise ValueError(
-            f"algorithm.preset={name!r} {_origin('algorithm.preset', lines)} is unknown; {remedy}"
-        )
-    preset = deepcopy(PRESETS[name])
+def _with_preset(explicit: Options) -> Options:
+    preset = deepcopy(PRESETS.get(str(explicit.get("preset", "grpo")), {}))
     # the preset's options belong to the preset's function
-    for part in ("advantage", "loss", "correction"):
+    for part, bounds in (("advantage", ()), ("loss", BOUND_NAMES), ("correction", ())):
         if part in explicit and explicit[part] != preset.get(part):
-            bounds = BOUND_NAMES if part == "loss" else ()
             for key in (f"{part}_options", *bounds):
                 preset.pop(key, None)
-    return _merge(preset, explicit) | {"preset": name}
+    return _merge(preset, explicit)
 
 
 def _merge(below: Options, above: Mapping[str, Any]) -> Options:
@@ -293,12 +278,10 @@ def _explain(error: ValidationError, lines: Mapping[str, str]) -> str:
         for part in map(str, first["loc"])
         if not re.search(r"[\[\]' ]|^(str|int|float|bool|literal)$", part)
     )
-    allowed = first["msg"].removeprefix("Value error, ").replace("Input should be", "it should be")
-    allowed = allowed.replace("a valid tuple", "a list")
-    count = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+    place = _origin(key, lines)
     if first["type"] == "missing":
-        return f"{key} is missing {_origin(key, lines)}; set it{count}"
-    return f"{key}={_short(first['input'])} {_origin(key, lines)} is invalid: {allowed}{count}"
+        return f"{key} is missing {place}; set it"
+    return f"{key}={_short(first['input'])} {place} is invalid: {message_of(first)}"
 
 
 def _short(value: Any) -> str:
@@ -307,27 +290,14 @@ def _short(value: Any) -> str:
 
 
 def _explain_unknown(path: list[str], lines: Mapping[str, str]) -> str:
-    """Suggests the same name of other sections, else similar names of the same section, else those
-    of any section.
-    """
+    """Suggests the same name of other sections, else similar names of the same section."""
+    *parents, name = path
+    section = ".".join(part for part in parents if not part.isdecimal())
+    known = [key.rpartition(".") for key in _known_keys(Config)]
+    here = [last for parent, _, last in known if parent == section]
+    near = ["".join(key) for key in known if key[2] == name][:3]
+    hint = did_you_mean(name, here, f"known keys here: {', '.join(here)}", most=2)
+    if near:
+        hint = f"did you mean {' or '.join(near)}?"
     key = ".".join(path)
-    name = path[-1]
-    section = Config
-    for part in path[:-1]:
-        if part in section.model_fields:  # not a list index
-            section = _section(section.model_fields[part].annotation) or section
-    everywhere = {known: known.rpartition(".")[2] for known in _known_keys(Config)}
-    near = [known for known, last in everywhere.items() if last == name][:3]
-    near = near or [
-        ".".join([*path[:-1], close])
-        for close in get_close_matches(name, section.model_fields, n=2)
-    ]
-    if not near:
-        close = get_close_matches(name, everywhere.values(), n=1)
-        near = [known for known, last in everywhere.items() if last in close][:3]
-    hint = (
-        f"did you mean {' or '.join(near)}?"
-        if near
-        else f"known keys here: {', '.join(section.model_fields)}"
-    )
     return f"unknown key {key} {_origin(key, lines)}; {hint}"

@@ -21,24 +21,18 @@ from megarl.platform.json_text import read_json
 
 LEDGER = "ledger.jsonl"  # what became of every prompt (data/ledger.py)
 
-# Keys and sections that may change when a run is resumed.
-FREE = {
-    "names": "run.name run.dir",
-    "length of the run": "train.steps sft.until_accuracy sft.patience",
-    "what is recorded, and how often": (
-        "eval.every eval.size eval.temperature checkpoint telemetry"
-    ),
-    "refusals": "checks model.trust_remote_code",
-    "layout: the same result to rounding": (
-        "parallel launch sync rollout.tensor rollout.expert rollout.replicas moe.dispatcher"
-    ),
-    "memory and speed: the same result to rounding": """
-        train.max_tokens_per_microbatch train.logprob_chunk train.recompute train.recompute_modules
-        train.offload train.optimizer_cpu_offload
-        rollout.gpu_memory_utilization rollout.cpu_kv_cache_gb rollout.enforce_eager
-        rollout.sleep_level
-    """,
-}
+# Keys and sections that may change when a run is resumed, a line each: names; length of the run;
+# what is recorded, and how often; refusals; layout, memory and speed (the same result to rounding).
+FREE = """
+    run.name run.dir
+    train.steps sft.until_accuracy sft.patience
+    eval.every eval.size eval.temperature checkpoint telemetry
+    checks model.trust_remote_code
+    parallel launch sync rollout.tensor rollout.expert rollout.replicas moe.dispatcher
+    train.max_tokens_per_microbatch train.logprob_chunk train.recompute train.recompute_modules
+    train.offload train.optimizer_cpu_offload rollout.gpu_memory_utilization
+    rollout.cpu_kv_cache_gb rollout.enforce_eager rollout.sleep_level
+"""
 
 
 def make_run_dir(config: Config) -> None:
@@ -76,7 +70,7 @@ def check_resumed(config: Config) -> None:
         raise ValueError(
             f"cannot compare with the run to be resumed: {error}; pass --resume-changed"
         ) from None
-    free = tuple(f"{key}." for key in " ".join(FREE.values()).split())
+    free = tuple(f"{key}." for key in FREE.split())
     found = _changes(old, config).items()
     changes = {key: values for key, values in found if not f"{key}.".startswith(free)}
     if changes:

@@ -13,6 +13,7 @@ from pydantic import (
     ValidationInfo,
     field_validator,
 )
+from pydantic_core import ErrorDetails
 
 if TYPE_CHECKING:
     from megarl.config.schema import Config as Config
@@ -52,10 +53,13 @@ def validate_options(section: type[AnySection], options: Options, owner: str) ->
         if first["type"] == "missing":
             raise ValueError(f"{owner} needs the option {key}; set it") from None
         where = f"option {key}={first['input']!r} is invalid" if key else "invalid options"
-        message = first["msg"].removeprefix("Value error, ")
-        raise ValueError(
-            f"{owner}, {where}: {message.replace('Input should be', 'it should be')}"
-        ) from None
+        raise ValueError(f"{owner}, {where}: {message_of(first)}") from None
+
+
+def message_of(error: ErrorDetails) -> str:
+    """Returns pydantic's text of an error, as the end of a sentence."""
+    text = error["msg"].removeprefix("Value error, ").replace("Input should be", "it should be")
+    return text.replace("a valid tuple", "a list")
 
 
 def refuse(*problems: tuple[object, str], start: str = "") -> None:

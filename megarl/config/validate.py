@@ -18,7 +18,6 @@ from megarl.config.dpo import check_dpo_section
 from megarl.config.iterative import check_model_reward
 from megarl.config.launch import (
     check_topology,
-    check_world,
     fallbacks,
     fleet_of,
     smallest_trainer,
@@ -82,7 +81,6 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
     if has_engine:
         check_fp8_rollout(config, shape, gpus)
     check_fp8_training(config, shape, gpus)
-    check_world(config, world, env)
     fleet = fleet_of(config, world)
     layout = fleet.trainer_layout(min(env.rank, world - 1))
     _check_learning(config, shape, has_engine=has_engine)

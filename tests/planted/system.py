@@ -193,7 +193,7 @@ SYSTEM = [
     ),
     (
         "config/launch.py",
-        "if world % product:",
+        "if trainers % product:",
         "if False:",
         f"{VALIDATE}::test_refusals",
     ),

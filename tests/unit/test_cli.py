@@ -74,9 +74,12 @@ def test_dry_run_says_what_would_run_and_writes_nothing(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["train", "c.yaml", "train.stepz=1"], "did you mean train.steps?"),
+        (["train", "c.yaml", "train.stepz=1"], "did you mean steps?"),
         (["train", "c.yaml", "parallel.tensor=3"], "heads=4 is not divisible by parallel.tensor=3"),
-        (["train", "c.yaml", "launch.processes=3", "parallel.tensor=2"], "launch.processes=3"),
+        (
+            ["train", "c.yaml", "launch.processes=3", "parallel.tensor=2"],
+            "3 processes (launch.processes",
+        ),
         (["train", "c.yaml", "model.path=/nope"], "/nope is not a directory"),
         (["train", "c.yaml", "model.path=."], "no config.json"),
         (["train", "c.yaml", "model.path=gpt"], "supported: llama, qwen2, qwen3, qwen3_moe"),
@@ -141,8 +144,8 @@ def test_plan_needs_neither_torch_nor_weights(folder: Path) -> None:
     )
     assert (code, out) == (2, "")
     assert (
-        "launch.processes=3 is not divisible by the 2 ranks of an engine replica; use a multiple of 2"
-        in err
+        "3 processes (launch.processes, or torchrun's WORLD_SIZE) are not divisible by ranks of an "
+        "engine replica = 2; use a multiple of 2" in err
     )
 
 

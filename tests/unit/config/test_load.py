@@ -132,10 +132,10 @@ def test_options_of_another_function_do_not_follow_a_changed_name() -> None:
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        (["train.stepz=3"], ["train.stepz", "on the command line", "train.steps"]),
+        (["train.stepz=3"], ["train.stepz", "on the command line", "did you mean steps?"]),
         (["lr=1"], ["unknown key lr", "train.lr"]),
         (["zzzz.steps=1"], ["unknown key zzzz", "known keys here", "train"]),
-        (["rewards=[{name: a, wieght: 2}]"], ["rewards.0.wieght", "rewards.0.weight"]),
+        (["rewards=[{name: a, wieght: 2}]"], ["rewards.0.wieght", "did you mean weight?"]),
         (["rewards=[{name:a.b:c}]"], ["rewards.0.name:a.b:c", "known keys here: name, weight"]),
         (["train.steps=abc"], ["train.steps='abc'", "integer"]),
         (["train.steps=-1"], ["train.steps=-1", "greater than or equal to 0"]),
@@ -195,7 +195,10 @@ def test_every_documented_key_is_there_with_its_default() -> None:
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("train:\n  steps: 3\n  stepz: 4\n", ["c.yaml line 3", "train.steps"]),
+        (
+            "train:\n  steps: 3\n  stepz: 4\n",
+            ["c.yaml line 3", "train.stepz", "did you mean steps?"],
+        ),
         ("train:\n  steps: 3\n  steps: 4\n", ["train.steps is set twice", "line 2", "line 3"]),
         ("train:\n  steps: x\n", ["c.yaml line 2", "train.steps='x'"]),
         ("train: {steps: 3\nrun: 3", ["c.yaml", "not YAML"]),
@@ -216,8 +219,8 @@ def test_errors_in_a_file_name_its_line(tmp_path: Path, text: str, parts: list[s
 @pytest.mark.parametrize(
     ("content", "parts"),
     [
-        (b"run:\n  name: caf\xe9\n", ["not UTF-8", "byte 16", "save it as UTF-8"]),
-        (b"run:\n  name: a\x01b\n", ["line 2", "remove '\\x01'"]),
+        (b"run:\n  name: caf\xe9\n", ["utf-8", "position 16", "check that it is in UTF-8"]),
+        (b"run:\n  name: a\x01b\n", ["not YAML", "unacceptable character #x0001", "position 14"]),
         (b"run: &a {name: *b}\n", ["line 1", "not YAML", "alias"]),
         (b"run: !!python/none x\n", ["line 1", "not YAML", "constructor"]),
         (b"a: 1\n---\nb: 2\n", ["line 2", "not YAML"]),

@@ -100,7 +100,7 @@ def test_torchrun_sets_the_world() -> None:
         (
             {"parallel": {"tensor": 2}, "launch": {"processes": 3}},
             {},
-            ["launch.processes=3", "multiple of 2"],
+            ["3 processes (launch.processes", "multiple of 2"],
         ),
         (
             {"rollout": {"top_p": 0.9}},
@@ -145,7 +145,7 @@ def test_torchrun_sets_the_world() -> None:
                 }
             },
             {},
-            ["launch.fallback_layouts[1]: launch.processes=3 is not divisible", "multiple of 2"],
+            ["launch.fallback_layouts[1]: 3 processes (launch.processes", "multiple of 2"],
         ),
         (
             {"rollout": {"update_in_flight": False}},
@@ -581,7 +581,7 @@ def test_refusals(sections: dict[str, Any], create: dict[str, Any], parts: list[
 
 
 def test_torchrun_world_that_does_not_fit() -> None:
-    with pytest.raises(ValueError, match=r"torchrun's WORLD_SIZE=3 .* = 2; use a multiple of 2"):
+    with pytest.raises(ValueError, match=r"^3 processes .*WORLD_SIZE.* = 2; use a multiple of 2"):
         check_config(made({"parallel": {"tensor": 2}}), torchrun(3))
 
 
