@@ -116,9 +116,7 @@ class RemoteWeights:
         restarted.
         """
         self.announce(version)
-        report = self.engines.survive(partial(self._publish, version))
-        self.engines.adopt()
-        return report
+        return self.engines.survive(partial(self._publish, version))
 
     def republish(self) -> None:
         self.publish(version=self.version)

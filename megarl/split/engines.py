@@ -102,7 +102,7 @@ class Engines:
     is_stopping: Callable[[], bool] = lambda: False
     recover: Callable[[], None] = lambda: None  # starts, syncs and verifies the lost ones
     restarts: int = 0  # so far
-    orphans: list[Request] = field(default_factory=list)  # of lost replicas
+    unassigned: list[Request] = field(default_factory=list)  # of lost replicas, or new
 
     def start(self) -> None:
         """Starts all of them; `wait_started` waits."""
@@ -132,25 +132,29 @@ class Engines:
     def submit(self, requests: Sequence[Request]) -> None:
         """See roles.Sampler. A prompt's requests go to one replica."""
         check_new(requests, self._keys())
-        self._submit(requests)
+        if not self.restarts and not any(replica.is_ready for replica in self.replicas):
+            raise CheckFailed("no engine has verified weights; publish them first")
+        self.unassigned += requests
+        self._assign()
 
-    def _submit(self, requests: Sequence[Request]) -> None:
-        ready = [replica for replica in self.replicas if replica.is_ready]
-        if not ready:
-            if not self.restarts:
-                raise CheckFailed("no engine has verified weights; publish them first")
-            self.orphans += requests  # all engines are lost
-        shares = deal(requests, len(ready)) if ready else []
-        for replica, share in zip(ready, shares, strict=True):
-            for request in share:
-                replica.requests[request.key] = request
-            try:
-                if share:
-                    replica.service.submit(share)
-                replica.poll = replica.poll or replica.begin(lambda engine: engine.poll())
-            except EngineLost as lost:
-                self.lose(lost)
-        self._rehouse()
+    def _assign(self) -> None:
+        """Gives requests to replicas; publishes weights first if no replica is ready."""
+        while self.unassigned:
+            ready = [replica for replica in self.replicas if replica.is_ready]
+            if not ready:  # all are lost
+                self.recover()
+                continue
+            shares = deal(self.unassigned, len(ready))
+            self.unassigned = []
+            for replica, share in zip(ready, shares, strict=True):
+                for request in share:
+                    replica.requests[request.key] = request
+                try:
+                    if share:
+                        replica.service.submit(share)
+                    replica.poll = replica.poll or replica.begin(lambda engine: engine.poll())
+                except EngineLost as lost:
+                    self.lose(lost)
 
     def poll(self, timeout_s: float | None = None) -> list[Sample]:
         """See roles.Sampler.
@@ -163,7 +167,7 @@ class Engines:
             rank = self.place.watch.gone("rank")
             if rank:
                 raise RankLost(Failure(-1, DEFECT, f"{rank} {KILLED}"), is_gone=True)
-            self._rehouse()
+            self._assign()
             polls = {replica.poll: replica for replica in self.replicas if replica.poll}
             ended, _ = ray.wait(
                 list(polls),
@@ -199,8 +203,8 @@ class Engines:
                     samples += self._returned(replica, replica.service.abort(own))
             except EngineLost as lost:
                 self.lose(lost)
-        samples += [unsampled(request) for request in self.orphans if request.key in keys]
-        self.orphans = [request for request in self.orphans if request.key not in keys]
+        samples += [unsampled(request) for request in self.unassigned if request.key in keys]
+        self.unassigned = [request for request in self.unassigned if request.key not in keys]
         return samples
 
     def running(self) -> int:
@@ -208,7 +212,7 @@ class Engines:
         return len(self._keys())
 
     def _keys(self) -> list[SampleKey]:
-        keys = [request.key for request in self.orphans]
+        keys = [request.key for request in self.unassigned]
         for replica in self.replicas:
             keys += replica.requests
         return keys
@@ -225,12 +229,12 @@ class Engines:
         say(f"{failure.message}; restart {self.restarts} of {limit}")
 
     def lose(self, lost: EngineLost) -> None:
-        """Ends what is left of a replica and starts it again; its requests are for `adopt`."""
+        """Ends what is left of a replica and starts it again; its requests go to others."""
         number = lost.replica.number
         if self.replicas[number] is not lost.replica:  # done already
             return
         self.count_restart(lost.failure)
-        self.orphans += self.replicas[number].requests.values()
+        self.unassigned += self.replicas[number].requests.values()
         self._end(lost.replica)
         self.replicas[number] = self._start(number)
 
@@ -247,28 +251,13 @@ class Engines:
                     raise
                 self.lose(lost)
 
-    def adopt(self) -> None:
-        """Gives the requests of lost replicas to others."""
-        orphans = self.orphans
-        self.orphans = []
-        if orphans:
-            self._submit(orphans)
-
-    def _rehouse(self) -> None:
-        """Reassigns the requests of lost replicas; publishes weights first if no
-        replica is ready.
-        """
-        if self.orphans and not any(replica.is_ready for replica in self.replicas):
-            self.recover()
-        self.adopt()
-
     def leave_ranks(self) -> None:
         """Drops all requests, and accepts none before the next sync: the trainer's
         ranks are gone.
         """
         for number in range(len(self.replicas)):
             self.survive(partial(self._drop, number))
-        self.orphans.clear()
+        self.unassigned.clear()
 
     def _drop(self, number: int) -> None:
         replica = self.replicas[number]

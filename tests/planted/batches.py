@@ -239,8 +239,8 @@ BATCHES = [
     ),
     (
         "split/engines.py",
-        "[request for request in self.orphans if request.key not in keys]",
-        "self.orphans",
+        "[request for request in self.unassigned if request.key not in keys]",
+        "self.unassigned",
         "unit/split/test_engines.py::test_what_is_aborted_comes_back_once_from_engines_and_from_lost_ones",
     ),
     (

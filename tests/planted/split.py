@@ -36,7 +36,7 @@ SPLIT = [
     ),
     (
         "split/engines.py",
-        "        self.orphans += self.replicas[number].requests.values()\n",
+        "        self.unassigned += self.replicas[number].requests.values()\n",
         "",
         f"{ENGINES}::test_requests_of_a_lost_engine_go_to_the_other_which_alone_is_ready",
     ),
