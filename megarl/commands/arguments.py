@@ -20,10 +20,10 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 def load(args: argparse.Namespace, env: Env) -> "Config":
     """Returns the config with its overrides, and the model's revision as a commit."""
-    from megarl.commands.downloads import resolve_model
+    from megarl.commands.downloads import hub_models, pin_revisions
     from megarl.config.load import load_config
 
-    return resolve_model(load_config(args.config, args.overrides), env)
+    return pin_revisions(load_config(args.config, args.overrides), env, hub_models)
 
 
 def size(text: str) -> int:

@@ -19,14 +19,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import yaml
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import Progress
 
 from megarl.checkpoint.conversion_map import ConversionMap, StoredTensors, TensorSource
 from megarl.checkpoint.convert import Conversion
@@ -158,10 +151,6 @@ def _check_sizes(shape: ModelShape, sizes: Parallel, to: Format) -> None:
             f"num_key_value_heads={shape.kv_heads} is not divisible by --tp {sizes.tensor}; "
             "choose another"
         )
-    if sizes.pipeline > shape.layers:
-        raise ValueError(
-            f"--pp {sizes.pipeline} exceeds the model's {shape.layers} layers; lower it"
-        )
     if sizes.expert > 1 and (not shape.experts or shape.experts % sizes.expert):
         raise ValueError(
             f"--ep {sizes.expert} does not divide the model's {shape.experts} experts; "
@@ -268,13 +257,6 @@ def _file_of(shape: ModelShape, sizes: Parallel) -> Callable[[str], tuple[int, i
 
 @contextmanager
 def _bar(total: int, *, interactive: bool) -> Iterator[Any]:
-    with Progress(
-        TextColumn("{task.description:<7}"),
-        BarColumn(30),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        disable=not interactive,
-    ) as bar:
+    with Progress(disable=not interactive) as bar:
         tasks = {name: bar.add_task(name, total=total) for name in ("write", "verify")}
         yield lambda task, nbytes: bar.advance(tasks[task], nbytes)

@@ -1,10 +1,10 @@
 """Downloads what a config names on the Hugging Face hub, and sets each `revision` to its commit.
 
-    model        --resolve_model----> revision=commit  (small files)
-    other models --resolve_model----> id@commit        (small files)
-    datasets     --resolve_datasets-> revision=commit  (all files)
-                 --preflight--------> checked
-    all models   --download_weights-> the ranks read the files from the cache
+    hub_models: model   --pin_revisions----> revision=commit  (small files)
+                others  --pin_revisions----> id@commit        (small files)
+    hub_datasets        --pin_revisions----> revision=commit  (all files)
+                        --preflight--------> checked
+    all models          --download_weights-> the ranks read the files from the cache
 
 The run's config.yaml records the commits. A resumed run keeps those it began with, as `main` may
 have moved. Under torchrun every rank comes here: one rank per node downloads, the others wait.
@@ -46,34 +46,21 @@ class HubEntry:
     pinned: Mapping[str, str]  # values of the section, with COMMIT in place of the commit
 
 
-def resolve_model(config: Config, env: Env) -> Config:
-    """Downloads all but the weights of hub ids, and sets their revisions to commits.
-
-    Raises ValueError.
-    """
-    return _resolve(config, env, _hub_models)
-
-
-def resolve_datasets(config: Config, env: Env) -> Config:
-    """Downloads the datasets of the task and of the evaluation sets, and sets their `revision`.
-
-    Raises ValueError.
-    """
-    return _resolve(config, env, _hub_datasets)
-
-
 def download_weights(config: Config, env: Env, command: str) -> None:
     """Downloads the *.safetensors of resolved hub ids. Raises ValueError."""
-    for entry in _hub_models(config.model_dump(), WEIGHTS):
+    for entry in hub_models(config.model_dump(), WEIGHTS):
         # other commands need neither critic nor teacher
         if command == "train" or "path" in entry.pinned:
             _in_turn(env, entry, entry.revision)
 
 
-def _resolve(
+def pin_revisions(
     config: Config, env: Env, find: Callable[[dict[str, Any]], Iterator[HubEntry]]
 ) -> Config:
-    """Downloads what has no commit as revision: main, or what the run to be resumed began with."""
+    """Downloads what `find` returns, of models all but the weights, and sets revisions to commits.
+
+    Without a revision: main, or what the run to be resumed began with. Raises ValueError.
+    """
     values = config.model_dump()
     run = resumed_run(config)
     commits = {}
@@ -93,7 +80,7 @@ def _resolve(
     return Config.model_validate(values)
 
 
-def _hub_models(values: dict[str, Any], patterns: Sequence[str] = SMALL) -> Iterator[HubEntry]:
+def hub_models(values: dict[str, Any], patterns: Sequence[str] = SMALL) -> Iterator[HubEntry]:
     models = []
     policy = values.get("model") or {}
     if not policy.get("create"):
@@ -119,7 +106,7 @@ def _hub_models(values: dict[str, Any], patterns: Sequence[str] = SMALL) -> Iter
         yield HubEntry(setting.removeprefix(POLICY), revision, fetch, section, pinned)
 
 
-def _hub_datasets(values: dict[str, Any]) -> Iterator[HubEntry]:
+def hub_datasets(values: dict[str, Any]) -> Iterator[HubEntry]:
     task = values.get("task") or {}
     evaluated = values.get("eval") or {}
     for part in (task, *(task.get("mixture") or ()), *(evaluated.get("sets") or ())):

@@ -29,17 +29,8 @@ from megarl.telemetry.trackers import check_trackers
 
 # columns besides prompt and answer, by what the stage learns
 READ = {
-    "answers": ("completion",),
-    "feedback": (
-        "chosen",
-        "rejected",
-        "margin",
-        "responses",
-        "ranks",
-        "scores",
-        "completions",
-        "labels",
-    ),
+    "answers": "completion",
+    "feedback": "chosen rejected margin responses ranks scores completions labels",
 }
 MAX_ENCODED = 200  # problems of a source, evenly spaced, whose tokens are checked
 
@@ -157,7 +148,7 @@ class ProblemCheck:
     def _check_columns(self, problem: Problem, learns: str) -> None:
         """Notes the columns of a source's first row that no model sees."""
         names = {name for name, value in problem.extra.items() if not callable(value)}
-        names.difference_update(READ.get(learns, ()))
+        names.difference_update(READ.get(learns, "").split())
         if names - self.unread:
             readers = "only rewards read" if learns == "prompts" else "nothing reads"
             self.notes.append(
@@ -220,12 +211,6 @@ def describe(config: Config, job: Job) -> str:
     """Returns the resolved config, the processes and the sizes of a step, as text."""
     train = config.train
     shape = job.model
-    moe = ""
-    if shape.is_moe:
-        moe = f", {shape.experts} experts ({shape.experts_per_token} per token)"
-    epochs = ""
-    if train.epochs_per_batch > 1:
-        epochs = f" in each of {train.epochs_per_batch} epochs"
     samples = engine = ""
     if config.stage_spec.needs_engine:
         samples = f" x {config.rollout.samples_per_prompt} samples"
@@ -239,12 +224,12 @@ def describe(config: Config, job: Job) -> str:
         resolved_yaml(config).rstrip(),
         "",
         f"model      {shape.family}: {shape.layers} layers of {shape.hidden}, {shape.heads} heads "
-        f"({shape.kv_heads} kv), vocabulary {shape.vocab}{moe}",
+        f"({shape.kv_heads} kv), vocabulary {shape.vocab}, {shape.experts} experts",
         f"processes  {job.world} {where}; Megatron-Core: {job.layout} (data {job.layout.dp.size})"
         f"{engine}",
         f"step       {train.prompts_per_step} prompts{samples} = {job.rows} rows of at most "
         f"{job.longest_row} tokens; {train.updates_per_step} updates of "
-        f"{job.rows // train.updates_per_step} rows{epochs}, micro-batches of at most "
+        f"{job.rows // train.updates_per_step} rows, micro-batches of at most "
         f"{train.max_tokens_per_microbatch} tokens",
         f"run        {train.steps} steps -> {config.run_dir}",
     ]

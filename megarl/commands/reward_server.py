@@ -168,9 +168,8 @@ def serve_reward(folder: Path, *, host: str, port: int, dtype: str) -> None:
         try:
             listener = socket.create_server((host, port), backlog=MAX_CONNECTIONS)
         except OSError as error:
-            cause = str(error.strerror).partition(" (while")[0]
             raise ValueError(
-                f"--host={host} --port={port} is refused ({cause}); choose others"
+                f"--host={host} --port={port} is refused ({error.strerror}); choose others"
             ) from None
         with listener:
             # uvicorn stops at the signal, and then raises it again

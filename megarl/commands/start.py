@@ -6,7 +6,7 @@ config --preflight--> Job --launch--> run/rank_process.py | Ray (split/) --> rep
 import argparse
 import json
 
-from megarl.commands.downloads import download_weights, resolve_datasets, resolve_model
+from megarl.commands.downloads import download_weights, hub_datasets, hub_models, pin_revisions
 from megarl.commands.preflight import describe, preflight
 from megarl.commands.random_model import materialize_model
 from megarl.config.load import changed, load_config
@@ -20,12 +20,13 @@ from megarl.processes.exit_codes import DEFECT, DONE, STOPPED, USER, Failure, sa
 def start(command: str, args: argparse.Namespace) -> int:
     """Runs `command` on the ranks of a config; returns the exit code."""
     env = Env.read()
-    set_env(**{RESUME_CHANGED: int(getattr(args, "resume_changed", False)) or None})
+    set_env(**{RESUME_CHANGED: int(args.resume_changed) or None})
     config = load_config(args.config, args.overrides)
     if command != "train":  # its own folder, beside the run's
         config = changed(config, "run", name=f"{config.run.name}-{command}")
     try:
-        config = resolve_datasets(resolve_model(config, env), env)
+        config = pin_revisions(config, env, hub_models)
+        config = pin_revisions(config, env, hub_datasets)
         job = preflight(config, env, command=command)
         if not args.dry_run:
             download_weights(config, env, command)

@@ -141,10 +141,8 @@ def _fields(package: str, files: str) -> list[str]:
     fields = []
     for root, file in product(roots, files.split()):
         path = Path(root, file)
-        nodes = ast.parse(path.read_text()).body if path.is_file() else []
-        for node in nodes:
+        tree = ast.parse(path.read_text() if path.is_file() else "")
+        for node in ast.walk(tree):
             members = node.body if isinstance(node, ast.ClassDef) else []
-            for member in members:
-                if isinstance(member, ast.AnnAssign):
-                    fields.append(ast.unparse(member.target))
+            fields += [ast.unparse(x.target) for x in members if isinstance(x, ast.AnnAssign)]
     return fields

@@ -97,10 +97,6 @@ def _check_sizes(create: Create, head_dim: int) -> Family:
             f"head_dim={head_dim} is odd, but rotary embeddings need it even; change it",
         ),
         (
-            heads % create.kv_heads,
-            f"heads={heads} is not divisible by kv_heads={create.kv_heads}; change one",
-        ),
-        (
             family.is_moe != (experts > 0),
             f"family={create.family}, but experts={experts}; {remedy}",
         ),

@@ -401,7 +401,7 @@ def test_what_cannot_be_done_is_said(moe, tmp_path):
         run(moe, moe, "megatron")
     for sizes, said in (
         (Parallel(tensor=8), "num_key_value_heads=2 is not divisible by --tp 8"),
-        (Parallel(pipeline=4), "--pp 4 exceeds the model's 3 layers"),
+        (Parallel(pipeline=4), "layers=3 cannot fill pipeline x virtual_pipeline = 4 x 1"),
         (Parallel(expert=3), "--ep 3 does not divide the model's 4 experts"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -300,6 +300,4 @@ def test_an_address_is_served_by_one_process(folder: Path, tmp_path: Path) -> No
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(120) == 130
     assert second.returncode == 2
-    assert (
-        f"--port={server.port} is refused (Address already in use); choose others" in second.stderr
-    )
+    assert f"--port={server.port} is refused (Address already in use" in second.stderr

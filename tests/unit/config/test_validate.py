@@ -349,7 +349,7 @@ def test_torchrun_sets_the_world() -> None:
             {},
             ["rollout.max_staleness=1", "launch.topology=split"],
         ),
-        ({}, {"heads": 4, "kv_heads": 3}, ["heads=4", "kv_heads=3"]),
+        ({}, {"heads": 4, "kv_heads": 3}, ["num_attention_heads=4", "num_key_value_heads=3"]),
         ({}, {"hidden": 66, "heads": 4}, ["hidden=66", "heads=4"]),
         ({}, {"family": "qwen3_moe"}, ["qwen3_moe", "experts=0"]),
         ({"checkpoint": {"resume": "nevr"}}, {}, ["checkpoint.resume=nevr", "never"]),
