@@ -114,7 +114,7 @@ class RecordedSlices:
 class _Section:
     """The rules for tensors that repeat in `layers`, and the trainer's ranks that have them."""
 
-    rules: tuple[Rules, Rules]  # of the trainer and of the engine
+    rules: tuple[Rules, ...]  # of the trainer and of the engine
     layers: Ints  # global, ascending
     key: Ints  # of each trainer rank
     coordinate: Ints  # of each trainer rank; -1: it holds no part
@@ -203,12 +203,12 @@ class FleetTables:
         kinds = self._shape.layer_kinds
         for kind in dict.fromkeys(kinds):
             layers = np.flatnonzero([other == kind for other in kinds])
-            rules, experts = table.rules_of(self._shape, layers[0])
-            kept, kept_experts = engine.rules_of(self._shape, layers[0])
-            yield _Section((rules, kept), layers, stage, tp)
-            if experts:
+            both_sides = [side.rules_of(self._shape, layers[0]) for side in self._tables]
+            rules, experts = zip(*both_sides, strict=True)
+            yield _Section(rules, layers, stage, tp)
+            if any(experts):
                 key = stage * sizes.expert + ranks("ep")
-                yield _Section((experts, kept_experts), layers, key, ranks("etp"), is_expert=True)
+                yield _Section(experts, layers, key, ranks("etp"), is_expert=True)
         last = first + len(kinds) + 1
         yield _Section((table.head, engine.head), last, zeros, np.where(is_last, tp, -1))
 
