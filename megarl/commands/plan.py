@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--figure",
         metavar="FILE",
         type=Path,
-        help="draw the bytes between stages and replicas to a .png, .svg or .pdf file",
+        help="draw the bytes between stages and replicas to a .png or .svg file",
     )
 
 
@@ -41,6 +41,8 @@ def run(args: argparse.Namespace) -> None:
     from megarl.telemetry.plan_figure import draw_plan
     from megarl.weights.plan.from_config import describe_weights, plan_weights, write_messages
 
+    if args.figure and args.figure.suffix not in (".png", ".svg"):
+        raise ValueError(f"--figure {args.figure} must be a .png or .svg file")
     plan, figures = plan_weights(load(args, Env.read()), gpu=args.gpu)
     if args.messages:
         write_messages(plan, args.messages)

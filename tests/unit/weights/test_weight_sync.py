@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megarl import cli
 from megarl.config.launch import fleet_of
 from megarl.config.load import load_config
 from megarl.config.schema import Config
@@ -184,6 +185,15 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
     text = (tmp_path / "plan.svg").read_text()
     for label in ("stage 1: 2 x", "replica 2: 2 x", "pp2 ep2 dp2 on 4 GPUs to 3 x tp2"):
         assert label in text, label
+
+
+def test_a_figure_of_an_unknown_format_is_refused(tmp_path: Path, capsys) -> None:
+    (tmp_path / "c.yaml").write_text("model: {create: {}}\n")
+    arguments = ["plan", str(tmp_path / "c.yaml"), "--weights", "--figure"]
+    assert cli.main([*arguments, "plan.abc"]) == 2
+    assert "--figure plan.abc must be a .png or .svg file" in capsys.readouterr().err
+    assert cli.main([*arguments, str(tmp_path / "plan.png")]) == 0
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_engine_layout_spreads_experts_over_all_ranks() -> None:
