@@ -116,7 +116,11 @@ class RemoteWeights:
         restarted.
         """
         self.announce(version)
-        return self.engines.survive(partial(self._publish, version))
+        self.engines.is_syncing = True
+        try:
+            return self.engines.retry_on_loss(partial(self._publish, version))
+        finally:
+            self.engines.is_syncing = False
 
     def republish(self) -> None:
         self.publish(version=self.version)
@@ -230,7 +234,7 @@ def train_split(config: Config, cluster: Cluster, fleet: Fleet, phase: CurrentPh
             finally:
                 if ranks:
                     ranks.end()
-            engines.leave_ranks()
+            engines.reset_for_new_trainer()
 
 
 def _train(
@@ -243,7 +247,8 @@ def _train(
     start, state, cursor = ranks.service.restore()
     if start:
         ledger.restore(cursor)
-    engines.survive(engines.wait_started)
+    engines.retry_on_loss(engines.wait_started)
+    ranks.meanwhile = engines.poll_while_training
     with rank_telemetry(rank, start, world_size=fleet.world) as telemetry:
         phases = TimedPhases(telemetry, rank.device, (), None, rank.phase)
         scorer = make_scorer(

@@ -103,6 +103,9 @@ class Engines:
     recover: Callable[[], None] = lambda: None  # starts, syncs and verifies the lost ones
     restarts: int = 0  # so far
     unassigned: list[Request] = field(default_factory=list)  # of lost replicas, or new
+    is_syncing: bool = False  # a sync replaces the replicas that are lost in it
+    _early: list[Sample] = field(default_factory=list)  # for the next `poll`
+    _fault: Exception | None = None  # for it, too
 
     def start(self) -> None:
         """Starts all of them; `wait_started` waits."""
@@ -154,7 +157,7 @@ class Engines:
                         replica.service.submit(share)
                     replica.poll = replica.poll or replica.begin(lambda engine: engine.poll())
                 except EngineLost as lost:
-                    self.lose(lost)
+                    self.replace_replica(lost)
 
     def poll(self, timeout_s: float | None = None) -> list[Sample]:
         """See roles.Sampler.
@@ -164,27 +167,47 @@ class Engines:
         while self.running():
             if self.is_stopping():
                 raise Terminated("stopped by SIGTERM")
+            if self._fault:
+                raise self._fault
             rank = self.place.watch.gone("rank")
             if rank:
                 raise RankLost(Failure(-1, DEFECT, f"{rank} {KILLED}"), is_gone=True)
             self._assign()
-            polls = {replica.poll: replica for replica in self.replicas if replica.poll}
-            ended, _ = ray.wait(
-                list(polls),
-                num_returns=len(polls) if timeout_s == 0 else 1,
-                timeout=POLL_S if timeout_s is None else timeout_s,
-            )
-            samples = []
-            for poll in ended:
-                replica = polls[poll]
-                try:
-                    samples += self._returned(replica, replica.value(poll))
-                    replica.poll = replica.begin(lambda engine: engine.poll())
-                except EngineLost as lost:
-                    self.lose(lost)
+            samples = self._early or self._receive(POLL_S if timeout_s is None else timeout_s)
+            self._early = []
             if samples or timeout_s is not None:
                 return samples
         return []
+
+    def poll_while_training(self) -> None:
+        """Restarts lost replicas and moves their requests to others; what the trainer does
+        meanwhile is completed, whatever is wrong.
+        """
+        if self.is_syncing or self._fault:
+            return
+        try:
+            self._early += self._receive(0.0)
+            if any(replica.is_ready for replica in self.replicas):
+                self._assign()
+        except (ValueError, CheckFailed) as error:
+            self._fault = error
+
+    def _receive(self, timeout_s: float) -> list[Sample]:
+        """Returns samples of finished polls; waits up to `timeout_s` for the first."""
+        polls = {replica.poll: replica for replica in self.replicas if replica.poll}
+        if not polls:
+            return []
+        count = 1 if timeout_s else len(polls)
+        ended, _ = ray.wait(list(polls), num_returns=count, timeout=timeout_s)
+        samples = []
+        for poll in ended:
+            replica = polls[poll]
+            try:
+                samples += self._returned(replica, replica.value(poll))
+                replica.poll = replica.begin(lambda engine: engine.poll())
+            except EngineLost as lost:
+                self.replace_replica(lost)
+        return samples
 
     def _returned(self, replica: Replica, packed: Any) -> list[Sample]:
         samples = unpack(torch.tensor(packed))
@@ -202,7 +225,7 @@ class Engines:
                 if own:
                     samples += self._returned(replica, replica.service.abort(own))
             except EngineLost as lost:
-                self.lose(lost)
+                self.replace_replica(lost)
         samples += [unsampled(request) for request in self.unassigned if request.key in keys]
         self.unassigned = [request for request in self.unassigned if request.key not in keys]
         return samples
@@ -212,7 +235,7 @@ class Engines:
         return len(self._keys())
 
     def _keys(self) -> list[SampleKey]:
-        keys = [request.key for request in self.unassigned]
+        keys = [waiting.key for waiting in (*self.unassigned, *self._early)]
         for replica in self.replicas:
             keys += replica.requests
         return keys
@@ -228,7 +251,7 @@ class Engines:
             raise CheckFailed(f"{failure.message}; launch.max_restarts={limit} are used up")
         say(f"{failure.message}; restart {self.restarts} of {limit}")
 
-    def lose(self, lost: EngineLost) -> None:
+    def replace_replica(self, lost: EngineLost) -> None:
         """Ends what is left of a replica and starts it again; its requests go to others."""
         number = lost.replica.number
         if self.replicas[number] is not lost.replica:  # done already
@@ -238,7 +261,7 @@ class Engines:
         self._end(lost.replica)
         self.replicas[number] = self._start(number)
 
-    def survive(self, call: Callable[[], T]) -> T:
+    def retry_on_loss(self, call: Callable[[], T]) -> T:
         """Repeats a call until no engine is lost in it.
 
         Lost ones start again, unless the first start fails.
@@ -249,15 +272,16 @@ class Engines:
             except EngineLost as lost:
                 if lost.replica.starting and not lost.is_gone and not self.restarts:
                     raise
-                self.lose(lost)
+                self.replace_replica(lost)
 
-    def leave_ranks(self) -> None:
+    def reset_for_new_trainer(self) -> None:
         """Drops all requests, and accepts none before the next sync: the trainer's
         ranks are gone.
         """
         for number in range(len(self.replicas)):
-            self.survive(partial(self._drop, number))
+            self.retry_on_loss(partial(self._drop, number))
         self.unassigned.clear()
+        self._early.clear()
 
     def _drop(self, number: int) -> None:
         replica = self.replicas[number]

@@ -175,6 +175,7 @@ class TrainerRanks:
     """All ranks of the trainer; a call is a collective of them."""
 
     actors: Sequence[Any]
+    meanwhile: Callable[[], object] = lambda: None  # called while ranks are waited for
 
     @classmethod
     def start(cls, config: Config, place: Place, world: int, store: str) -> "TrainerRanks":
@@ -220,7 +221,7 @@ class TrainerRanks:
         refs = list(map(ray.put, values))
         return [actor.call.remote(method, *refs) for actor in self.actors]
 
-    def wait(self, refs: Sequence[Any], meanwhile: Callable[[], object] = lambda: None) -> Any:
+    def wait(self, refs: Sequence[Any], meanwhile: Callable[[], object] | None = None) -> Any:
         """Waits for a call of all ranks, and calls `meanwhile` again and again."""
         from megarl.types import CheckFailed
 
@@ -232,7 +233,7 @@ class TrainerRanks:
         gone = None
         while pending and (deadline is None or time.monotonic() < deadline):
             done, pending = ray.wait(pending, timeout=POLL_S)
-            meanwhile()
+            (meanwhile or self.meanwhile)()
             for ref in done:
                 try:
                     returned = value_of(ref, f"rank {ranks[ref]}")

@@ -287,6 +287,25 @@ def test_two_engines_that_are_lost_at_once_are_lost_once(monkeypatch: pytest.Mon
     assert job.ray.killed == job.made[:2] and job.engines.restarts == 2 and len(job.made) == 4
 
 
+def test_an_engine_that_is_lost_while_the_trainer_works_starts_again_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = Job(monkeypatch)
+    job.weights.publish(version=3)
+    job.engines.submit(requests(4))
+    job.made[1].is_gone = True
+    TrainerRanks([job.rank], meanwhile=job.engines.poll_while_training).service.close()
+    assert len(job.made) == 3 and job.names("transfer") == ["engine 0", "engine 1", "rank"], (
+        "and nothing is synced"
+    )
+    job.engines.poll_while_training()
+    assert job.engines.running() == 8
+    samples = [sample for _ in range(6) for sample in job.engines.poll()]
+    assert sorted((s.prompt_id, s.index) for s in samples) == [
+        (n, i) for n in range(4) for i in range(2)
+    ], "each once"
+
+
 def test_the_only_engine_lost_while_the_trainer_works_gets_weights_when_it_is_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -294,10 +313,24 @@ def test_the_only_engine_lost_while_the_trainer_works_gets_weights_when_it_is_as
     job.weights.publish(version=3)
     job.engines.submit(requests(1))
     job.made[0].is_gone = True
+    job.engines.poll_while_training()
+    assert len(job.made) == 2 and len(job.names("transfer")) == 2
     job.weights.announce(4)
     job.engines.submit(requests(3)[2:])
     samples = [sample for _ in range(4) for sample in job.engines.poll()]
     assert len(samples) == 6 and job.weights.version == 4 and len(job.names("transfer")) == 4
+
+
+def test_what_is_used_up_while_the_trainer_works_ends_the_run_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = Job(monkeypatch, restarts=0)
+    job.weights.publish(version=3)
+    job.engines.submit(requests(4))
+    job.made[1].is_gone = True
+    TrainerRanks([job.rank], meanwhile=job.engines.poll_while_training).service.close()
+    with pytest.raises(CheckFailed, match="are used up"):
+        job.engines.poll()
 
 
 def test_an_engine_that_dies_while_it_starts_is_started_again(
@@ -305,15 +338,15 @@ def test_an_engine_that_dies_while_it_starts_is_started_again(
 ) -> None:
     job = Job(monkeypatch)
     job.made[1].lost = "place"
-    job.engines.survive(job.engines.wait_started)
+    job.engines.retry_on_loss(job.engines.wait_started)
     assert len(job.made) == 3 and job.engines.restarts == 1
     job.made[2].start = job.made[0].start = Ref(lambda: None)  # never asked again
-    job.engines.survive(job.engines.wait_started)
+    job.engines.retry_on_loss(job.engines.wait_started)
     other = Job(monkeypatch)
     other.made[0].start = SimpleNamespace(remote=lambda *_: None)
     other.engines.replicas[0].starting = Ref(lambda: {"failure": Failure(0, 1, "no memory")})
     with pytest.raises(EngineLost, match="no memory"):
-        other.engines.survive(other.engines.wait_started)
+        other.engines.retry_on_loss(other.engines.wait_started)
 
 
 def test_when_a_node_has_taken_many_along_the_node_is_the_cause(
@@ -406,7 +439,7 @@ def test_after_the_ranks_are_lost_no_sample_of_before_is_taken(
     job = Job(monkeypatch, replicas=1)
     job.weights.publish(version=3)
     job.engines.submit(requests(1))
-    job.engines.leave_ranks()
+    job.engines.reset_for_new_trainer()
     assert job.engines.running() == 0 and job.names("drop") == ["engine 0"]
     job.made[0].samples.clear()
     with pytest.raises(CheckFailed, match="no engine has verified weights"):
