@@ -25,7 +25,7 @@ from megarl.platform.env import Env
 from megarl.rollout.vllm.engine import Engine
 from megarl.run.context import Rank
 from megarl.run.engine import make_engine
-from megarl.run.models import RewardModel, make_reward_model
+from megarl.run.models import RewardModel, make_reward_model, policy_of
 from megarl.stages.iterative_grpo import Iterations, RewardModelTraining
 from megarl.stages.reward_model import Rankings
 from megarl.stages.rl import train_policy
@@ -75,6 +75,10 @@ def watched(owner: Any, name: str, look: Callable[..., None]) -> Iterator[None]:
 
 
 class Recorded(Iterations):
+    @property
+    def policy(self) -> PolicyLearner:
+        return policy_of(self.learner)
+
     def bits(self) -> str:
         """A hash of all that an iteration leaves behind."""
         digest = sha256(json.dumps(self.replay.state()).encode())
@@ -129,7 +133,7 @@ class Runs:
         """Also what was trained on, and the weights after each reset."""
         batches, resets = [], []
 
-        def reset(iterations: Iterations) -> None:
+        def reset(iterations: Recorded) -> None:
             iterations.policy.trainer.memory.onload_weights()
             resets.append(
                 [weights(iterations.policy, of_reference=value) for value in (True, False)]
