@@ -123,10 +123,8 @@ def _fitting(config: "Config", layouts: Sequence[str], env: Env) -> tuple[list[s
 
 def _under(config: "Config", text: str, world: int) -> "Config":
     """Returns the config with the layout `text` on `world` ranks."""
-    from megarl.config.schema import Config
+    from megarl.config.load import changed
     from megarl.parity.layouts import parse_layout
 
-    values = config.model_dump()
-    values["launch"]["processes"] = world
-    values["parallel"] = asdict(parse_layout(text))
-    return Config.model_validate(values)
+    config = changed(config, "launch", processes=world)
+    return changed(config, "parallel", **asdict(parse_layout(text)))

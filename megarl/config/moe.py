@@ -32,17 +32,11 @@ def check_moe(config: Config, shape: ModelShape) -> None:
     rate = moe.bias_update_rate
     for key in ("aux_loss", "z_loss", "bias_update_rate"):
         value = getattr(moe, key)
-        refuse(
-            (
-                value and not shape.is_moe,
-                f"moe.{key}={value}, but the model ({shape.family}) has no experts; set it to 0",
-            ),
-            (
-                value and shape.bridge is not None,
-                f"moe.{key}={value} is not supported for {shape.family} on Megatron-Bridge; "
-                "set it to 0",
-            ),
-        )
+        if value and (shape.bridge or not shape.is_moe):
+            raise ValueError(
+                f"moe.{key}={value}, but the model ({shape.family}) has no experts, or is built by "
+                "Megatron-Bridge; set it to 0"
+            )
     if rate and not shape.router.expert_bias:
         raise ValueError(
             f"moe.bias_update_rate={rate}, but the routers of {shape.family} have no bias; "

@@ -78,10 +78,6 @@ def _check_sizes(create: Create, head_dim: int) -> Family:
         )
     family = supported[create.family]
     least = len(SPECIAL) + len(create.phrases) + 1
-    moe = ", ".join(name for name, other in supported.items() if other.is_moe)
-    remedy = f"set family to one of {moe}, or experts: 0"
-    if family.is_moe:
-        remedy = "set model.create.experts"
     heads = create.heads
     experts = create.experts
     chosen = create.experts_per_token
@@ -98,7 +94,8 @@ def _check_sizes(create: Create, head_dim: int) -> Family:
         ),
         (
             family.is_moe != (experts > 0),
-            f"family={create.family}, but experts={experts}; {remedy}",
+            f"family={create.family}, but experts={experts}; set 2 or more for a family of "
+            "mixtures of experts, 0 for others",
         ),
         (
             family.is_moe and chosen > experts,

@@ -130,8 +130,8 @@ def _changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     ):  # of model.create, named by its values
         before["model.path"] = after["model.path"]
     else:
-        before = before | _model_values(old_model)
-        after = after | _model_values(new_model)
+        before |= _model_values(old_model)
+        after |= _model_values(new_model)
     keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
     return {key: (before.get(key), after.get(key)) for key in keys}
 

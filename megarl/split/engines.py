@@ -9,7 +9,6 @@ a replica is lost --> its requests go to the others, from their beginning; it st
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -278,20 +277,19 @@ class Engines:
         """Drops all requests, and accepts none before the next sync: the trainer's
         ranks are gone.
         """
-        for number in range(len(self.replicas)):
-            self.retry_on_loss(partial(self._drop, number))
+        self.retry_on_loss(self._drop)
         self.unassigned.clear()
         self._early.clear()
 
-    def _drop(self, number: int) -> None:
-        replica = self.replicas[number]
-        replica.is_joined = replica.is_ready = False
+    def _drop(self) -> None:
         self.wait_started()
-        replica.service.drop()
-        replica.requests.clear()
-        if replica.poll:
-            replica.value(replica.poll)  # samples of before
-            replica.poll = None
+        for replica in self.replicas:
+            replica.is_joined = replica.is_ready = False
+            replica.service.drop()
+            replica.requests.clear()
+            if replica.poll:
+                replica.value(replica.poll)  # samples of before
+                replica.poll = None
 
     def _end(self, replica: Replica) -> None:
         ray.kill(replica.actor)

@@ -98,13 +98,10 @@ def open_cluster(config: Config, fleet: Fleet, *, gpus: int, room_s: float) -> I
             store = f"file:{folder / 'store'}"
         stack.callback(ray.shutdown)
         has_gpus = gpus > 0 if not address else ray.cluster_resources().get("GPU", 0) > 0
-        bundle = {"CPU": 1}
-        engine = {"CPU": 1}
-        if has_gpus:
-            bundle["GPU"] = 1
-            engine["GPU"] = fleet.ranks_per_replica
+        rank = {"CPU": 1, "GPU": int(has_gpus)}
+        engine = {"CPU": 1, "GPU": fleet.ranks_per_replica * has_gpus}
         placement = ray.util.placement_group(
-            [bundle] * fleet.trainers + [engine] * fleet.replicas, strategy="PACK"
+            [rank] * fleet.trainers + [engine] * fleet.replicas, strategy="PACK"
         )
         stack.callback(ray.util.remove_placement_group, placement)
         cluster = Cluster(placement, store or _listen(stack), not address, has_gpus)

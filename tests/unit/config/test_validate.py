@@ -797,7 +797,7 @@ def test_routers_of_megatron_bridge_are_asked_for_nothing(
     assert model_shape(config).experts == 4
     assert check_config(config, ALONE)
     config = config.model_copy(update={"moe": config.moe.model_copy(update={"aux_loss": 0.01})})
-    with pytest.raises(ValueError, match=r"moe\.aux_loss=0\.01 is not supported for mistral"):
+    with pytest.raises(ValueError, match=r"moe\.aux_loss=0\.01.*mistral.*Megatron-Bridge"):
         check_config(config, ALONE)
 
 
