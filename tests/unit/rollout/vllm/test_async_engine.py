@@ -149,7 +149,12 @@ def test_weights_change_in_flight_and_each_token_has_its_version(engine: AsyncEn
 def test_dropped_requests_do_not_come_back(engine: AsyncEngine) -> None:
     async def run() -> None:
         await publish(engine, 1)
-        engine.submit(requests(3))
+        engine.submit(requests(3)[2:])
+        await settle()
+        for _ in range(3):  # it is finished, and not polled
+            await engine.llm.step()
+        await settle()
+        engine.submit(requests(2))
         await settle()
         await engine.llm.step()
         await engine.drop()
