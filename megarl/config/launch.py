@@ -78,7 +78,6 @@ def check_topology(config: Config, env: Env, shape: ModelShape, command: str) ->
     remedy = "set launch.topology=colocated"
     rollout = config.rollout
     what = f"`megarl {command}`" if command != "train" else f"stage={config.stage}"
-    not_split = "is not available with launch.topology=split; leave it at none, or"
     shared = "frees a GPU for the other side, but launch.topology=split shares none; unset it"
     refuse(
         (
@@ -101,11 +100,8 @@ def check_topology(config: Config, env: Env, shape: ModelShape, command: str) ->
         ),
         (
             rollout.quantization != "none",
-            f"rollout.quantization={rollout.quantization} {not_split} {remedy}",
-        ),
-        (
-            rollout.router_replay != "none",
-            f"rollout.router_replay={rollout.router_replay} {not_split} {remedy}",
+            f"rollout.quantization={rollout.quantization} is not available with "
+            f"launch.topology=split; leave it at none, or {remedy}",
         ),
         (config.train.offload, f"train.offload={list(config.train.offload)} {shared}"),
         (rollout.sleep_level, f"rollout.sleep_level={rollout.sleep_level} {shared}"),

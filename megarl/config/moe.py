@@ -42,35 +42,3 @@ def check_moe(config: Config, shape: ModelShape) -> None:
             f"moe.bias_update_rate={rate}, but the routers of {shape.family} have no bias; "
             "set it to 0, and use moe.aux_loss"
         )
-
-
-def check_router_replay(config: Config, shape: ModelShape, gpus: int) -> None:
-    """Raises ValueError where no routes can be recorded or replayed."""
-    mode = config.rollout.router_replay
-    if mode == "none":
-        return
-    chosen = shape.experts_per_token
-    updates = config.train.updates_per_step * config.train.epochs_per_batch
-    refuse(
-        (not shape.is_moe, f"but the model ({shape.family}) has no experts; set it to none"),
-        (shape.bridge, f"which {shape.family} on Megatron-Bridge does not support; set it to none"),
-        (chosen == 1, f"but experts_per_token={chosen}; it needs 2 or more, set it to none"),
-        (
-            not config.stage_spec.needs_engine or config.stage_spec.compares,
-            f"but stage={config.stage} has no policy gradient on samples; set it to none",
-        ),
-        (
-            config.trainer.megatron_options.get("moe_router_fusion", False),
-            "but trainer.megatron_options.moe_router_fusion=true replays nothing; remove that",
-        ),
-        (
-            mode == "engine" and config.rollout.enforce_eager is False and not gpus,
-            "but with rollout.enforce_eager=false nothing is captured on a CPU; remove that",
-        ),
-        (
-            mode == "trainer" and updates == 1,
-            "which has no effect with one update per batch, that records its own routes; raise "
-            "train.updates_per_step or epochs_per_batch, or use engine",
-        ),
-        start=f"rollout.router_replay={mode}, ",
-    )

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megarl.config.section import Config, Options, Section
+from megarl.config.section import Config, Options, Section, refuse
 from megarl.models.shape import ModelShape
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vLLM 0.32
@@ -126,3 +126,41 @@ def check_lengths(config: Config, shape: ModelShape) -> None:
     if (limit or longest) > shape.max_position:
         size = f"rollout.max_model_len={limit}" if limit else sums
         raise ValueError(f"{size} exceeds the model's max_position={shape.max_position}; lower it")
+
+
+def check_routing(config: Config, shape: ModelShape, gpus: int) -> None:
+    """Raises ValueError where no choices of experts can be recorded or replayed."""
+    mode = config.rollout.router_replay
+    if mode == "none":
+        return
+    chosen = shape.experts_per_token
+    updates = config.train.updates_per_step * config.train.epochs_per_batch
+    setting = f"rollout.router_replay={mode}"
+    if config.launch.is_split:
+        raise ValueError(
+            f"{setting} is not available with launch.topology=split; leave it at none, or set "
+            "launch.topology=colocated"
+        )
+    refuse(
+        (not shape.is_moe, f"but the model ({shape.family}) has no experts; set it to none"),
+        (shape.bridge, f"which {shape.family} on Megatron-Bridge does not support; set it to none"),
+        (chosen == 1, f"but experts_per_token={chosen}; it needs 2 or more, set it to none"),
+        (
+            not config.stage_spec.needs_engine or config.stage_spec.compares,
+            f"but stage={config.stage} has no policy gradient on samples; set it to none",
+        ),
+        (
+            config.trainer.megatron_options.get("moe_router_fusion", False),
+            "but trainer.megatron_options.moe_router_fusion=true replays nothing; remove that",
+        ),
+        (
+            mode == "engine" and config.rollout.enforce_eager is False and not gpus,
+            "but with rollout.enforce_eager=false nothing is captured on a CPU; remove that",
+        ),
+        (
+            mode == "trainer" and updates == 1,
+            "which has no effect with one update per batch, that records its own routes; raise "
+            "train.updates_per_step or epochs_per_batch, or use engine",
+        ),
+        start=f"{setting}, ",
+    )

@@ -25,13 +25,18 @@ from megarl.config.launch import (
 from megarl.config.library_options import check_library_options
 from megarl.config.lora import check_lora
 from megarl.config.model import check_model
-from megarl.config.moe import check_moe, check_router_replay
+from megarl.config.moe import check_moe
 from megarl.config.other_models import check_critic, check_frozen
 from megarl.config.precision import check_fp8_rollout, check_fp8_training
 from megarl.config.random_model import hf_config
 from megarl.config.reward_model import check_reward_model
 from megarl.config.rewards import check_rewards
-from megarl.config.rollout import check_cpu_engine, check_lengths, check_sampling
+from megarl.config.rollout import (
+    check_cpu_engine,
+    check_lengths,
+    check_routing,
+    check_sampling,
+)
 from megarl.config.schema import Config
 from megarl.config.stages import STAGES, needs_engine
 from megarl.config.task import check_problems
@@ -74,7 +79,7 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
     has_engine = needs_engine(config.stage, command)
     check_model(config, shape)
     check_moe(config, shape)
-    check_router_replay(config, shape, gpus)
+    check_routing(config, shape, gpus)
     if has_engine and not gpus and not is_split:
         # split engines may be on another machine: split.entry asks it
         check_cpu_engine(config, shape)

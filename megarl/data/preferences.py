@@ -3,7 +3,7 @@
 As a policy moves, its reward model learns from rankings of fresh samples, and from a share of
 earlier ones:
 
-    scored groups --rankings--> fresh --Replay.mixed--> fresh + ceil(share x all) of the history
+    scored groups --rankings--> fresh --History.mixed--> fresh + ceil(share x all) of the history
                   --ranking_batch--> batch
 """
 
@@ -125,33 +125,33 @@ def step_batch(tokenizer: Tokenizer, prompts: Sequence[Prompt], *, separator: st
 
 
 @dataclass
-class Replay:
-    """The rankings of earlier iterations; `state` and `restore` are for checkpoints."""
+class History:
+    """Rankings of earlier iterations; `state` and `restore` are for checkpoints."""
 
     share: float  # of the rankings in a batch
     capacity: int
     seed: int
-    history: list[Ranking] = field(default_factory=list)
+    rankings: list[Ranking] = field(default_factory=list)
 
     def mixed(self, fresh: Sequence[Ranking], key: str) -> list[Ranking]:
         """Returns n rankings: `fresh`, and ceil(share x n) (or all) of the history, drawn by `key`
         without repeats.
         """
         share = Fraction(str(self.share))  # 0.1 x 70 in floats is more than 7
-        count = min(math.ceil(share * len(fresh) / (1 - share)), len(self.history))
-        return [*fresh, *random.Random(f"{self.seed}/{key}").sample(self.history, count)]
+        count = min(math.ceil(share * len(fresh) / (1 - share)), len(self.rankings))
+        return [*fresh, *random.Random(f"{self.seed}/{key}").sample(self.rankings, count)]
 
     def add(self, fresh: Sequence[Ranking]) -> None:
-        self.history = [*self.history, *fresh][-self.capacity :]
+        self.rankings = [*self.rankings, *fresh][-self.capacity :]
 
     def state(self) -> dict[str, Any]:
         rows = []
-        for ranking in self.history:
+        for ranking in self.rankings:
             rows.append([(x.tolist(), mask.tolist()) for x, mask in ranking.rows])
-        return {"rows": rows, "labels": [list(ranking.labels) for ranking in self.history]}
+        return {"rows": rows, "labels": [list(ranking.labels) for ranking in self.rankings]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.history = []
+        self.rankings = []
         for stored, labels in zip(state["rows"], state["labels"], strict=True):
             rows = [(torch.tensor(x), torch.tensor(mask, dtype=torch.bool)) for x, mask in stored]
-            self.history.append(Ranking(tuple(rows), tuple(labels)))
+            self.rankings.append(Ranking(tuple(rows), tuple(labels)))

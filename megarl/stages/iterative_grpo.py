@@ -17,7 +17,7 @@ from statistics import fmean
 from megarl.checkpoint.state import Further
 from megarl.checkpoint.torch_dist import REWARD_MODEL
 from megarl.config.schema import RewardModelUpdates
-from megarl.data.preferences import Ranking, Replay, ranking_batch, rankings
+from megarl.data.preferences import History, Ranking, ranking_batch, rankings
 from megarl.rewards.scorer import make_scorer
 from megarl.roles import Prompts, Rollouts
 from megarl.rollout import schedule
@@ -42,7 +42,7 @@ class RewardModelTraining:
 
     model: Rankings
     rollouts: Rollouts  # scored by the labels
-    replay: Replay
+    history: History
     options: RewardModelUpdates
     add: Callable[[Mapping[str, float]], None]  # Telemetry.add
 
@@ -52,7 +52,7 @@ class RewardModelTraining:
         return rankings(rollout.groups, self.options.pairs)
 
     def train(self, fresh: Sequence[Ranking], step: int) -> None:
-        """Makes `updates` updates, each on its share of `fresh` and a replay.
+        """Makes `updates` updates, each on its share of `fresh` and of the history.
 
         Then `fresh` is added to the history.
         """
@@ -62,13 +62,13 @@ class RewardModelTraining:
         trained = 0
         updates = []
         for number in range(min(stride, len(fresh))):
-            batch = self.replay.mixed(fresh[number::stride], f"{step}/{number}")
+            batch = self.history.mixed(fresh[number::stride], f"{step}/{number}")
             updates += self.model.update(ranking_batch(batch)).updates
             trained += len(batch)
         memory.offload_all()
-        self.replay.add(fresh)
+        self.history.add(fresh)
         metrics: dict[str, float] = {
-            "history": len(self.replay.history),
+            "history": len(self.history.rankings),
             "rankings": trained,
             "replayed": trained - len(fresh),
         }
@@ -113,7 +113,7 @@ class Iterations:
         self.rank = rank
         self.settings = rank.config.iterative
         options = self.settings.reward_model
-        self.replay = Replay(options.replay, options.history, rank.config.run.seed)
+        self.history = History(options.replay, options.history, rank.config.run.seed)
 
     def further(self, learner: Learner, reward_model: RewardModel | None) -> Further:
         self.learner = learner
@@ -128,7 +128,7 @@ class Iterations:
             return Further(reference=reference)
         return Further(
             {REWARD_MODEL: self.reward_model.trainer},
-            {"replay": self.replay},
+            {"replay": self.history},
             self.reward_model.onloaded,
             reference,
         )
@@ -163,4 +163,4 @@ class Iterations:
             greedy_baseline=False,
         )
         model = Rankings(self.reward_model.trainer, self.reward_model.head, by_prompt=True)
-        return RewardModelTraining(model, rollouts, self.replay, options, run.telemetry.add)
+        return RewardModelTraining(model, rollouts, self.history, options, run.telemetry.add)

@@ -81,7 +81,7 @@ class Recorded(Iterations):
 
     def bits(self) -> str:
         """A hash of all that an iteration leaves behind."""
-        digest = sha256(json.dumps(self.replay.state()).encode())
+        digest = sha256(json.dumps(self.history.state()).encode())
         for trainer in (self.policy.trainer, self.reward_model.trainer):
             trainer.memory.onload_all()
             states = [state for part in parts(trainer) for state in part.optimizer.state.values()]

@@ -22,8 +22,8 @@ ITERATIVE = [
     ),
     (
         "data/preferences.py",
-        ".sample(self.history, count)",
-        ".choices(self.history, k=count)",
+        ".sample(self.rankings, count)",
+        ".choices(self.rankings, k=count)",
         f"{REPLAY}::test_the_share_of_a_batch_is_exact",
     ),
     (

@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from megarl.data.preferences import Ranking, Replay, ranking_batch, rankings
+from megarl.data.preferences import History, Ranking, ranking_batch, rankings
 from megarl.types import Group, Prompt, Sample
 
 
@@ -25,7 +25,7 @@ def numbers(found: list[Ranking]) -> list[int]:
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.25, 0.7])
 @pytest.mark.parametrize("fresh", [1, 4, 9, 10, 63, 90])
 def test_the_share_of_a_batch_is_exact(share: float, fresh: int) -> None:
-    replay = Replay(share, 1000, seed=3, history=[*map(ranking, range(500))])
+    replay = History(share, 1000, seed=3, rankings=[*map(ranking, range(500))])
     mixed = numbers(replay.mixed([ranking(1000 + n) for n in range(fresh)], "2/0"))
     assert mixed[:fresh] == [*range(1000, 1000 + fresh)]
     old = mixed[fresh:]
@@ -34,13 +34,13 @@ def test_the_share_of_a_batch_is_exact(share: float, fresh: int) -> None:
 
 
 def test_each_update_draws_its_own_and_a_resumed_run_the_same() -> None:
-    replay = Replay(0.5, 1000, seed=3, history=[*map(ranking, range(100))])
-    again = Replay(0.5, 1000, seed=3)
+    replay = History(0.5, 1000, seed=3, rankings=[*map(ranking, range(100))])
+    again = History(0.5, 1000, seed=3)
     again.restore(json.loads(json.dumps(replay.state())))
     fresh = [ranking(1000)] * 20
     one, other = (numbers(replay.mixed(fresh, key)) for key in ("2/0", "2/1"))
     assert one == numbers(again.mixed(fresh, "2/0")) != other
-    assert one != numbers(Replay(0.5, 1000, seed=4, history=replay.history).mixed(fresh, "2/0"))
+    assert one != numbers(History(0.5, 1000, seed=4, rankings=replay.rankings).mixed(fresh, "2/0"))
     drawn = Counter(n for key in range(400) for n in numbers(replay.mixed(fresh, str(key)))[20:])
     assert (
         set(drawn) == set(range(100)) and max(drawn.values()) < 130 and min(drawn.values()) > 40
@@ -48,12 +48,12 @@ def test_each_update_draws_its_own_and_a_resumed_run_the_same() -> None:
 
 
 def test_the_history_begins_empty_and_keeps_the_newest() -> None:
-    replay = Replay(0.5, 3, seed=0)
+    replay = History(0.5, 3, seed=0)
     assert numbers(replay.mixed([ranking(7)] * 4, "0/0")) == [7] * 4
     replay.add([ranking(1), ranking(2)])
     assert len(replay.mixed([ranking(7)] * 4, "0/0")) == 6, "all there is"
     replay.add([ranking(3), ranking(4)])
-    assert numbers(replay.history) == [2, 3, 4]
+    assert numbers(replay.rankings) == [2, 3, 4]
 
 
 def group(*rewards: float | None) -> Group:
