@@ -80,6 +80,9 @@ class Routes:
     experts: Tensor | None = None
 
 
+Choices = tuple[Routes | None, ...]  # recorded in a forward pass, by row; empty: not recorded
+
+
 def route_dtype(num_experts: int) -> torch.dtype:
     """Returns the smallest dtype that holds the index of an expert."""
     return torch.uint8 if num_experts <= 256 else torch.int16
@@ -105,7 +108,7 @@ class Sample:
     has_outcome: bool = True
     extra: Mapping[str, Any] = field(default_factory=dict)
     prompt_tokens_computed: int = 0  # by the engine; its prefix cache had the others
-    routes: Routes | None = None  # the engine's; None: not captured
+    choices: Routes | None = None  # of the layers that sampled it; None: not recorded
 
     @property
     def key(self) -> SampleKey:
@@ -157,7 +160,8 @@ class TokenBatch:
     temperature: float  # of the softmax
     # [T, K] int32: other tokens whose log-probs a loss reads; any ids if masked
     extra_labels: Tensor | None = None
-    routes: tuple[Routes | None, ...] = ()  # by row, to be replayed; empty: the routers choose
+    # by row, what the policy's layers are to choose; empty: they choose themselves
+    choices: Choices = ()
 
     @property
     def num_rows(self) -> int:
@@ -239,23 +243,34 @@ class TokenScores:
     mask is False.
     """
 
-    old_logprobs: Tensor | None  # [T]; None: those of the update's own forward
+    old_logprobs: Tensor | None = None  # [T]; None: those of the update's own forward
     # [T]; None: no reference term, or the reference is the policy itself
-    ref_logprobs: Tensor | None
+    ref_logprobs: Tensor | None = None
     teacher_logprobs: Tensor | None = None  # [T]; None: the objective has no teacher
     # [T, K] int32: its likeliest tokens; None: the objective reads none
-    teacher_top_ids: Tensor | None = None
+    extra_labels: Tensor | None = None
     teacher_top_logprobs: Tensor | None = None  # [T, K]; -inf: padding
     # [T]: V of the state before each label, with critic.bootstrap_truncated also after a row's
     # last; None: no critic
     values: Tensor | None = None
-    # by row: those of the pass that computed old_logprobs; empty: not recorded
-    routes: tuple[Routes | None, ...] = ()
+    choices: Choices = ()  # of the pass that computed old_logprobs
+
+    def inputs(self) -> dict[str, Any]:
+        """Returns fields of TokenBatch for the forward passes of the updates."""
+        inputs: dict[str, Any] = {}
+        if self.extra_labels is not None:
+            inputs["extra_labels"] = self.extra_labels
+        if self.choices:
+            inputs["choices"] = self.choices
+        return inputs
 
 
 @dataclass(frozen=True)
 class TokenOutputs:
-    """Outputs of a head for each position, fp32; None: the head does not compute it."""
+    """Outputs of a forward pass.
+
+    Those of its head are fp32, for each position; None: the head does not compute it.
+    """
 
     logprobs_T: Tensor | None = None  # of the label
     entropy_T: Tensor | None = None  # nats
@@ -264,6 +279,13 @@ class TokenOutputs:
     # int64: the K likeliest tokens, where the head was asked for them
     extra_labels_TK: Tensor | None = None
     extra_logprobs_TK: Tensor | None = None  # of these, or of the batch's `extra_labels`
+    choices: Choices = ()  # of its layers
+    # of the batch's choices: the shares that differ from the model's own, and that are missing
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns what the head has computed, by field."""
+        return {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
 
 
 @dataclass(frozen=True)

@@ -105,9 +105,8 @@ class Objective:
             values_T = clean(values_T, batch.mask)
             lam = {} if self.value_lam is None else {"lam": self.value_lam}
             returns_T = returns(estimate(whiten=False, **lam), values_T)
-        replaced = {"extra_labels": scores.teacher_top_ids, "routes": scores.routes or batch.routes}
         scored = ScoredBatch(
-            **batch.fields_of(TrainBatch) | replaced,
+            **batch.fields_of(TrainBatch) | scores.inputs(),
             advantages=advantages_T,
             old_logprobs=scores.old_logprobs,
             ref_logprobs=scores.ref_logprobs,

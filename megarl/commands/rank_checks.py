@@ -58,8 +58,8 @@ def parity(rank: Rank) -> None:
             f"statistic  {excess.statistic:.3g}, at most {excess.limit:.3g} from rounding",
             flush=True,
         )
-    if batch.routes:
-        _report_routing(rank, trainer, batch)
+    if batch.choices:
+        _report_choices(rank, trainer, batch)
     if excess.is_explained:
         return
     cause = gate.cause(batch) or "not found"
@@ -68,11 +68,10 @@ def parity(rank: Rank) -> None:
     )
 
 
-def _report_routing(rank: Rank, trainer: Trainer, batch: TrainBatch) -> None:
-    own_T = trainer.logprobs(replace(batch, routes=()))
+def _report_choices(rank: Rank, trainer: Trainer, batch: TrainBatch) -> None:
+    own_T = trainer.logprobs(replace(batch, choices=()))
     own = difference(batch, own_T[batch.mask])
-    trainer.logprobs(batch)
-    share = trainer.router_replay.metrics()["routing/differs"]
+    share = trainer.forward(batch).metrics["routing/differs"]
     if rank.env.is_main:
         pairs = f"{share:.2%} of (token, layer) pairs differ"
         print(f"routing    {pairs}; the engine's routes are replayed")

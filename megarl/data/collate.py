@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -71,10 +71,10 @@ def collate(
     for sample in samples:
         is_masked = mask_truncated and sample.finish == "length"
         rows.append((sample.tokens, sample.trainable & (not is_masked)))
-    routes = tuple(sample.routes for sample in samples)
-    tokens = replace(
-        token_batch(rows, temperature=temperature), routes=routes if any(routes) else ()
-    )
+    tokens = token_batch(rows, temperature=temperature)
+    choices = tuple(sample.choices for sample in samples)
+    if any(choices):
+        tokens = replace(tokens, choices=choices)
     token_rewards, step_ends, outcome_at = _place_rewards(samples, tokens)
     logprobs_T = _shifted(
         _flat([sample.rollout_logprobs for sample in samples], torch.float32), tokens.cu_seqlens
@@ -106,15 +106,20 @@ def take_rows(batch: AnyBatch, rows: Sequence[int]) -> AnyBatch:
     cu_seqlens = torch.cat([lengths_N.new_zeros(1), lengths_N[rows_N].cumsum(0)])
     shift_N = batch.cu_seqlens[rows_N] - cu_seqlens[:-1]
     index_T = torch.arange(int(cu_seqlens[-1])) + shift_N.repeat_interleave(lengths_N[rows_N])
-    values = dict(vars(batch))
-    for name, value in values.items():
-        if isinstance(value, Tensor):
-            values[name] = value[index_T if value.shape[0] == batch.num_tokens else rows_N]
-    values |= {
-        "cu_seqlens": cu_seqlens,
-        "outcome_at": torch.where(values["outcome_at"] >= 0, values["outcome_at"] - shift_N, -1),
-        "routes": tuple(batch.routes[row] for row in rows) if batch.routes else (),
-    }
+
+    def taken(value: Any) -> Any:
+        match value:
+            case Tensor():
+                return value[index_T if value.shape[0] == batch.num_tokens else rows_N]
+            case tuple():
+                return tuple(value[row] for row in rows if value)
+        return value
+
+    values = {name: taken(value) for name, value in vars(batch).items()}
+    values["cu_seqlens"] = cu_seqlens
+    values["outcome_at"] = torch.where(
+        values["outcome_at"] >= 0, values["outcome_at"] - shift_N, -1
+    )
     return replace(batch, **values)
 
 

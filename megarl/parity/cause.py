@@ -109,14 +109,15 @@ class CauseSearch:
         """Replays the routes of the engine on `rank`; None if they do not explain the
         difference.
         """
-        scores, routes = self._of_engine(
-            rank, lambda engine: engine.score_with_routes(_rows(batch))
+        scores, choices = self._of_engine(
+            rank, lambda engine: engine.score_with_choices(_rows(batch))
         )
-        if not routes or batch.routes or not self.trainer.router_replay.chunks:
+        if not choices or batch.choices or not self.trainer.follows_choices:
             return None
-        logprobs_T = self.trainer.logprobs(replace(batch, routes=routes))
-        left = _diff(batch, logprobs_T - _padded(scores))
-        share = self.trainer.router_replay.metrics()["routing/differs"]
+        outputs = self.trainer.forward(replace(batch, choices=choices))
+        assert outputs.logprobs_T is not None
+        left = _diff(batch, outputs.logprobs_T - _padded(scores))
+        share = outputs.metrics["routing/differs"]
         if not Excess(left, floor).is_explained:
             return None
         return (

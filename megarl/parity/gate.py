@@ -131,7 +131,7 @@ class ParityChecks:
     max_diff: float | None = None
     always: bool = False
     is_moe: bool = False
-    replays: bool = False  # the trainer, the routes of rank 0's engine
+    follows_engine: bool = False  # the trainer takes the choices of rank 0's engine
     find: Callable[..., str | None] | None = None  # parity.cause.CauseSearch.find
     floor: Quantiles | None = None  # of the policy's tokens, as last measured
     floor_age: int = REMEASURED_EVERY  # batches since, or many
@@ -164,11 +164,11 @@ class ParityChecks:
         rows = self.transport.gather(torch.cat(completed))[0].split(lengths)
         is_new = [torch.arange(length) >= length - self.max_tokens for length in lengths]
         batch = token_batch(list(zip(rows, is_new, strict=True)), temperature=1.0)
-        if self.replays:
+        if self.follows_engine:
             engine: Any = self.engines[0]  # in this process
-            scores, routes = engine.score_with_routes(rows)
+            scores, choices = engine.score_with_choices(rows)
             all_scores = [scores]
-            batch = replace(batch, routes=self.transport.gather(routes)[0])
+            batch = replace(batch, choices=self.transport.gather(choices)[0])
         else:
             all_scores = [engine.score(rows) for engine in self.engines]
         measured = self.measure(batch)
@@ -210,6 +210,8 @@ class ParityChecks:
         before a refusal and, at most every REMEASURED_EVERY batches, where more than half of the
         limit is used up.
         """
+        if not self.follows_engine:  # choices that the trainer has recorded are not the engine's
+            batch = replace(batch, choices=())
         version = self.version()
         is_fresh_T = batch.mask & (batch.versions == version)
         if version is not None and not is_fresh_T.equal(batch.mask):

@@ -71,9 +71,9 @@ class Exchange:
         sizes = self._agree(part, digest, error)
         with self.span("exchange"):
             parts = self._gather(part, sizes)
-        routes = {sample.key: sample.routes for sample in own}
+        choices = {sample.key: sample.choices for sample in own}
         samples = chain.from_iterable(map(unpack, parts))
-        samples = [replace(s, routes=routes.get(s.key, s.routes)) for s in samples]
+        samples = [replace(s, choices=choices.get(s.key, s.choices)) for s in samples]
         return self.score(sorted(samples, key=lambda sample: sample.key))
 
     def _agree(
@@ -167,7 +167,7 @@ def pack(samples: Sequence[Sample]) -> Tensor:
     for sample in samples:
         row = {key: value for key, value in vars(sample).items() if key not in SAMPLE_TENSORS}
         row["length"] = sample.tokens.numel()
-        row["routes"] = sample.routes and (sample.routes.owners, sample.routes.checksums)
+        row["choices"] = sample.choices and (sample.choices.owners, sample.choices.checksums)
         rows.append(row)
     columns = {}
     for name, dtype in SAMPLE_TENSORS.items():
@@ -183,9 +183,9 @@ def unpack(part: Tensor) -> list[Sample]:
     lengths = [row.pop("length") for row in rows]
     for row in rows:  # JSON has lists only
         row["step_rewards"] = tuple(map(tuple, row["step_rewards"]))
-        if row["routes"]:
-            owners, checksums = map(tuple, row["routes"])
-            row["routes"] = Routes(owners, checksums)
+        if row["choices"]:
+            owners, checksums = map(tuple, row["choices"])
+            row["choices"] = Routes(owners, checksums)
     for name, column in columns.items():
         for row, values in zip(rows, column.split(lengths), strict=True):
             row[name] = values

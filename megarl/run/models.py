@@ -117,7 +117,7 @@ def make_learner(rank: Rank, trainer: Trainer, objective: Objective) -> Learner:
         objective,
         seed=config.run.seed,
         frozen=frozen,
-        records_routes=config.rollout.router_replay == "trainer",
+        records_choices=config.rollout.router_replay == "trainer",
     )
     if not objective.algorithm.needs_critic:
         return learner

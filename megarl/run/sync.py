@@ -160,7 +160,7 @@ def parity_checks(rank: Rank, trainer: Trainer, engine: Engine) -> ParityChecks:
         partial(measure_logprobs, trainer, quantizer=quantizer),
         [engine],
         version=lambda: engine.receiver.version,
-        replays=rank.config.rollout.router_replay == "engine",
+        follows_engine=rank.config.rollout.router_replay == "engine",
         find=find,
     )
 

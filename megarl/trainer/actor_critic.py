@@ -50,9 +50,9 @@ class ActorCritic:
     def score(self, batch: TrainBatch) -> TokenScores:
         scores = self.actor.score(batch)
         with self.actor.span("values"):
-            return replace(scores, values=self.critic.forward(replace(batch, routes=())).values_T)
+            return replace(scores, values=self.critic.forward(batch).values_T)
 
-    def update(self, batch: ScoredBatch, *, gate: Gate | None = None) -> StepReport:
+    def update(self, batch: ScoredBatch, *, gate: Gate = lambda batch: {}) -> StepReport:
         """Updates both, or in the first `settings.warmup_steps` steps the critic alone.
 
         Raises CheckFailed, before anything has changed, if `gate` refuses the batch.
@@ -63,7 +63,6 @@ class ActorCritic:
         else:
             report = self.actor.update(batch, gate=gate)
         actor.memory.offload_training_state()
-        batch = replace(batch, routes=())  # those of the policy
         loss = partial(value_losses, batch, self.settings.clip)
         updates = []
         with self.actor.span("critic"):
@@ -84,12 +83,8 @@ class ActorCritic:
         }
         return replace(report, metrics={**report.metrics, **metrics, **value_metrics(batch)})
 
-    def _hold(self, batch: ScoredBatch, gate: Gate | None) -> StepReport:
+    def _hold(self, batch: ScoredBatch, gate: Gate) -> StepReport:
         """Lets the gate judge the policy, and advances its schedule, which counts steps."""
-        metrics = {}
-        if gate:
-            if batch.old_logprobs is None:
-                batch = replace(batch, old_logprobs=self.actor.trainer.logprobs(batch))
-            metrics = gate(batch)
+        metrics = gate(self.actor.prepare(batch))
         self.actor.trainer.finish_batch()
         return StepReport((), metrics)

@@ -6,7 +6,7 @@ Outputs are gathered over the context ranks, so a loss sees whole rows on each o
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -88,17 +88,13 @@ def _read(
     hidden_SH = hidden_QH.index_select(0, microbatch.read)
     outputs = head.read(model, hidden_SH, microbatch.labels, options)
     whole = {}
-    for field in fields(outputs):
-        x_S = getattr(outputs, field.name)
-        if x_S is not None:
-            zeros_M = x_S.new_zeros(len(microbatch.rows.index), *x_S.shape[1:])
-            x_M = zeros_M.index_put((microbatch.read_rows,), x_S)
-            # Sum in forward, copy in backward: context ranks have the whole loss, but backpropagate
-            # only their own part.
-            whole[field.name] = reduce_from_tensor_model_parallel_region(
-                x_M, group=options.groups.context
-            )
-    return TokenOutputs(**whole)
+    for name, x_S in outputs.tensors().items():
+        zeros_M = x_S.new_zeros(len(microbatch.rows.index), *x_S.shape[1:])
+        x_M = zeros_M.index_put((microbatch.read_rows,), x_S)
+        # Sum in forward, copy in backward: context ranks have the whole loss, but backpropagate
+        # only their own part.
+        whole[name] = reduce_from_tensor_model_parallel_region(x_M, group=options.groups.context)
+    return replace(outputs, **whole)
 
 
 class LossSums:
@@ -122,7 +118,8 @@ class LossSums:
         self.totals = {}  # 0-d fp64, over the micro-batches of this rank
         start = torch.zeros(1, dtype=torch.int64, device=device)
         nothing = torch.zeros(0, device=device)
-        outputs = TokenOutputs(**dict.fromkeys(fields, nothing), extra_logprobs_TK=nothing[:, None])
+        outputs = TokenOutputs(extra_logprobs_TK=nothing[:, None])
+        outputs = replace(outputs, **dict.fromkeys(fields, nothing))
         self(MicrobatchRows((), torch.arange(0), start, nothing.bool()), outputs)
 
     def __call__(self, rows: MicrobatchRows, outputs: TokenOutputs) -> Tensor:

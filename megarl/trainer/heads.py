@@ -158,7 +158,8 @@ class ValueHead:
         assert isinstance(linear, torch.nn.Linear)
         bias_O = linear.bias.float() if self._has_bias else None
         outputs_SO = torch.nn.functional.linear(hidden_SH.float(), linear.weight.float(), bias_O)
-        return TokenOutputs(**dict(zip(self.fields(entropy=False), outputs_SO.T, strict=True)))
+        outputs = zip(self.fields(entropy=False), outputs_SO.T, strict=True)
+        return replace(TokenOutputs(), **dict(outputs))
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from megarl.data.collate import take_rows
 from megarl.data.packing import plan_microbatches
 from megarl.roles import Gate, Learner, SpanContext
 from megarl.trainer.reference import FrozenBase, Reference, reference_of
-from megarl.trainer.router_replay import BatchRoutes
-from megarl.trainer.trainer import Trainer
+from megarl.trainer.trainer import Gradients, Trainer
 from megarl.types import (
     MicrobatchPlan,
     ScoredBatch,
@@ -21,7 +20,6 @@ from megarl.types import (
     TokenOutputs,
     TokenScores,
     TrainBatch,
-    UpdateReport,
 )
 
 SelectRows = Callable[[ScoredBatch], list[int]]
@@ -40,7 +38,8 @@ class PolicyLearner:
     span: SpanContext = nullcontext  # times "logprobs" and "update"
     # other models, by the field of TokenScores that they compute
     frozen: Mapping[str, Callable[[TrainBatch], TokenOutputs]] = field(default_factory=dict)
-    records_routes: bool = False  # of the pass that computes old log-probs; the updates replay them
+    # of the layers in the pass that computes old log-probs; the updates follow them
+    records_choices: bool = False
     reference: Reference | FrozenBase | None = None
 
     def __post_init__(self) -> None:
@@ -60,19 +59,16 @@ class PolicyLearner:
         needs_old = (
             self.objective.reads_old_logprobs
             or self.trainer.train.updates_per_step > 1
-            or self.records_routes
+            or self.records_choices
         )
-        old_T = None
-        routes = ()
-        ref_T = None
+        scores = TokenScores()
         with self.span("logprobs"):
             if needs_old:
-                old_T, routes = self._old_logprobs(batch)
-            batch = replace(batch, routes=())  # those of the policy: other models have their own
+                scores = self._scored(batch)
             if self.reference and not self.reference.is_policy:
+                batch = replace(batch, choices=())  # the reference has its own
                 with self.reference.in_use():
-                    ref_T = self.trainer.logprobs(batch)
-            scores = TokenScores(old_T, ref_T, routes=routes)
+                    scores = replace(scores, ref_logprobs=self.trainer.logprobs(batch))
             for name, forward in self.frozen.items():
                 outputs = forward(batch)
                 scores = replace(scores, **{name: outputs.logprobs_T})
@@ -82,17 +78,22 @@ class PolicyLearner:
                     continue
                 # the policy has no such tokens
                 top_TK = top_TK.masked_fill(ids_TK >= self.trainer.shape.vocab, -torch.inf)
-                scores = replace(scores, teacher_top_ids=ids_TK.int(), teacher_top_logprobs=top_TK)
+                scores = replace(scores, extra_labels=ids_TK.int(), teacher_top_logprobs=top_TK)
         return scores
 
-    def _old_logprobs(self, batch: TrainBatch) -> tuple[Tensor, BatchRoutes]:
-        """Returns log-probs under the current weights, and the routes that the updates replay."""
-        if not self.records_routes:
-            return self.trainer.logprobs(batch), batch.routes
-        routes = []
-        return self.trainer.logprobs(batch, record=routes), tuple(routes)
+    def _scored(self, batch: TrainBatch) -> TokenScores:
+        """Returns log-probs under the current weights, and the choices that the updates follow."""
+        outputs = self.trainer.forward(batch, record=self.records_choices)
+        return TokenScores(outputs.logprobs_T, choices=outputs.choices)
 
-    def update(self, batch: ScoredBatch, *, gate: Gate | None = None) -> StepReport:
+    def prepare(self, batch: ScoredBatch) -> ScoredBatch:
+        """Returns the batch with old log-probs: those of `score`, or of a forward pass now."""
+        if batch.old_logprobs is not None:
+            return batch
+        scores = self._scored(batch)
+        return replace(batch, old_logprobs=scores.old_logprobs, **scores.inputs())
+
+    def update(self, batch: ScoredBatch, *, gate: Gate = lambda batch: {}) -> StepReport:
         """Runs the updates of one batch.
 
         Raises CheckFailed, before changing anything, if `gate` refuses the batch. The gate sees old
@@ -100,46 +101,32 @@ class PolicyLearner:
         """
         objective = self.objective
         plans = batch_plans(batch, self.trainer, self.seed, couples_rows=objective.couples_rows)
-        updates = []
-        needs_old = len(plans[0].rows) > 1 or objective.selects_tokens
-        if needs_old and batch.old_logprobs is None:
-            old_T, routes = self._old_logprobs(batch)
-            batch = replace(batch, old_logprobs=old_T, routes=routes)
         metrics = {"packing/efficiency": plans[0].efficiency}
-
-        def judge(outputs: TokenOutputs) -> None:
-            nonlocal batch
-            batch = replace(batch, old_logprobs=outputs.logprobs_T)
-            if gate is None:
-                return
-            judged = batch
-            if self.records_routes:  # which the engine did not follow
-                judged = replace(batch, routes=())
-            metrics.update(gate(judged))
-
-        is_scored = batch.old_logprobs is not None
-        if is_scored:
-            judge(TokenOutputs(batch.old_logprobs))
-        is_judged = is_scored or (gate is None and len(plans) == 1)
+        if len(plans[0].rows) > 1 or objective.selects_tokens:
+            batch = self.prepare(batch)
+        if batch.old_logprobs is not None:
+            metrics |= gate(batch)
+        updates = []
         with self.span("update"):
             for plan in plans:
                 weights_T = objective.weights(batch, plan)
                 for part in plan.updates():
-                    before_step = None if is_judged or updates else judge
-                    updates.append(self._update(batch, part, weights_T, len(updates), before_step))
+                    gradients = self._backward(batch, part, weights_T, len(updates))
+                    if batch.old_logprobs is None:
+                        outputs = self.trainer.gathered(gradients.outputs)
+                        batch = replace(batch, old_logprobs=outputs.logprobs_T)
+                        metrics |= gate(batch)
+                    report = self.trainer.apply(gradients)
+                    measured = objective.metrics(batch, report.metrics)
+                    updates.append(replace(report, metrics=measured))
             self.trainer.finish_batch()
         if isinstance(self.reference, Reference):
             self.reference.is_policy = False
         return StepReport(tuple(updates), metrics)
 
-    def _update(
-        self,
-        batch: ScoredBatch,
-        plan: MicrobatchPlan,
-        weights_T: Tensor,
-        index: int,
-        before_step: Callable[[TokenOutputs], None] | None,
-    ) -> UpdateReport:
+    def _backward(
+        self, batch: ScoredBatch, plan: MicrobatchPlan, weights_T: Tensor, index: int
+    ) -> Gradients:
         objective = self.objective
         select_T = None
         if objective.selects_tokens:
@@ -147,15 +134,13 @@ class PolicyLearner:
             assert logprobs_T is not None
             seed = self.seed + 1000 * self.trainer.scheduler.step + index
             select_T = objective.select(batch, logprobs_T, plan, seed=seed)
-        report = self.trainer.step(
+        return self.trainer.backward(
             batch,
             plan,
             objective.loss(batch, select_T),
             weights_T,
-            before_step=before_step,
             needs_entropy=objective.algorithm.entropy_coef != 0,
         )
-        return replace(report, metrics=objective.metrics(batch, report.metrics))
 
 
 def batch_plans(
@@ -188,7 +173,7 @@ class SelectingLearner:
     select: SelectRows
 
     def score(self, batch: TrainBatch) -> TokenScores:
-        return TokenScores(None, None)
+        return TokenScores()
 
     def update(self, batch: ScoredBatch, *, gate: Gate) -> StepReport:
         part = take_rows(batch, self.select(batch))

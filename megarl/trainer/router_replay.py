@@ -30,11 +30,11 @@ from megarl.platform.device import to_device
 from megarl.trainer.context_parallel import cu_seqlens_of
 from megarl.trainer.microbatch import Microbatch
 from megarl.trainer.parallel_groups import ProcessGroups
-from megarl.types import CheckFailed, Routes, TokenBatch, route_dtype
+from megarl.types import CheckFailed, Choices, Routes, TokenBatch, route_dtype
 from megarl.weights.sync.checksum import row_checksums
+from megarl.weights.sync.transports.values import carry
 
-BatchRoutes = tuple[Routes | None, ...]  # by row
-RecordedRoutes = list[Routes] | None  # gets the routes of each row
+carry(Routes)  # between ranks
 # the rows of each micro-batch of each data-parallel rank
 RowsByRank = Sequence[Sequence[Sequence[int]]]
 RowLayers = tuple[int, Routes, list[int]]  # a row, its routes, and some of its layers
@@ -84,6 +84,16 @@ def is_known(experts_XK: Tensor) -> Tensor:
 
 
 @dataclass
+class Pass:
+    """What one pass over micro-batches has found, once it is done."""
+
+    choices: Choices = ()  # by row, if they were recorded
+    # shares of the (token, layer) pairs that the trainer would have routed otherwise, and of those
+    # without a known route, if routes were replayed
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
 class RouterReplay:
     """Replays or records the routes of this rank's routers.
 
@@ -94,6 +104,7 @@ class RouterReplay:
     shape: ModelShape
     layout: Layout
     groups: ProcessGroups
+    is_policy: bool  # False: another model, which follows no choices of a batch
 
     def __post_init__(self) -> None:
         layout = self.layout
@@ -109,7 +120,6 @@ class RouterReplay:
             self._routers += [mlp.router for mlp in mlps if hasattr(mlp, "router")]
         assert not self.chunks or len(self._routers) == len(self._layers)
         self._dtype = route_dtype(self.shape.experts)
-        self._counts = [0, 0, 0]
 
     @contextmanager
     def over(
@@ -117,22 +127,23 @@ class RouterReplay:
         batch: TokenBatch,
         ranks: RowsByRank,
         microbatches: Sequence[Microbatch],
-        record: RecordedRoutes,
         *,
         train: bool,
-    ) -> Iterator[None]:
+        record: bool,
+    ) -> Iterator[Pass]:
         """A context for one pass over this rank's `microbatches`; `ranks` has those of all ranks.
 
-        With `record`, nothing is replayed: it has the routes of each row afterwards.
+        With `record`, nothing is replayed.
         """
-        if record is None and not batch.routes:
-            yield
+        found = Pass()
+        if not self.is_policy or not (record or batch.choices):
+            yield found
             return
         assert self.chunks, "this trainer cannot replay routes"
         device = microbatches[0].tokens.device
         missing = 0
         by_layer = [None] * len(self._routers)
-        if record is None:
+        if not record:
             fetched = self._fetch(batch, ranks)
             by_microbatch = []
             for microbatch in microbatches:
@@ -145,7 +156,7 @@ class RouterReplay:
         for router, layer_routes in zip(self._routers, passes, strict=True):
             router.router_replay = layer_routes
         try:
-            yield
+            yield found
         finally:
             for router in self._routers:
                 router.router_replay = None
@@ -154,22 +165,15 @@ class RouterReplay:
             each.calls[train] == count and each.calls[not train] in (0, count * train)
             for each in passes
         ), "a router missed a micro-batch, or its top-k is fused"
-        if record is not None:
-            record[:] = self._as_routes(batch, microbatches, passes)
-        self._counts = [*counts.tolist(), missing]
-
-    def metrics(self) -> dict[str, float]:
-        """Returns shares of the (token, layer) pairs of the last pass.
-
-        They are those that the trainer would have routed otherwise, and those without a known
-        route.
-        """
-        counts = torch.tensor(self._counts)
-        dist.all_reduce(counts)
-        differing, known, missing = counts.tolist()
-        return {
+        if record:
+            found.choices = self._as_routes(batch, microbatches, passes)
+            return
+        totals = torch.tensor([*counts.tolist(), missing])
+        dist.all_reduce(totals)
+        differing, known, unknown = totals.tolist()
+        found.metrics = {
             "routing/differs": differing / max(known, 1),
-            "routing/missing": missing / max(known + missing, 1),
+            "routing/missing": unknown / max(known + unknown, 1),
         }
 
     def _fetch(self, batch: TokenBatch, ranks: RowsByRank) -> dict[int, Tensor]:
@@ -222,7 +226,7 @@ class RouterReplay:
         """Returns what `owner` sends to a rank."""
         parts = []
         for row in chain.from_iterable(ranks[receiver.dp.rank]):
-            routes = batch.routes[row]
+            routes = batch.choices[row]
             if not routes or owner not in routes.owners:
                 continue
             stage = self._layers_by_stage[receiver.pp.rank]
@@ -252,7 +256,7 @@ class RouterReplay:
         batch: TokenBatch,
         microbatches: Sequence[Microbatch],
         passes: Sequence[LayerRoutes],
-    ) -> list[Routes]:
+    ) -> Choices:
         """Returns the routes of each row, owned by each stage's first tensor and context rank."""
         layout = self.layout
         device = microbatches[0].tokens.device
@@ -289,10 +293,10 @@ class RouterReplay:
                 owners[row, self._layers] = layout.rank
                 checksums[row, self._layers] = row_checksums(part)
         dist.all_reduce(table)
-        return [
+        return tuple(
             Routes(tuple(owners[row].tolist()), tuple(checksums[row].tolist()), local.get(row))
             for row in range(batch.num_rows)
-        ]
+        )
 
 
 def _layers_with_experts(shape: ModelShape, stage: Layout) -> list[int]:

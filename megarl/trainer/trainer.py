@@ -47,7 +47,7 @@ from megarl.trainer.moe import RouterLosses, forget_last_batch
 from megarl.trainer.offload import Memory, recompute
 from megarl.trainer.optimizer import LrSchedule, build_optimizer, take_step, wrap, zero_grad
 from megarl.trainer.parallel_groups import ProcessGroups, destroy_parallel, init_parallel
-from megarl.trainer.router_replay import RecordedRoutes, RouterReplay, RowsByRank
+from megarl.trainer.router_replay import RouterReplay, RowsByRank
 from megarl.types import (
     Loss,
     MicrobatchPlan,
@@ -60,6 +60,14 @@ from megarl.types import (
 from megarl.weights.plan.tables import SlicesByRank
 from megarl.weights.sync.execute import slice_checksum
 from megarl.weights.sync.placement import sums_by_tensor
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What a backward pass leaves, beside the gradients in the trainer's buffers."""
+
+    outputs: TokenOutputs  # of this rank's rows, for `Trainer.gathered`
+    sums: LossSums | None  # None: no token is trained
 
 
 @dataclass
@@ -140,7 +148,9 @@ class Trainer:
             router_losses = RouterLosses(chunks, moe, shape, layout.tp)
         # a fused router replays nothing
         can_replay = shape.is_moe and traced is None and not model[0].config.moe_router_fusion
-        router_replay = RouterReplay(chunks if can_replay else [], shape, layout, groups)
+        router_replay = RouterReplay(
+            chunks if can_replay else [], shape, layout, groups, is_policy=beside is None
+        )
         return cls(
             shape, layout, train, head, groups, device, chunks, optimizer, LrSchedule(train),
             router_losses, router_replay, memory, table, traced, beside is None,
@@ -208,20 +218,19 @@ class Trainer:
         trained = {part.name for part in chain.from_iterable(self.slices_by_rank())}
         return {name: size for name, size in hf_shapes(self.shape).items() if name in trained}
 
-    def forward(
-        self, batch: TokenBatch, *, top_k: int = 0, record: RecordedRoutes = None
-    ) -> TokenOutputs:
+    def forward(self, batch: TokenBatch, *, top_k: int = 0, record: bool = False) -> TokenOutputs:
         """Returns the head's outputs, without gradient: [T] fp32 on the CPU of every rank.
 
         They are 0 where the head does not read. With `top_k`, `extra_labels_TK` are the likeliest
-        tokens, not those of the batch.
+        tokens, not those of the batch. With `record`, `choices` are those of the layers, which then
+        follow none.
         """
         batch = replace(batch, extra_labels=None)
-        return self._gathered(self._run(batch, self._rows(batch), record=record, top_k=top_k))
+        return self.gathered(self._run(batch, self._rows(batch), record=record, top_k=top_k))
 
-    def logprobs(self, batch: TokenBatch, record: RecordedRoutes = None) -> Tensor:
+    def logprobs(self, batch: TokenBatch) -> Tensor:
         """Returns [T]: what `forward` does, where the head is that of the vocabulary."""
-        logprobs_T = self.forward(batch, record=record).logprobs_T
+        logprobs_T = self.forward(batch).logprobs_T
         assert logprobs_T is not None
         return logprobs_T
 
@@ -242,33 +251,46 @@ class Trainer:
         loss: Loss,
         weights_T: Tensor,
         *,
-        before_step: Callable[[TokenOutputs], None] | None = None,
         needs_entropy: bool = False,
     ) -> UpdateReport:
-        """Takes one optimizer step on the rows of `plan`, which must have one update.
+        """Makes one update: `backward` and `apply`."""
+        return self.apply(self.backward(batch, plan, loss, weights_T, needs_entropy=needs_entropy))
+
+    def backward(
+        self,
+        batch: TokenBatch,
+        plan: MicrobatchPlan,
+        loss: Loss,
+        weights_T: Tensor,
+        *,
+        needs_entropy: bool = False,
+    ) -> Gradients:
+        """Computes the gradients of the rows of `plan`, which must have one update.
 
         The loss is the sum over tokens of ``loss_T * weights_T``; `weights_T` [T] fp64 includes all
         divisors, so the split into micro-batches and ranks does not matter. The loss gets entropy
-        if it needs it, and every `train.entropy_every` steps. The step is skipped if the gradient
-        is not finite, or if no token is trained: Adam's momentum alone would change the weights.
-        `before_step` gets the forward pass's outputs after the backward pass; if it raises, nothing
-        has changed.
+        if it needs it, and every `train.entropy_every` steps. Until `apply`, nothing has changed.
         """
         (ranks,) = plan.rows
-        (num_tokens,) = plan.num_tokens
-        lr = self.scheduler.lr
         every = self.train.entropy_every
         entropy = needs_entropy or (every > 0 and self.scheduler.step % every == 0)
-        if not num_tokens:
-            if before_step:
-                before_step(self._gathered(self._no_outputs(batch)))
-            return UpdateReport(math.nan, math.nan, lr, skipped=True)  # nothing is measured
+        if not any(plan.num_tokens):
+            return Gradients(self._no_outputs(batch), None)
         self.memory.onload_gradients()
         zero_grad(self.model, self.optimizer)
         sums = LossSums(loss, weights_T, self.head.fields(entropy=entropy), self.device)
-        outputs = self._run(batch, ranks, sums, entropy=entropy)
-        if before_step:
-            before_step(self._gathered(outputs))
+        return Gradients(self._run(batch, ranks, sums, entropy=entropy), sums)
+
+    def apply(self, gradients: Gradients) -> UpdateReport:
+        """Takes the optimizer step.
+
+        It is skipped if a gradient is not finite, or if no token is trained: Adam's momentum alone
+        would change the weights.
+        """
+        lr = self.scheduler.lr
+        sums = gradients.sums
+        if sums is None:
+            return UpdateReport(math.nan, math.nan, lr, skipped=True)  # nothing is measured
         self.memory.onload_optimizer()
         grad_norm, skipped = take_step(
             self.optimizer, lr=lr, clip_grad=self.train.clip_grad, device=self.device
@@ -281,8 +303,7 @@ class Trainer:
         metrics = {name: total / max(count, 1.0) for name, total in totals.items()}
         if self.router_losses:
             metrics |= global_sums(self.router_losses.finish(step=not skipped), counts=True)
-        if batch.routes:
-            metrics |= self.router_replay.metrics()
+        metrics |= gradients.outputs.metrics
         return UpdateReport(value, grad_norm, lr, skipped, metrics)
 
     def finish_batch(self) -> None:
@@ -307,6 +328,11 @@ class Trainer:
             multiple=microbatch_multiple(self.layout),
         )
         return ranks
+
+    @property
+    def follows_choices(self) -> bool:
+        """True if forward passes take a batch's choices: the routers are Megatron's, not fused."""
+        return bool(self.router_replay.chunks)
 
     @property
     def shares_prefixes(self) -> bool:
@@ -341,9 +367,12 @@ class Trainer:
         *,
         entropy: bool = False,
         top_k: int = 0,
-        record: RecordedRoutes = None,
-    ) -> dict[str, Tensor]:
-        """Runs this rank's micro-batches; with `sums`, also backward. Returns outputs."""
+        record: bool = False,
+    ) -> TokenOutputs:
+        """Runs this rank's micro-batches; with `sums`, also backward.
+
+        Returns outputs for the whole batch, 0 in other ranks' rows.
+        """
         train = sums is not None
         outputs = self._no_outputs(batch, top_k)
         rows = ranks[self.layout.dp.rank]
@@ -352,7 +381,7 @@ class Trainer:
         def on_outputs(rows: MicrobatchRows, read: TokenOutputs) -> Tensor:
             if self._owns_outputs:
                 index = to_device(rows.index, self.device)
-                for name, output in outputs.items():
+                for name, output in outputs.tensors().items():
                     output[index] = getattr(read, name).detach()
             if sums is None:
                 return torch.zeros((), device=self.device)
@@ -362,7 +391,8 @@ class Trainer:
             self.router_losses.begin(microbatches, sums.weights_T, self.device)
         if self.adapters:
             self.adapters.trains = train
-        with self.router_replay.over(batch, ranks, microbatches, record, train=train):
+        replay = self.router_replay
+        with replay.over(batch, ranks, microbatches, train=train, record=record) as found:
             forward_backward(
                 self.model,
                 microbatches,
@@ -371,23 +401,24 @@ class Trainer:
                 on_outputs,
                 train=train,
             )
-        return outputs
+        return replace(outputs, choices=found.choices, metrics=found.metrics)
 
-    def _no_outputs(self, batch: TokenBatch, top_k: int = 0) -> dict[str, Tensor]:
-        """Returns zeros: fields of TokenOutputs for the whole batch."""
+    def _no_outputs(self, batch: TokenBatch, top_k: int = 0) -> TokenOutputs:
+        """Returns zeros for the whole batch."""
         zeros_TK = torch.zeros(batch.num_tokens, top_k, device=self.device)
         outputs = {
             name: zeros_TK.new_zeros(batch.num_tokens) for name in self.head.fields(entropy=False)
         }
         if top_k:
             outputs |= {"extra_labels_TK": zeros_TK.long(), "extra_logprobs_TK": zeros_TK}
-        return outputs
+        return replace(TokenOutputs(), **outputs)
 
-    def _gathered(self, outputs: dict[str, Tensor]) -> TokenOutputs:
-        """Returns sums over the ranks, on the CPU: each has written its rows into zeros."""
-        for output in outputs.values():
+    def gathered(self, outputs: TokenOutputs) -> TokenOutputs:
+        """Returns the outputs of all ranks' rows, on the CPU of every rank."""
+        tensors = outputs.tensors()
+        for output in tensors.values():
             dist.all_reduce(output)
-        return TokenOutputs(**{name: output.cpu() for name, output in outputs.items()})
+        return replace(outputs, **{name: output.cpu() for name, output in tensors.items()})
 
     @property
     def _owns_outputs(self) -> bool:

@@ -35,7 +35,7 @@ from megarl.run.data import make_exchange, make_rollouts
 from megarl.run.sync import parity_checks, synced
 from megarl.trainer.moe import BalancedRouter
 from megarl.trainer.trainer import Trainer
-from megarl.types import CheckFailed, Prompt, TokenOutputs, TrainBatch
+from megarl.types import CheckFailed, Prompt, TrainBatch
 
 MODEL = "qwen3_moe_32@4"  # four layers
 RECOMPUTED = [
@@ -105,12 +105,12 @@ def sampled(rank: Rank, engine: Engine) -> tuple[TrainBatch, int]:
     )  # type: ignore[arg-type]
     samples = [sample for group in rollout.groups for sample in group.samples]
     for sample in samples:
-        assert sample.routes is not None
-        owner = sample.routes.owners[0]
-        assert (sample.routes.experts is not None) == (owner == dist.get_rank()), (
+        assert sample.choices is not None
+        owner = sample.choices.owners[0]
+        assert (sample.choices.experts is not None) == (owner == dist.get_rank()), (
             "wide data on its owner only"
         )
-        if (experts := sample.routes.experts) is not None:
+        if (experts := sample.choices.experts) is not None:
             is_known = (experts != experts[..., :1]).any(-1)
             assert (
                 experts.dtype == torch.uint8
@@ -134,14 +134,13 @@ def routers(trainer: Trainer) -> list[BalancedRouter]:
 
 def step(trainer: Trainer, batch: TrainBatch) -> tuple[Tensor, float, dict[str, float]]:
     """Log-probs of the update's own forward pass, the norm of the gradient, metrics."""
-    seen: list[TokenOutputs] = []
     plan = plan_microbatches(batch, trainer.layout, trainer.train)
-    report = trainer.step(
-        batch, plan, supervised_loss, loss_weights(batch, plan), before_step=seen.append
-    )
+    gradients = trainer.backward(batch, plan, supervised_loss, loss_weights(batch, plan))
     assert all(router.router_replay is None for router in routers(trainer)), "nothing is left"
-    assert seen[0].logprobs_T is not None
-    return seen[0].logprobs_T, report.grad_norm, dict(report.metrics)
+    logprobs_T = trainer.gathered(gradients.outputs).logprobs_T
+    assert logprobs_T is not None
+    report = trainer.apply(gradients)
+    return logprobs_T, report.grad_norm, dict(report.metrics)
 
 
 def layout_found(rank: Rank, parallel: dict[str, int], batch: TrainBatch) -> dict[str, Any]:
@@ -157,13 +156,12 @@ def layout_found(rank: Rank, parallel: dict[str, int], batch: TrainBatch) -> dic
             rank.shape, layout, train=train, folder=rank.model_folder, device=rank.device
         )
         if recompute["recompute"] == "none":
-            found["without"] = mean_diff(trainer.logprobs(replace(batch, routes=())))
+            found["without"] = mean_diff(trainer.logprobs(replace(batch, choices=())))
             found["replayed"] = mean_diff(trainer.logprobs(batch))
-            own, routes = trainer.logprobs(replace(batch, routes=()), taken := []), tuple(taken)
-            found["recorded"] = float(
-                (trainer.logprobs(replace(batch, routes=routes)) - own).abs().max()
-            )
-            found["recorded differs"] = trainer.router_replay.metrics()
+            own = trainer.forward(batch, record=True)
+            again = trainer.forward(replace(batch, choices=own.choices))
+            found["recorded"] = float((again.logprobs_T - own.logprobs_T).abs().max())
+            found["recorded differs"] = again.metrics
             found["micro-batches"] = len(trainer.microbatches(batch))
         logprobs_T, grad_norm, metrics = step(trainer, batch)
         found["update"].append(mean_diff(logprobs_T))
@@ -196,7 +194,7 @@ def changed_on_the_way(trainer: Trainer, batch: TrainBatch) -> str:
 
 def verdict(rank: Rank, trainer: Trainer, engine: Engine, batch: TrainBatch) -> str:
     """What the gate says of a run that does not replay."""
-    plain, objective = replace(batch, routes=()), Objective(rank.config.algorithm, 24)
+    plain, objective = replace(batch, choices=()), Objective(rank.config.algorithm, 24)
     scores = objective.advantages(
         plain, _scores(trainer.logprobs(plain)), objective.initial_state()
     )[0]

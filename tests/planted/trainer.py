@@ -400,14 +400,14 @@ TRAINER = [
     ),
     (
         "trainer/learner.py",
-        "            if needs_old:\n                old_T",
-        "            if True:\n                old_T",
+        "            if needs_old:\n                scores",
+        "            if True:\n                scores",
         f"{LEARNER}::test_no_forward_pass_is_made_twice",
     ),
     (
         "trainer/learner.py",
-        "before_step = None if is_judged or updates else judge",
-        "before_step = None",
+        "                        metrics |= gate(batch)\n                    report",
+        "                    report",
         f"{LEARNER}::test_a_refusal_leaves_everything_untouched",
     ),
     (

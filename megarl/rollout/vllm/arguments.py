@@ -168,7 +168,6 @@ def sample_of(
     finish = answer.finish_reason
     if finish not in FINISH:
         finish = "abort"
-    routes = capture.of(output, len(logprobs)) if capture and response else None
     return Sample(
         prompt_id=request.prompt.prompt_id,
         index=request.index,
@@ -178,7 +177,7 @@ def sample_of(
         versions=torch.tensor(versions, dtype=torch.int32),
         finish=finish,
         prompt_tokens_computed=skipped - (output.num_cached_tokens or 0),
-        routes=routes,
+        choices=capture.of(output, len(logprobs)) if capture and response else None,
     )
 
 

@@ -312,7 +312,7 @@ class Engine:
         """
         return self._score(rows, None)[0]
 
-    def score_with_routes(self, rows: Iterable[Tensor]) -> tuple[list[Tensor], tuple[Routes, ...]]:
+    def score_with_choices(self, rows: Iterable[Tensor]) -> tuple[list[Tensor], tuple[Routes, ...]]:
         """Returns scores, and each row's routes in the same pass; () if vLLM cannot show them."""
         if not self._capture:
             return self._score(rows, None)

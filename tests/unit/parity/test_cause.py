@@ -38,7 +38,7 @@ class FaultyEngine:
         batch = self._batch(rows)
         return [x[:-1] for x in self._logprobs(batch).split(batch.cu_seqlens.diff().tolist())]
 
-    def score_with_routes(self, rows: Sequence[Tensor]) -> tuple[list[Tensor], tuple[()]]:
+    def score_with_choices(self, rows: Sequence[Tensor]) -> tuple[list[Tensor], tuple[()]]:
         return self.score(rows), ()
 
     def best(self, rows: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pytest
@@ -59,7 +59,7 @@ def checks(error: float = 0.0, **options: Any) -> tuple[ParityChecks, Trainer]:
 def scored(num_rows: int, **values: Any) -> ScoredBatch:
     """Other values are zeros."""
     zeros: dict[str, Any] = {field.name: torch.zeros(num_rows) for field in fields(ScoredBatch)} | {
-        "routes": ()
+        "choices": ()
     }
     return ScoredBatch(**zeros | values)
 
@@ -273,3 +273,11 @@ def test_tokens_of_older_weights_are_not_judged() -> None:
         checks()[0].parity(stale_batch([2, 3, 1]))
     version[0] = 4
     assert parity.parity(stale_batch([2, 3, 1])) == {}, "the probe has judged the sync"
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_choices_are_followed_where_the_engine_made_them(follows: bool) -> None:
+    """The trainer's own, which later updates follow, would hide that the engine chose others."""
+    parity, trainer = checks(follows_engine=follows)
+    parity.parity(replace(batch_of(0.005), choices=(None,)))
+    assert [batch.choices for batch in trainer.batches] == [(None,) if follows else ()]

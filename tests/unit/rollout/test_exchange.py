@@ -107,13 +107,13 @@ def test_one_process_sorts_and_scores():
 def test_routes_stay_where_they_were_sampled():
     """The rank that sampled keeps the experts; what goes round names it, and has their checksums."""
     routes = Routes((3, 3), (5, -(2**60)), torch.ones(2, 3, 8, dtype=torch.uint8))
-    (back,) = unpack(pack([sample(1, 0, 3, routes=routes)]))
-    assert back.routes == Routes((3, 3), (5, -(2**60)))
-    assert pack([sample(1, 0, 3, routes=routes)]).numel() < pack([sample(1, 0, 3)]).numel() + 40
+    (back,) = unpack(pack([sample(1, 0, 3, choices=routes)]))
+    assert back.choices == Routes((3, 3), (5, -(2**60)))
+    assert pack([sample(1, 0, 3, choices=routes)]).numel() < pack([sample(1, 0, 3)]).numel() + 40
 
-    captures = AtOnce(lambda request: draw(request, routes=routes))
+    captures = AtOnce(lambda request: draw(request, choices=routes))
     got = alone(captures, Doubles())([Request(3, 0), Request(3, 1)], 4)
-    assert all(each.routes is routes for each in got)
+    assert all(each.choices is routes for each in got)
 
 
 @pytest.mark.parametrize(

@@ -91,14 +91,9 @@ def test_a_product_of_no_tokens_has_no_rows_and_no_gradient(recipe, is_frozen):
 def gradients(trainer: Trainer, rows: int) -> dict[str, Tensor]:
     batch = make_batch(num_rows=rows, seed=3)
     plan = plan_microbatches(batch, trainer.layout, trainer.train)
-    seen: dict[str, Tensor] = {}
-
-    def before(outputs) -> None:
-        seen.update(
-            {name: p.main_grad.clone() for name, p in trainer.model[0].module.named_parameters()}
-        )
-
-    trainer.step(batch, plan, supervised_loss, loss_weights(batch, plan), before_step=before)
+    computed = trainer.backward(batch, plan, supervised_loss, loss_weights(batch, plan))
+    seen = {name: p.main_grad.clone() for name, p in trainer.model[0].module.named_parameters()}
+    trainer.apply(computed)
     return seen
 
 

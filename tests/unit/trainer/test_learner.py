@@ -17,8 +17,8 @@ from megarl.data.packing import plan_microbatches
 from megarl.trainer import trainer as trainer_module
 from megarl.trainer.heads import ValueHead
 from megarl.trainer.learner import PolicyLearner
-from megarl.trainer.trainer import Trainer
-from megarl.types import CheckFailed, MicrobatchPlan, ScoredBatch, TokenLosses, UpdateReport
+from megarl.trainer.trainer import Gradients, Trainer
+from megarl.types import CheckFailed, MicrobatchPlan, ScoredBatch, TokenLosses
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -172,15 +172,15 @@ def test_every_epoch_trains_each_row_once_in_an_order_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learner, scored = make_learner(tmp_path, updates_per_step=4, epochs_per_batch=3)
-    plans, step = [], Trainer.step
+    plans, backward = [], Trainer.backward
 
     def watched(
         trainer: Trainer, batch: ScoredBatch, plan: MicrobatchPlan, *args: Any, **options: Any
-    ) -> UpdateReport:
+    ) -> Gradients:
         plans.append(plan.rows[0])
-        return step(trainer, batch, plan, *args, **options)
+        return backward(trainer, batch, plan, *args, **options)
 
-    monkeypatch.setattr(Trainer, "step", watched)
+    monkeypatch.setattr(Trainer, "backward", watched)
     for _ in range(2):
         learner.update(scored)
     rows = [sorted(row for rank in plan for bin in rank for row in bin) for plan in plans]

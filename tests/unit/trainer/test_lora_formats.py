@@ -114,16 +114,15 @@ def test_a_quantised_base_is_adapted_as_the_weights_that_it_stands_for(
 
 
 def adapter_gradients(folder: Path, lora: Lora, fp8: Fp8 | None = None) -> dict[str, Tensor]:
-    trainer, seen = build(folder, lora, fp8=fp8), dict[str, Tensor]()
+    trainer = build(folder, lora, fp8=fp8)
     batch = make_batch(num_rows=8, seed=3)
     plan = plan_microbatches(batch, trainer.layout, trainer.train)
     adapters: Any = trainer.adapters
     base = {name: x.clone() for name, x in trainer.parameters_by_name().items()}
 
-    def before(_outputs: Any) -> None:
-        seen.update({name: x.main_grad.clone() for name, x in adapters.parameters.items()})
-
-    trainer.step(batch, plan, supervised_loss, loss_weights(batch, plan), before_step=before)
+    gradients = trainer.backward(batch, plan, supervised_loss, loss_weights(batch, plan))
+    seen = {name: x.main_grad.clone() for name, x in adapters.parameters.items()}
+    trainer.apply(gradients)
     assert all(torch.equal(x, base[name]) for name, x in trainer.parameters_by_name().items())
     trainer.close()
     return seen

@@ -30,7 +30,7 @@ from megarl.run.models import make_learner, make_trainer
 from megarl.stages.reward_model import Rankings, Steps, held_out_accuracy
 from megarl.trainer.actor_critic import ActorCritic
 from megarl.trainer.heads import RewardHead, ValueHead, load_head
-from megarl.trainer.trainer import Trainer
+from megarl.trainer.trainer import Gradients, Trainer
 from megarl.types import (
     MicrobatchPlan,
     PreferenceBatch,
@@ -88,18 +88,23 @@ def test_36_pairs_of_a_prompt_are_36_microbatches(tmp_path: Path, aggregate: str
         batch: PreferenceBatch, max_tokens: int, num_microbatches: int
     ) -> tuple[UpdateReport, Any, list]:
         trainer = with_random_head(build(tmp_path, head=head, max_tokens_per_microbatch=max_tokens))
-        scores, gradients, step = head.scores(trainer.forward(batch), batch), [], trainer.step
+        scores, gradients, backward = (
+            head.scores(trainer.forward(batch), batch),
+            [],
+            trainer.backward,
+        )
 
-        def look(_outputs: Any) -> None:
+        def watched(
+            batch: TokenBatch, plan: MicrobatchPlan, *args: Any, **options: Any
+        ) -> Gradients:
+            assert len(plan.rows[0][0]) == num_microbatches
+            left = backward(batch, plan, *args, **options)
             gradients.extend(
                 parameter.main_grad.clone() for parameter in trainer.parameters_by_name().values()
             )
+            return left
 
-        def watched(batch: TokenBatch, plan: MicrobatchPlan, *args: Any) -> UpdateReport:
-            assert len(plan.rows[0][0]) == num_microbatches
-            return step(batch, plan, *args, before_step=look)
-
-        trainer.step = watched
+        trainer.backward = watched
         report = Rankings(trainer, head, centre=0.01).update(batch).updates[0]
         trainer.close()
         return report, scores, gradients

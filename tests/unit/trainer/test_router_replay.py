@@ -29,7 +29,7 @@ from megarl.trainer.learner import PolicyLearner
 from megarl.trainer.moe import BalancedRouter
 from megarl.trainer.router_replay import LayerRoutes
 from megarl.trainer.trainer import Trainer
-from megarl.types import CheckFailed, Routes, TokenOutputs, TrainBatch, UpdateReport, route_dtype
+from megarl.types import CheckFailed, Routes, TrainBatch, UpdateReport, route_dtype
 from megarl.weights.sync.checksum import row_checksums
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -76,7 +76,7 @@ def planted(batch: TrainBatch, *, seed: int = 1) -> TrainBatch:
         experts = torch.rand(LAYERS, length, EXPERTS, generator=generator).argsort(-1)[..., :TOPK]
         experts[:, -1] = 0
         rows.append(routes_of(experts.to(route_dtype(EXPERTS)).contiguous()))
-    return replace(batch, routes=tuple(rows))
+    return replace(batch, choices=tuple(rows))
 
 
 def oracle(folder: Path, batch: TrainBatch) -> Tensor:
@@ -91,7 +91,7 @@ def oracle(folder: Path, batch: TrainBatch) -> Tensor:
             logits, _, own = output
             row = len(rows.setdefault(name, []))
             rows[name].append(own)
-            routes = batch.routes[row]
+            routes = batch.choices[row]
             assert routes is not None and routes.experts is not None
             experts = routes.experts[layer].long()
             is_known = (experts != experts[:, :1]).any(1, keepdim=True)
@@ -114,25 +114,19 @@ def routers(trainer: Trainer) -> list[BalancedRouter]:
 
 
 def recorded(trainer: Trainer, batch: TrainBatch) -> tuple[Tensor, tuple[Routes, ...]]:
-    routes: list[Routes] = []
-    return trainer.logprobs(batch, routes), tuple(routes)
+    outputs = trainer.forward(batch, record=True)
+    return outputs.logprobs_T, outputs.choices
 
 
 def take(trainer: Trainer, batch: TrainBatch, seen: list[Tensor] | None = None) -> UpdateReport:
-    def before_step(outputs: TokenOutputs) -> None:
-        if seen is not None:
-            assert outputs.logprobs_T is not None
-            seen.extend(
-                [
-                    outputs.logprobs_T,
-                    *(router.weight.main_grad.clone() for router in routers(trainer)),
-                ]
-            )
-
+    """One update; `seen` gets its own log-probs and the gradient of each router."""
     plan = plan_microbatches(batch, trainer.layout, trainer.train)
-    return trainer.step(
-        batch, plan, supervised_loss, loss_weights(batch, plan), before_step=before_step
-    )
+    gradients = trainer.backward(batch, plan, supervised_loss, loss_weights(batch, plan))
+    if seen is not None:
+        logprobs_T = trainer.gathered(gradients.outputs).logprobs_T
+        assert logprobs_T is not None
+        seen += [logprobs_T, *(router.weight.main_grad.clone() for router in routers(trainer))]
+    return trainer.apply(gradients)
 
 
 def nothing_is_left(trainer: Trainer) -> bool:
@@ -203,7 +197,7 @@ def test_recorded_routes_replay_to_the_same_log_probs(folder: Path) -> None:
                 torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(0)),
                 alpha=0.2,
             )
-    replayed, moved = trainer.logprobs(replace(BATCH, routes=routes)), trainer.logprobs(BATCH)
+    replayed, moved = trainer.logprobs(replace(BATCH, choices=routes)), trainer.logprobs(BATCH)
     assert recorded(trainer, BATCH)[1] != routes and not replayed.equal(moved)
     with torch.no_grad():
         for router in routers(trainer):
@@ -211,28 +205,27 @@ def test_recorded_routes_replay_to_the_same_log_probs(folder: Path) -> None:
                 torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(0)),
                 alpha=0.2,
             )
-    torch.testing.assert_close(
-        trainer.logprobs(replace(BATCH, routes=routes)), own, rtol=0, atol=1e-5
-    )
-    assert trainer.router_replay.metrics() == {"routing/differs": 0.0, "routing/missing": 0.0}
+    outputs = trainer.forward(replace(BATCH, choices=routes))
+    torch.testing.assert_close(outputs.logprobs_T, own, rtol=0, atol=1e-5)
+    assert outputs.metrics == {"routing/differs": 0.0, "routing/missing": 0.0}
     trainer.close()
 
 
 def test_tokens_without_a_route_are_routed_by_the_trainer_and_counted(folder: Path) -> None:
     trainer, whole = build(folder), planted(BATCH)
     own = trainer.logprobs(BATCH)
-    unknown = replace(BATCH, routes=(None,) * BATCH.num_rows)
+    unknown = replace(BATCH, choices=(None,) * BATCH.num_rows)
     assert trainer.logprobs(unknown).equal(own)
-    report = take(trainer, replace(BATCH, routes=(None, *whole.routes[1:])))
+    report = take(trainer, replace(BATCH, choices=(None, *whole.choices[1:])))
     row = int(BATCH.cu_seqlens[1]) - 1
     assert report.metrics["routing/missing"] == pytest.approx(
         row / (BATCH.num_tokens - BATCH.num_rows)
     )
-    some = whole.routes[0]
+    some = whole.choices[0]
     assert some is not None and some.experts is not None
     experts = some.experts.clone()
     experts[:, :2] = 0  # as of tokens from a cache that had no routes
-    report = take(trainer, replace(BATCH, routes=(routes_of(experts), *whole.routes[1:])))
+    report = take(trainer, replace(BATCH, choices=(routes_of(experts), *whole.choices[1:])))
     assert report.metrics["routing/missing"] == pytest.approx(
         2 / (BATCH.num_tokens - BATCH.num_rows)
     )
@@ -241,7 +234,7 @@ def test_tokens_without_a_route_are_routed_by_the_trainer_and_counted(folder: Pa
 
 def test_one_changed_route_is_noticed_and_nothing_is_left(folder: Path) -> None:
     batch, trainer = planted(BATCH), build(folder)
-    routes = batch.routes[3]
+    routes = batch.choices[3]
     assert routes is not None and routes.experts is not None
     before = [weight.clone() for weight in trainer.parameters_by_name().values()]
     routes.experts[1, 2, 0] ^= 1
@@ -275,7 +268,7 @@ def test_the_bias_counts_replayed_tokens_and_the_balance_the_routers_own(tmp_pat
     trainer.close()
     trainer = build(folder, moe=Moe(bias_update_rate=0.01, aux_loss=0.1), lr=1e-2)
     before = [router.expert_bias.clone() for router in routers(trainer)]
-    report = take(trainer, replace(BATCH, routes=tuple(map(routes_of, rows))))
+    report = take(trainer, replace(BATCH, choices=tuple(map(routes_of, rows))))
     for router, bias in zip(routers(trainer), before, strict=True):
         assert (router.expert_bias - bias)[:4].lt(0).all() and (router.expert_bias - bias)[4:].gt(
             0
@@ -307,7 +300,7 @@ def test_only_the_policy_replays(folder: Path) -> None:
     assert scores.old_logprobs is not None and not scores.old_logprobs.equal(own)
     objective = learner.actor.objective
     scored = objective.advantages(batch, scores, objective.initial_state())[0]
-    assert scored.routes == batch.routes
+    assert scored.choices == batch.choices
     report = learner.update(scored)
     assert report.updates[0].metrics["routing/differs"] > 0.5
     assert scored.returns is not None
@@ -319,29 +312,22 @@ def test_only_the_policy_replays(folder: Path) -> None:
 
 
 def test_later_updates_replay_the_routes_of_the_old_log_probs(folder: Path) -> None:
-    """Those that compare with them; the gate judges the policy's own."""
+    """Those that compare with them."""
     objective = Objective(Algorithm(), 16)
     trainer = build(folder, lr=3e-2, updates_per_step=2)
-    learner = PolicyLearner(trainer, objective, records_routes=True)
-    judged = []
-
-    def gate(batch: Any) -> dict[str, float]:
-        judged.append(batch.routes)
-        return {}
-
+    learner = PolicyLearner(trainer, objective, records_choices=True)
     scores = learner.score(BATCH)
-    assert len(scores.routes) == BATCH.num_rows
+    assert len(scores.choices) == BATCH.num_rows
     scored = objective.advantages(BATCH, scores, objective.initial_state())[0]
-    first, second = learner.update(scored, gate=gate).updates
-    assert judged == [()]
+    first, second = learner.update(scored).updates
     assert first.metrics["routing/differs"] == 0 < second.metrics["routing/differs"]
     trainer.close()
 
 
 def test_rows_keep_their_routes() -> None:
     batch = planted(BATCH)
-    assert take_rows(batch, [4, 1]).routes == (batch.routes[4], batch.routes[1])
-    assert take_rows(BATCH, [4, 1]).routes == ()
+    assert take_rows(batch, [4, 1]).choices == (batch.choices[4], batch.choices[1])
+    assert take_rows(BATCH, [4, 1]).choices == ()
 
 
 def test_256_experts_fit_a_byte() -> None:

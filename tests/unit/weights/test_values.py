@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megarl.models.shards import ShardSlice
 from megarl.parity.statistics import Quantiles
 from megarl.types import CheckFailed, Routes
-from megarl.weights.sync.transports.values import gather_values
+from megarl.weights.sync.transports.values import carry, gather_values
 
 
 class Crafted:
@@ -42,6 +42,7 @@ def test_values_arrive_as_they_were() -> None:
 
 
 def test_tensors_arrive_as_they_were() -> None:
+    carry(Routes)
     routes = Routes((0, 1), (7, 2**63 + 1), torch.arange(24, dtype=torch.uint8).view(2, 4, 3))
     ((got, state),) = gather_values(
         [routes, {"layer": torch.full((2,), torch.nan, dtype=torch.bfloat16)}]

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megarl.models.shards import ShardSlice
-from megarl.types import CheckFailed, Routes
+from megarl.types import CheckFailed
 
-KNOWN: list[Any] = [Routes, ShardSlice]
+KNOWN: list[Any] = [ShardSlice]
 
 
 def carry(*types: type) -> None:
