@@ -226,9 +226,9 @@ class ScoredBatch(TrainBatch):
 
     advantages: Tensor  # [T] fp32
     # [T] fp32, the trainer's before the update; None: those of the update's own forward
-    old_logprobs: Tensor | None
+    old_logprobs: Tensor | None = None
     # [T] fp32; None: no reference term, or the reference is the policy itself
-    ref_logprobs: Tensor | None
+    ref_logprobs: Tensor | None = None
     kl_coef: float  # of this batch, in the reward and in the loss
     teacher_logprobs: Tensor | None = None  # [T] fp32; None: the objective has no teacher
     # [T, K] fp32, of extra_labels, its likeliest tokens; -inf: padding
@@ -252,17 +252,12 @@ class TokenScores:
     teacher_top_logprobs: Tensor | None = None  # [T, K]; -inf: padding
     # [T]: V of the state before each label, with critic.bootstrap_truncated also after a row's
     # last; None: no critic
-    values: Tensor | None = None
-    choices: Choices = ()  # of the pass that computed old_logprobs
+    old_values: Tensor | None = None
+    choices: Choices | None = None  # of the pass that computed old_logprobs; None: not recorded
 
-    def inputs(self) -> dict[str, Any]:
-        """Returns fields of TokenBatch for the forward passes of the updates."""
-        inputs: dict[str, Any] = {}
-        if self.extra_labels is not None:
-            inputs["extra_labels"] = self.extra_labels
-        if self.choices:
-            inputs["choices"] = self.choices
-        return inputs
+    def known(self) -> dict[str, Any]:
+        """Returns the fields that are not None; ScoredBatch has them too."""
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -279,7 +274,7 @@ class TokenOutputs:
     # int64: the K likeliest tokens, where the head was asked for them
     extra_labels_TK: Tensor | None = None
     extra_logprobs_TK: Tensor | None = None  # of these, or of the batch's `extra_labels`
-    choices: Choices = ()  # of its layers
+    choices: Choices | None = None  # of its layers; None: not recorded
     # of the batch's choices: the shares that differ from the model's own, and that are missing
     metrics: Mapping[str, float] = field(default_factory=dict)
 

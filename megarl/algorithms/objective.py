@@ -83,8 +83,8 @@ class Objective:
             if kl.where == "reward":
                 kl_T = KL[kl.estimator](old_T, ref_T, value_clamp=kl.value_clamp)
                 rewards_T = rewards_T - coef * kl_T.detach()
-            next_coef = _adapted(KL["k3"](old_T, ref_T), batch, kl, coef)
-        values_T = scores.values
+            next_coef = _adapted(_mean_of_rows(KL["k3"](old_T, ref_T), batch), batch, kl, coef)
+        values_T = scores.old_values
         if values_T is not None and self.bootstrap_truncated:
             gamma = algorithm.advantage_options.get("gamma", 1.0)
             rewards_T = rewards_T + gamma * value_after_cut(batch, values_T)
@@ -105,17 +105,9 @@ class Objective:
             values_T = clean(values_T, batch.mask)
             lam = {} if self.value_lam is None else {"lam": self.value_lam}
             returns_T = returns(estimate(whiten=False, **lam), values_T)
-        scored = ScoredBatch(
-            **batch.fields_of(TrainBatch) | scores.inputs(),
-            advantages=advantages_T,
-            old_logprobs=scores.old_logprobs,
-            ref_logprobs=scores.ref_logprobs,
-            kl_coef=coef,
-            teacher_logprobs=scores.teacher_logprobs,
-            teacher_top_logprobs=scores.teacher_top_logprobs,
-            old_values=values_T,
-            returns=returns_T,
-        )
+        known = batch.fields_of(TrainBatch) | scores.known()
+        known["old_values"] = values_T
+        scored = ScoredBatch(**known, advantages=advantages_T, kl_coef=coef, returns=returns_T)
         return scored, ObjectiveState(next_coef, (stats.n, stats.mean, stats.m2))
 
     def after_updates(
@@ -125,13 +117,10 @@ class Objective:
         last update.
         """
         kl = self.algorithm.kl
-        updates = report.updates
-        if kl.against != "old" or kl.target is None or not updates:
+        if kl.against != "old" or not report.updates:
             return state
-        trained = int((Rows.of(batch.mask, batch.cu_seqlens).num_tokens_N > 0).sum())
-        mean = updates[-1].metrics.get("kl/old", nan)
-        coef = adapt(state.kl_coef, mean, target=kl.target, horizon=kl.horizon, num_samples=trained)
-        return replace(state, kl_coef=coef)
+        mean = report.updates[-1].metrics.get("kl/old", nan)
+        return replace(state, kl_coef=_adapted(mean, batch, kl, state.kl_coef))
 
     @property
     def reads_old_logprobs(self) -> bool:
@@ -405,15 +394,15 @@ def _kl_loss(new_T: Tensor, old_T: Tensor, ref_T: Tensor, term: KlTerm) -> Tenso
     return kl_T * (ratio_T.detach() if term.estimator in ("k2", "k3+") else ratio_T)
 
 
-def _adapted(kl_T: Tensor, batch: TrainBatch, term: KlTerm, coef: float) -> float:
-    """Returns the next batch's coefficient, from the mean over rows of each row's mean k3, for
-    every estimator.
-    """
+def _adapted(mean: float, batch: TrainBatch, term: KlTerm, coef: float) -> float:
+    """Returns the next batch's coefficient, from this batch's mean KL."""
     if term.target is None:
         return coef
+    trained = int((Rows.of(batch.mask, batch.cu_seqlens).num_tokens_N > 0).sum())
+    return adapt(coef, mean, target=term.target, horizon=term.horizon, num_samples=trained)
+
+
+def _mean_of_rows(kl_T: Tensor, batch: TrainBatch) -> float:
+    """Returns the mean over rows of each row's mean."""
     rows = Rows.of(batch.mask, batch.cu_seqlens)
-    trained_N = rows.num_tokens_N > 0
-    mean = float(rows.mean(kl_T.double())[trained_N].mean())
-    return adapt(
-        coef, mean, target=term.target, horizon=term.horizon, num_samples=int(trained_N.sum())
-    )
+    return float(rows.mean(kl_T.double())[rows.num_tokens_N > 0].mean())

@@ -5,11 +5,11 @@ Both are bounded by what rounding explains for this model on these tokens, unles
 checks.max_logprob_diff sets a bound.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from megarl.parity.statistics import (
     rounding_floor,
 )
 from megarl.parity.sublayers import rounding_errors
+from megarl.roles import Engine
 from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, ScoredBatch, TokenBatch, TrainBatch
 from megarl.weights.encode.blocks import Fp8Quantizer
@@ -38,15 +39,6 @@ DRAWS = 4  # of rounding errors, at most
 ENOUGH = 2048  # tokens in all draws
 REMEASURED_EVERY = 10  # batches, at most
 CAUSE_ROWS = 8
-
-
-class ScoringEngine(Protocol):
-    """A replica of the engine (rollout/vllm/engine.py)."""
-
-    @property
-    def is_asleep(self) -> bool: ...
-    def complete(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[Tensor]: ...
-    def score(self, rows: Iterable[Tensor]) -> list[Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -123,8 +115,8 @@ class ParityChecks:
 
     transport: Transport
     measure: Callable[[TokenBatch], Measured]  # the trainer's side
-    # this rank's; split: all replicas, or none where only the gate is
-    engines: Sequence[ScoringEngine] = ()
+    # this rank's; split: all replicas, which complete and score, or none where only the gate is
+    engines: Sequence[Engine] = ()
     prompts: Sequence[Sequence[int]] = ()  # of the probe, as token ids; the same on every rank
     max_tokens: int = PROBE_TOKENS
     # bound on any token's difference, in nats; None: what rounding explains

@@ -50,7 +50,7 @@ class EngineLost(Exception):
 
 @dataclass
 class Replica:
-    """One replica (parity.gate.ScoringEngine)."""
+    """One replica, which parity.gate asks to complete and score."""
 
     number: int
     actor: Any = None

@@ -50,7 +50,7 @@ class ActorCritic:
     def score(self, batch: TrainBatch) -> TokenScores:
         scores = self.actor.score(batch)
         with self.actor.span("values"):
-            return replace(scores, values=self.critic.forward(batch).values_T)
+            return replace(scores, old_values=self.critic.forward(batch).values_T)
 
     def update(self, batch: ScoredBatch, *, gate: Gate = lambda batch: {}) -> StepReport:
         """Updates both, or in the first `settings.warmup_steps` steps the critic alone.

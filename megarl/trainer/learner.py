@@ -90,8 +90,7 @@ class PolicyLearner:
         """Returns the batch with old log-probs: those of `score`, or of a forward pass now."""
         if batch.old_logprobs is not None:
             return batch
-        scores = self._scored(batch)
-        return replace(batch, old_logprobs=scores.old_logprobs, **scores.inputs())
+        return replace(batch, **self._scored(batch).known())
 
     def update(self, batch: ScoredBatch, *, gate: Gate = lambda batch: {}) -> StepReport:
         """Runs the updates of one batch.
@@ -177,8 +176,7 @@ class SelectingLearner:
 
     def update(self, batch: ScoredBatch, *, gate: Gate) -> StepReport:
         part = take_rows(batch, self.select(batch))
-        scores = self.learner.score(part)
-        part = replace(part, old_logprobs=scores.old_logprobs, ref_logprobs=scores.ref_logprobs)
+        part = replace(part, **self.learner.score(part).known())
         report = self.learner.update(part, gate=gate)
         skipped = batch.group.unique().numel() - part.group.unique().numel()
         return replace(report, metrics={**report.metrics, "groups/skipped": skipped})

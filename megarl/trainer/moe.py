@@ -126,6 +126,11 @@ class BalancedRouter(TopKRouter):
         return probs, chosen_NE
 
 
+def routers_of(chunks: Sequence[Module]) -> list[BalancedRouter]:
+    """Returns the routers of this rank's layers, in their order."""
+    return [x for x in ModuleList(chunks).modules() if isinstance(x, BalancedRouter)]
+
+
 @dataclass
 class RouterLosses:
     """The routers of this rank's chunks during one update: `begin`, its passes, `finish`."""
@@ -136,8 +141,7 @@ class RouterLosses:
     tensor: Axis
 
     def __post_init__(self) -> None:
-        modules = ModuleList(self.chunks).modules()
-        self._routers = [x for x in modules if isinstance(x, BalancedRouter)]
+        self._routers = routers_of(self.chunks)
         self.counts = {}  # [E]: tokens of each expert
         # with experts, on all stages
         self._num_layers = sum(kind.has_experts for kind in self.shape.layer_kinds)

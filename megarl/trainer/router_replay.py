@@ -29,6 +29,7 @@ from megarl.models.shape import ModelShape
 from megarl.platform.device import to_device
 from megarl.trainer.context_parallel import cu_seqlens_of
 from megarl.trainer.microbatch import Microbatch
+from megarl.trainer.moe import routers_of
 from megarl.trainer.parallel_groups import ProcessGroups
 from megarl.types import CheckFailed, Choices, Routes, TokenBatch, route_dtype
 from megarl.weights.sync.checksum import row_checksums
@@ -87,7 +88,7 @@ def is_known(experts_XK: Tensor) -> Tensor:
 class Pass:
     """What one pass over micro-batches has found, once it is done."""
 
-    choices: Choices = ()  # by row, if they were recorded
+    choices: Choices | None = None  # by row; None: not recorded
     # shares of the (token, layer) pairs that the trainer would have routed otherwise, and of those
     # without a known route, if routes were replayed
     metrics: dict[str, float] = field(default_factory=dict)
@@ -114,10 +115,7 @@ class RouterReplay:
         stages = self._layouts[:: layout.world // layout.pp.size]
         self._layers_by_stage = [_layers_with_experts(self.shape, stage) for stage in stages]
         self._layers = self._layers_by_stage[layout.pp.rank]
-        self._routers = []
-        for chunk in self.chunks:
-            mlps = [layer.mlp for layer in chunk.module.decoder.layers]
-            self._routers += [mlp.router for mlp in mlps if hasattr(mlp, "router")]
+        self._routers: list[Any] = routers_of(self.chunks)
         assert not self.chunks or len(self._routers) == len(self._layers)
         self._dtype = route_dtype(self.shape.experts)
 

@@ -50,12 +50,6 @@ MATHS = [
     ),
     (
         "algorithms/objective.py",
-        "num_samples=int(trained_N.sum())\n",
-        "num_samples=trained_N.numel()\n",
-        UNTRAINED,
-    ),
-    (
-        "algorithms/objective.py",
         "trained = int((Rows.of(batch.mask, batch.cu_seqlens).num_tokens_N > 0).sum())",
         "trained = batch.num_rows",
         UNTRAINED,

@@ -151,8 +151,8 @@ TRAINER = [
     ),
     (
         "algorithms/objective.py",
-        "mean = float(rows.mean(kl_T.double())[trained_N].mean())",
-        "mean = float(kl_T.double().sum() / batch.mask.sum())",
+        "return float(rows.mean(kl_T.double())[rows.num_tokens_N > 0].mean())",
+        "return float(kl_T.double().sum() / batch.mask.sum())",
         f"{OPTIONS}::test_the_coefficient_follows_the_mean_over_rows",
     ),
     (

@@ -279,7 +279,7 @@ class AsyncEngine:
             self.is_ready = True
         return replies
 
-    # the probe (parity.ScoringEngine)
+    # the probe (parity.gate)
 
     async def complete(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Tensor]:
         """See Engine.complete."""

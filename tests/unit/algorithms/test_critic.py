@@ -72,7 +72,7 @@ def test_with_lambda_1_and_values_of_0_it_is_reinforce_bit_for_bit(
             algorithm(advantage=name, advantage_options={"whiten": whitened}, kl=kl)
         )
         values_T = torch.zeros(batch.num_tokens) if name == "gae" else None
-        scores = replace(make_logprobs(batch), values=values_T)
+        scores = replace(make_logprobs(batch), old_values=values_T)
         states.append(objective.advantages(batch, scores, objective.initial_state()))
     (ours, state), (theirs, other) = states
     assert (

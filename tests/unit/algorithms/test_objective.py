@@ -408,5 +408,5 @@ def test_presets_are_valid_values():
     for values in PRESETS.values():
         rules, batch = algorithm(**values), make_batch()
         values_T = torch.zeros(batch.num_tokens) if rules.needs_critic else None
-        scores = replace(make_logprobs(batch), values=values_T)
+        scores = replace(make_logprobs(batch), old_values=values_T)
         Objective(rules).advantages(batch, scores, Objective(rules).initial_state())

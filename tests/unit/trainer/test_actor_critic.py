@@ -180,7 +180,7 @@ def test_values_after_the_last_token_are_read_where_a_cut_needs_them(tmp_path: P
     for bootstrap in (False, True):
         learner = make(tmp_path, critic={"bootstrap_truncated": bootstrap})
         learner.update(scored_by(learner, batch))  # from a head of zeros
-        values_T = learner.score(batch).values
+        values_T = learner.score(batch).old_values
         assert (
             values_T is not None
             and values_T[batch.mask].all()
@@ -334,7 +334,7 @@ def test_a_critic_reaches_the_exact_values_of_a_decision_process(
     )
     for _ in range(steps):
         report = learner.update(scored_by(learner, batch))
-    values_T = learner.score(batch).values
+    values_T = learner.score(batch).old_values
     assert values_T is not None
     error = float((values_T - exact_S[batch.tokens]).abs().max())
     print(

@@ -245,7 +245,7 @@ def test_a_critic_begins_as_the_reward_model_that_it_is_given(tmp_path: Path, mo
     assert not found.pop("value_head.bias").any(), "which a sequence classifier lacks"
     assert found.keys() == expected.keys() and len(found) > 10
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    values_T = learner.score(batch).values
+    values_T = learner.score(batch).old_values
     assert values_T is not None and torch.allclose(
         values_T[batch.cu_seqlens[1:] - 1], scores, rtol=1e-6
     )

@@ -295,7 +295,7 @@ def test_only_the_policy_replays(folder: Path) -> None:
     learner.actor.reference.is_policy = False
     batch = planted(BATCH)
     scores = learner.score(batch)
-    assert scores.values is not None and values is not None and scores.values.equal(values)
+    assert scores.old_values is not None and values is not None and scores.old_values.equal(values)
     assert scores.ref_logprobs is not None and scores.ref_logprobs.equal(own)
     assert scores.old_logprobs is not None and not scores.old_logprobs.equal(own)
     objective = learner.actor.objective
