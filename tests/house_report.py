@@ -82,6 +82,8 @@ VALUES = (
         12,
     ),
     Value("algorithm.clip_high", r"clip_high", r"", 2),
+    # other files know choices that are recorded in one forward pass and followed in another
+    Value("router replay", r"(?i).*(replay|routes).*", r"", 16),
 )
 
 
