@@ -165,6 +165,9 @@ class EngineMemory:
 
 
 class _Prompts:
+    def observe(self, groups: Any) -> None:
+        pass
+
     def take(self, count: int) -> list[Any]:
         return []
 

@@ -42,6 +42,9 @@ class Stream:
         self.position = 0
         self.kept: dict[str, float] = {}
 
+    def observe(self, groups: Any) -> None:
+        pass
+
     def take(self, count: int) -> list[Any]:
         from megarl.types import Prompt
 

@@ -224,6 +224,9 @@ class Stream:
     position: int = 0
     kept: dict[str, float] = field(default_factory=dict)
 
+    def observe(self, groups: Any) -> None:
+        pass
+
     def take(self, count: int) -> list[Prompt]:
         self.position += count
         return [

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from megarl.types import (
+    Group,
     ObjectiveState,
     Prompt,
     PublishReport,
@@ -59,6 +60,11 @@ class Prompts(Stateful, Protocol):
     def take(self, count: int) -> list[Prompt]: ...
     def put_back(self, prompts: Sequence[Prompt]) -> None:
         """`take` returns these, the last that were taken, again."""
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Sees all scored groups of a batch, once; the same on every rank. What later prompts
+        depend on is part of the state. By default ignores them.
+        """
 
 
 class Sampler(Protocol):

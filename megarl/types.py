@@ -218,6 +218,8 @@ class TrainBatch(TokenBatch):
     prompt_id: Tensor  # [N] int64
     finish: Tensor  # [N] int64, index into FINISH
     versions: Tensor  # [T] int32, of the weights that sampled labels[t]; -1 where the mask is False
+    # [N] fp32 of each reward by name, unweighted; NaN: the sample has none of this name
+    reward_parts: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
+from math import nan
 from typing import Any, TypeVar
 
 import torch
@@ -96,6 +97,7 @@ def collate(
         prompt_id=torch.tensor([sample.prompt_id for sample in samples], dtype=torch.int64),
         finish=torch.tensor([FINISH.index(sample.finish) for sample in samples], dtype=torch.int64),
         versions=torch.where(tokens.mask, versions_T, -1),
+        reward_parts=_reward_parts(samples),
     )
 
 
@@ -113,6 +115,8 @@ def take_rows(batch: AnyBatch, rows: Sequence[int]) -> AnyBatch:
                 return value[index_T if value.shape[0] == batch.num_tokens else rows_N]
             case tuple():
                 return tuple(value[row] for row in rows if value)
+            case dict():
+                return {name: taken(part) for name, part in value.items()}
         return value
 
     values = {name: taken(value) for name, value in vars(batch).items()}
@@ -121,6 +125,13 @@ def take_rows(batch: AnyBatch, rows: Sequence[int]) -> AnyBatch:
         values["outcome_at"] >= 0, values["outcome_at"] - shift_N, -1
     )
     return replace(batch, **values)
+
+
+def _reward_parts(samples: Sequence[Sample]) -> dict[str, Tensor]:
+    parts = {}
+    for name in sorted(set(chain.from_iterable(sample.rewards for sample in samples))):
+        parts[name] = torch.tensor([sample.rewards.get(name, nan) for sample in samples])
+    return parts
 
 
 def _flat(rows: list[Tensor], dtype: torch.dtype) -> Tensor:

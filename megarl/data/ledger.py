@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megarl.roles import Prompts
-from megarl.types import Prompt
+from megarl.types import Group, Prompt
 
 
 @dataclass
@@ -81,6 +81,9 @@ class Ledger:
         last = [number for number in sorted(self._carried) if number > behind]
         if last:
             self.stream.put_back([self._carried.pop(number) for number in last])
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        self.stream.observe(groups)
 
     def note(self, event: str, step: int, ids: Iterable[int], **values: int) -> None:
         """Records that prompts are `generating` or `complete`."""

@@ -17,7 +17,7 @@ from typing import Any
 from megarl.data.rows import Problem, errors_of
 from megarl.data.tasks import Source
 from megarl.data.tokenizer import Example
-from megarl.types import Prompt
+from megarl.types import Group, Prompt
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +96,9 @@ class PromptStream:
             first = prompts[0].prompt_id
             self.skipped -= self.position - first - len(prompts)
             self.position = first
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Ignores them: the order of prompts depends on no rewards."""
 
     def state(self) -> dict[str, Any]:
         return {

@@ -192,6 +192,7 @@ class Rollouts:
                 sampling = self._sample(batch, prompts, count, step)
                 self._open[step] = batch, sampling, next(sampling)
         batch = self._advance(version, wait=True)
+        prompts.observe(batch.generated)
         self._collected[version] = batch
         del self._open[version]
         for step in self._open:  # a batch that needs more prompts asks before the trainer trains

@@ -130,8 +130,7 @@ class Trainer:
         if lora:
             assert table is not None, "check_lora refuses families without a table"
             adapters = Adapters(model, table, shape, layout, lora, groups=groups, seed=seed)
-        # an overlapped reduction waits for the output layer's gradient, which other heads do not
-        # use
+        # it waits for the output layer's gradient, which other heads do not use
         overlaps = use_te and layout.dp.size * layout.cp.size > 1 and head.is_tensor_parallel
         chunks = wrap(
             model,
@@ -148,9 +147,8 @@ class Trainer:
             router_losses = RouterLosses(chunks, moe, shape, layout.tp)
         # a fused router replays nothing
         can_replay = shape.is_moe and traced is None and not model[0].config.moe_router_fusion
-        router_replay = RouterReplay(
-            chunks if can_replay else [], shape, layout, groups, is_policy=beside is None
-        )
+        replayed = chunks if can_replay else []
+        router_replay = RouterReplay(replayed, shape, layout, groups, is_policy=beside is None)
         return cls(
             shape, layout, train, head, groups, device, chunks, optimizer, LrSchedule(train),
             router_losses, router_replay, memory, table, traced, beside is None,

@@ -51,6 +51,9 @@ class Prompts:
     def __init__(self) -> None:
         self.kept: dict[str, float] = {}
 
+    def observe(self, groups: Any) -> None:
+        pass
+
     def take(self, count: int) -> list[Prompt]:
         lengths = [110, 5, 40, 9][:count]
         random = torch.Generator().manual_seed(0)

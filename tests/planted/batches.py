@@ -14,7 +14,34 @@ RULES = "unit/rewards/test_rules.py"
 SCORER = "unit/rewards/test_scorer.py"
 MATHS = "unit/rewards/test_maths.py"
 
+CURRICULUM = "unit/rollout/test_curriculum.py"
+PARTS = "unit/algorithms/test_reward_parts.py"
+
 BATCHES = [
+    (
+        "rollout/schedule.py",
+        "prompts.observe(batch.generated)",
+        "pass",
+        f"{CURRICULUM}::test_prompts_follow_the_rewards_of_earlier_ones",
+    ),
+    (
+        "data/ledger.py",
+        "self.stream.observe(groups)",
+        "pass",
+        f"{CURRICULUM}::test_prompts_follow_the_rewards_of_earlier_ones",
+    ),
+    (
+        "data/collate.py",
+        "sample.rewards.get(name, nan)",
+        "sample.rewards.get(name, 0.0)",
+        f"{PARTS}::test_parts_go_with_their_rows",
+    ),
+    (
+        "data/collate.py",
+        "return {name: taken(part) for name, part in value.items()}",
+        "return value",
+        f"{PARTS}::test_parts_go_with_their_rows",
+    ),
     (
         "data/collate.py",
         "mask=_shifted(_flat([trainable for _, trainable in rows], torch.bool), cu_seqlens)",

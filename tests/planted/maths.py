@@ -44,7 +44,7 @@ MATHS = [
     # KL
     (
         "algorithms/objective.py",
-        "kl_T.double())[trained_N].mean()",
+        "kl_T.double())[rows.num_tokens_N > 0].mean()",
         "kl_T.double()).mean()",
         UNTRAINED,
     ),

@@ -46,6 +46,9 @@ class Stream:
         )
         self.position = first
 
+    def observe(self, groups) -> None:
+        pass
+
     def state(self) -> dict[str, Any]:
         return {"position": self.position, "skipped": self.skipped}
 

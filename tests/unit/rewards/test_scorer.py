@@ -375,6 +375,9 @@ def test_causes_reach_the_counts_of_the_step():
     class One:
         kept = MappingProxyType({})
 
+        def observe(self, groups):
+            pass
+
         def take(self, count):
             return [prompt]
 

@@ -57,6 +57,9 @@ class Counting:
         )
         self.position -= len(prompts)
 
+    def observe(self, groups):
+        pass
+
     def state(self):
         return {"position": self.position, "kept": dict(self.kept)}
 
