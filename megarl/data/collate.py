@@ -121,9 +121,8 @@ def take_rows(batch: AnyBatch, rows: Sequence[int]) -> AnyBatch:
 
     values = {name: taken(value) for name, value in vars(batch).items()}
     values["cu_seqlens"] = cu_seqlens
-    values["outcome_at"] = torch.where(
-        values["outcome_at"] >= 0, values["outcome_at"] - shift_N, -1
-    )
+    outcome_N = values["outcome_at"]
+    values["outcome_at"] = torch.where(outcome_N >= 0, outcome_N - shift_N, -1)
     return replace(batch, **values)
 
 

@@ -9,8 +9,8 @@ COLLATE = "unit/data/test_collate.py"
 PREFERENCES = [
     (
         "data/collate.py",
-        'values["outcome_at"] - shift_N, -1)',
-        'values["outcome_at"], -1)',
+        "outcome_N - shift_N, -1)",
+        "outcome_N, -1)",
         f"{COLLATE}::test_rows_of_a_batch_are_the_batch_of_these_rows",
     ),
     (

@@ -29,7 +29,7 @@ def scored_by(
     batch: TrainBatch, objective: Objective, values_T: Tensor | None = None
 ) -> ScoredBatch:
     scores = replace(
-        make_logprobs(batch), values=values_of(batch) if values_T is None else values_T
+        make_logprobs(batch), old_values=values_of(batch) if values_T is None else values_T
     )
     return objective.advantages(batch, scores, objective.initial_state())[0]
 
