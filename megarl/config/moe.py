@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat
 
-from megarl.config.section import Config, Section, refuse
+from megarl.config.section import Config, Section
 from megarl.models.shape import ModelShape
 
 
