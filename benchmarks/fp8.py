@@ -90,7 +90,7 @@ def gradients(draws: int = 32, rows: int = 64) -> None:
     import torch.distributed as dist
     from test_fp8 import by_layer, relative_errors
 
-    from megarl.config.schema import Fp8
+    from megarl.config.precision import Fp8
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     sizes = {

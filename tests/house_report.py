@@ -77,13 +77,15 @@ VALUES = (
         # where it lies in a rank's memory, what moves, what travels together
         r"ShardSlice|Transfer|Message|Box|Piece",
         # conversion on disk is another way; a Message of a conversation is a text
-        r"bench/.*|checkpoint/(?!hf\.py).*|(launch/convert|commands/conversion)\.py"
+        r"bench/.*|checkpoint/.*|(launch/convert|commands/conversion)\.py"
         r"|data/conversations\.py",
         12,
     ),
     Value("algorithm.clip_high", r"clip_high", r"", 2),
     # other files know choices that are recorded in one forward pass and followed in another
     Value("router replay", r"(?i).*(replay|routes).*", r"", 16),
+    # others ask for bits, block formats or storage
+    Value("FP8 and other encoded formats", r"(?i).*(fp8|encoded|quanti[sz]).*", r"", 26),
 )
 
 

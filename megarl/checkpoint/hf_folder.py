@@ -17,11 +17,11 @@ from torch import Tensor
 
 from megarl.checkpoint.conversion_map import ConversionMap, Shape, TensorSource
 from megarl.models.config_json import read_config
-from megarl.models.formats import as_stored, coarse, matrix_ranges
+from megarl.models.formats import CONFIG_KEY, as_stored, matrix_ranges
 from megarl.models.headers import read_headers
 from megarl.models.shards import ShardSlice, whole_tensor, without_pairs
 from megarl.models.weights import ACTIVATION_SCALES, check_tensors
-from megarl.weights.encode.quantize import DTYPES, PLAIN, Storage, dequantize
+from megarl.weights.encode.quantize import DTYPES, PLAIN, Storage
 from megarl.weights.sync.execute import strided_view
 
 BLOCK_BYTES = 8 << 20
@@ -33,59 +33,62 @@ Entry = TypeVar("Entry")
 class HfFolder:
     """A folder open for reading, also by several threads.
 
-    Weights in a block format are dequantised while they are read. Raises ValueError if the folder
-    is incomplete.
+    Weights in a block format are decoded while they are read. Raises ValueError if the folder is
+    incomplete.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.tensors = read_headers(folder)
-        fmt = read_config(folder / "config.json").quantization()
-        self.format = fmt or PLAIN.format  # of the tensors in `quantized`
-        self.quantized = PLAIN.names
-        if fmt:
-            self.quantized = fmt.tensors(self.tensors)
+        fmt = read_config(folder / "config.json").block_format()
+        self.storage = Storage(fmt, fmt.tensors(self.tensors)) if fmt else PLAIN
         files = {tensor.file for tensor in self.tensors.values()}
         self._files = {file: file.open("rb", buffering=0) for file in files}
 
     def check(self, shapes: Mapping[str, Shape], *, ignored: Collection[str] = ()) -> None:
         """Raises the ValueErrors of `check_tensors`."""
-        fmt = self.format if self.quantized else None
-        check_tensors(self.folder, self.tensors, shapes, fmt, ignored=ignored)
+        stored = self.storage.block_format
+        check_tensors(self.folder, self.tensors, shapes, stored, ignored=ignored)
 
     def dtype(self, name: str) -> torch.dtype:
-        return torch.bfloat16 if name in self.quantized else DTYPES[self.tensors[name].dtype]
+        return torch.bfloat16 if name in self.storage.names else DTYPES[self.tensors[name].dtype]
 
-    def storage(self) -> Storage:
+    def export_storage(self) -> Storage:
         """Returns how this folder's tensors are stored.
 
         Raises ValueError if no other weights can be stored so.
         """
-        if not self.quantized:
+        storage = self.storage
+        if not storage.names:
             return PLAIN
         reasons = [
             f"{name} was measured with other weights"
             for name in self.tensors
             if name.endswith(ACTIVATION_SCALES)
         ]
-        if self.format.global_scale:
+        if storage.format.global_scale:
             reasons.append("fused layers share a global scale")
         if reasons:
             raise ValueError(
                 f"{self.folder}: {reasons[0]}, so this model can only be exported in bf16"
             )
-        scale_dtype = self.tensors[next(iter(self.quantized)) + self.format.scale].dtype
-        return Storage(replace(self.format, scale_dtype=scale_dtype), self.quantized)
+        scale_dtype = self.tensors[next(iter(storage.names)) + storage.format.scale].dtype
+        return Storage(replace(storage.format, scale_dtype=scale_dtype), storage.names)
 
     def copy(self, box: ShardSlice, parameter: Tensor) -> None:
         """Copies the slice to where it lies in `parameter`, block by block.
 
         Raises ValueError if the folder lacks the tensor or it is smaller.
         """
-        if box.name in self.quantized:
-            stored = as_stored(box, self.format, self._dims(box.name))
+        if box.name in self.storage.names:
+            fmt = self.storage.format
+            dims = len(self.tensors[box.name + fmt.values].shape) - fmt.is_transposed
+            stored = as_stored(box, fmt, dims)
             for block in row_blocks(stored, 16 * parameter.itemsize):  # temporaries are fp32
-                self._dequantize(block, strided_view(parameter, block))
+                target = strided_view(parameter, block)
+                ranges = matrix_ranges(block, dims)
+                values = self.storage.decode(box.name, ranges, self._rectangle, target)
+                target.copy_(values.reshape(block.shape))
             return
         if box.name not in self.tensors:
             raise ValueError(
@@ -93,33 +96,6 @@ class HfFolder:
             )
         for block in row_blocks(box, parameter.itemsize):
             self._read(block, strided_view(parameter, block))
-
-    def _dequantize(self, box: ShardSlice, target: Tensor) -> None:
-        """Fills `target` from a slice as it is stored: its items, and the scales of its blocks."""
-        fmt = self.format
-        lead, rows, columns = matrix_ranges(box, self._dims(box.name))
-        step = fmt.column_step
-        high, wide = fmt.block
-        whole = range(columns.start // step * step, -(-columns.stop // step) * step)
-        wide_blocks = coarse(whole, wide)
-        last = [coarse(whole, fmt.per_item)]
-        if fmt.is_transposed:
-            last = [wide_blocks, range(wide // fmt.per_item)]
-        scales = self._rectangle(box.name + fmt.scale, *lead, coarse(rows, high), wide_blocks)
-        parts = {
-            fmt.scale: scales.view(-1, len(wide_blocks)),
-            fmt.values: self._rectangle(box.name + fmt.values, *lead, rows, *last),
-        }
-        if fmt.global_scale:
-            parts[fmt.global_scale] = self._rectangle(box.name + fmt.global_scale)
-        parts = {suffix: part.to(target.device) for suffix, part in parts.items()}
-        start = (rows.start % high if high else 0, whole.start % wide if wide else 0)
-        values = dequantize(parts, fmt, (len(rows), len(whole)), target.dtype, start)
-        values = values.narrow(1, columns.start - whole.start, len(columns))
-        target.copy_(values.reshape(box.shape))
-
-    def _dims(self, name: str) -> int:
-        return len(self.tensors[name + self.format.values].shape) - self.format.is_transposed
 
     def _rectangle(self, name: str, *ranges: range) -> Tensor:
         """Reads one range of each dim, or a tensor that has a single element."""
@@ -201,7 +177,7 @@ def load_hf(parameters: Mapping[str, Tensor], slices: Iterable[ShardSlice], fold
                 stored = source.tensors[part.name].dtype
                 raise ValueError(
                     f"{folder}: {part.name} is quantised ({stored}), but not as config.json's "
-                    "quantization_config describes; use a bf16 copy of the model"
+                    f"{CONFIG_KEY} describes; use a bf16 copy of the model"
                 )
             source.copy(part, parameter)
 

@@ -28,6 +28,9 @@ from megarl.checkpoint.hf_folder import lead_axis, rows_of
 from megarl.checkpoint.torch_dist import MegatronFolder, stored_shards
 from megarl.models.shards import ShardSlice
 
+# what an optimizer of Megatron's OptimizerConfig keeps of each parameter, beside its main weight
+OPTIMIZER_STATES = {"adam": ("exp_avg", "exp_avg_sq")}
+
 
 @dataclass(frozen=True, eq=False)
 class _Stored:
@@ -45,10 +48,11 @@ class _Stored:
     def state(self) -> dict[str, Tensor]:
         """Returns this rank's piece of the optimizer state."""
         tensors = self.optimizer._get_main_param_and_optimizer_states(self.tensor)
+        names = OPTIMIZER_STATES[self.optimizer.config.optimizer]
         low, high = self.parts[self.rank]
         return {
             name: tensors[name].detach().view(-1)[low - self.start : high - self.start]
-            for name in ("param", "exp_avg", "exp_avg_sq")
+            for name in ("param", *names)
         }
 
 

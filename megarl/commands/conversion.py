@@ -56,11 +56,11 @@ def run_convert(
     config: Path | None,
     file_bytes: int,
     interactive: bool,
-    quantise: bool = False,
+    export_format: str = "bf16",
 ) -> str:
     """Converts `source` to `target`; returns a summary for the user.
 
-    With `quantise`, weights are quantised as the Hugging Face model's. Raises ValueError if the
+    `export_format`: "same" is the Hugging Face model's. Raises ValueError if the
     input is wrong, CheckFailed if the disk fails or a file reads back differently.
     """
     began = time.perf_counter()
@@ -71,13 +71,14 @@ def run_convert(
     origin = _origin(source, config)
     shape = read_model(origin)
     _check_sizes(shape, sizes, to)
-    if quantise and to != "hf":
+    keeps_format = export_format == "same"
+    if keeps_format and to != "hf":
         raise ValueError(f"--export-format same applies to --to hf, not to --to {to}; remove it")
     opened = _open(source, shape)
     if to == "hf":
         storage = PLAIN
-        if quantise:
-            storage = HfFolder(origin).storage()
+        if keeps_format:
+            storage = HfFolder(origin).export_storage()
         made = HfTarget(opened, file_bytes=file_bytes, storage=storage)
     else:
         made = MegatronTarget(
@@ -86,7 +87,7 @@ def run_convert(
             file_bytes=file_bytes,
             tensor_parallel=sizes.tensor,
         )
-    identity = repr((source.resolve(), _stats(source), to, sizes, file_bytes, quantise))
+    identity = repr((source.resolve(), _stats(source), to, sizes, file_bytes, keeps_format))
     nbytes = sum(file.nbytes for file in made.files)
     with _bar(nbytes, interactive=interactive) as progress:
         resumed = Conversion(opened, source, made, origin, identity, progress).run(target)

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from megarl.checkpoint.hf import FILE_BYTES
+    from megarl.checkpoint.hf_files import FILE_BYTES
     from megarl.commands.conversion import run_convert
     from megarl.layout import Parallel
 
@@ -56,6 +56,6 @@ def run(args: argparse.Namespace) -> None:
         config=args.config,
         file_bytes=file_bytes,
         interactive=is_interactive(),
-        quantise=args.export_format == "same",
+        export_format=args.export_format,
     )
     print(summary)

@@ -6,11 +6,10 @@ A line of the table is a kind of module, by its Hugging Face name, and the layer
 import re
 from collections.abc import Sequence
 
-from megarl.config.precision import is_in_fp8, rollout_format
-from megarl.config.schema import Config, Fp8
+from megarl.config.precision import Fp8, is_in_fp8, rollout_format
+from megarl.config.schema import Config
 from megarl.data.ledger import ranges_of
-from megarl.models.formats import FORMATS
-from megarl.models.fp8 import SCALE, scale_shapes
+from megarl.models.engine import linear_shapes
 from megarl.models.registry import fp32_tensors, hf_shapes
 from megarl.models.shape import ModelShape
 
@@ -24,7 +23,7 @@ def describe_precision(config: Config, shape: ModelShape) -> str:
     engine_format = rollout_format(config, shape)
     dtype = config.train.dtype
     fp32 = fp32_tensors(shape)
-    linear = {name.removesuffix(SCALE) for name in scale_shapes(shape, FORMATS["fp8_block"])}
+    linear = linear_shapes(shape)
     layers = {}  # (module, trainer's format, engine's format) -> numbers
     for name in hf_shapes(shape):
         layer = OUTSIDE

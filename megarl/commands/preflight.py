@@ -32,7 +32,7 @@ READ = {
     "answers": "completion",
     "feedback": "chosen rejected margin responses ranks scores completions labels",
 }
-MAX_ENCODED = 200  # problems of a source, evenly spaced, whose tokens are checked
+MAX_TOKENIZED = 200  # problems of a source, evenly spaced, whose tokens are checked
 
 
 def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
@@ -80,7 +80,7 @@ def _is_config_alone(folder: Path) -> bool:
 
 
 class ProblemCheck:
-    """Checks what each problem of a source has, and the tokens of some: `MAX_ENCODED`, and one of
+    """Checks what each problem of a source has, and the tokens of some: `MAX_TOKENIZED`, and one of
     each shape (roles of the messages, and types of what is learned); or of all, if the tokenizer
     has tokens that the model does not have.
 
@@ -100,8 +100,8 @@ class ProblemCheck:
         task = config.task
         has_tokenizer = folder and not _is_config_alone(folder)
         settings = (has_tokenizer, task.system_prompt, task.template_args, config.rollout.stop)
-        self.is_encoded = self.learns == "answers" or task.template == "chat" or any(settings)
-        if self.is_encoded:
+        self.is_tokenized = self.learns == "answers" or task.template == "chat" or any(settings)
+        if self.is_tokenized:
             self.notes += end_warnings(self._tokenizer, config.rollout.stop)
             self.encoder(self.learns)  # raises for settings
         if task.ignore_media:
@@ -118,8 +118,8 @@ class ProblemCheck:
                 steps=config.reward_model.process,
                 ignore_media=config.task.ignore_media,
             )
-        every = -(-(source.size or 1) // MAX_ENCODED)
-        if self.is_encoded and self._tokenizer.exceeds_model:
+        every = -(-(source.size or 1) // MAX_TOKENIZED)
+        if self.is_tokenized and self._tokenizer.exceeds_model:
             every = 1
         shapes = set()
         lengths = {}  # by place
@@ -135,10 +135,10 @@ class ProblemCheck:
             is_chosen = number % every == 0 or shape not in shapes
             shapes.add(shape)
             is_long = is_long and len(problem.text) > limit
-            if is_chosen and (self.is_encoded or roles or learns == "feedback"):
+            if is_chosen and (self.is_tokenized or roles or learns == "feedback"):
                 with errors_of(problem.where):
                     lengths[problem.where] = self._length(problem, learns)
-        if self.is_encoded or is_long:
+        if self.is_tokenized or is_long:
             from megarl.data.prompts import PromptStream  # imports torch
 
             stream = PromptStream([source], self.encoder(learns), limit)

@@ -5,8 +5,8 @@ from typing import Literal
 from pydantic import NonNegativeInt
 
 from megarl.config.section import Config, Section, refuse
-from megarl.models.formats import BlockFormat
-from megarl.models.fp8 import ROWS, fp8_format
+from megarl.models.engine import engine_format
+from megarl.models.formats import ENGINE_FORMATS, BlockFormat
 from megarl.models.shape import ModelShape
 from megarl.platform.env import has_bf16_products
 
@@ -30,6 +30,10 @@ class Precision(Section):
     fp8: Fp8 | None = None
     """FP8 training; null: off."""
 
+    @property
+    def recipe(self) -> str | None:
+        return self.fp8.recipe if self.fp8 else None
+
 
 def is_in_fp8(layer: int, layers: int, fp8: Fp8) -> bool:
     """Returns True if the linear layers of `layer`, of `layers`, compute in FP8."""
@@ -37,15 +41,16 @@ def is_in_fp8(layer: int, layers: int, fp8: Fp8) -> bool:
 
 
 def rollout_format(config: Config, shape: ModelShape) -> BlockFormat | None:
-    """Returns the blocks in which the engine keeps its linear layers; None: it does not
-    quantise."""
+    """Returns the block format of the engine's linear layers; None: it keeps the trainer's dtype.
+    Raises the ValueErrors of `engine_format`.
+    """
     rollout = config.rollout
-    if rollout.quantization != "fp8":
+    if rollout.quantization == "none":
         return None
-    return fp8_format(shape, rollout.tensor, rollout.expert)
+    return engine_format(rollout.quantization, shape, rollout.tensor, rollout.expert)
 
 
-def check_fp8_rollout(config: Config, shape: ModelShape, gpus: int) -> None:
+def check_rollout_format(config: Config, shape: ModelShape, gpus: int) -> None:
     """Raises ValueError where vLLM has no FP8 kernel, or would cut the blocks that
     share a scale.
     """
@@ -60,11 +65,12 @@ def check_fp8_rollout(config: Config, shape: ModelShape, gpus: int) -> None:
     if fmt is None:
         return
     rows, _ = fmt.block
+    usual, _ = ENGINE_FORMATS[rollout.quantization][0].block
     refuse(
         (
-            gpus and rows != ROWS[0],
+            gpus and rows != usual,
             f"rollout.quantization=fp8 needs blocks of {rows} rows for {shape.family} with "
-            f"rollout.tensor={rollout.tensor}, but a GPU's kernels take {ROWS[0]}; lower "
+            f"rollout.tensor={rollout.tensor}, but a GPU's kernels take {usual}; lower "
             "rollout.tensor, or set quantization=none",
         ),
         (
@@ -74,7 +80,7 @@ def check_fp8_rollout(config: Config, shape: ModelShape, gpus: int) -> None:
     )
 
 
-def check_fp8_training(config: Config, shape: ModelShape, gpus: int) -> None:
+def check_products(config: Config, shape: ModelShape, gpus: int) -> None:
     """Raises ValueError for what FP8 training lacks here."""
     fp8 = config.precision.fp8
     if fp8 is None:

@@ -16,7 +16,7 @@ from megarl.config.lora import Lora
 from megarl.config.model import Create, Model, ParallelSizes
 from megarl.config.moe import Moe
 from megarl.config.other_models import Critic, FrozenModel
-from megarl.config.precision import Fp8, Precision
+from megarl.config.precision import Precision
 from megarl.config.reward_model import RewardModel
 from megarl.config.rewards import Reward
 from megarl.config.rollout import Rollout
@@ -33,7 +33,6 @@ __all__ = [
     "AnswerPlace",
     "Create",
     "EvalSet",
-    "Fp8",
     "KlTerm",
     "RewardModelUpdates",
     "SampleFiles",

@@ -27,7 +27,7 @@ from megarl.config.lora import check_lora
 from megarl.config.model import check_model
 from megarl.config.moe import check_moe
 from megarl.config.other_models import check_critic, check_frozen
-from megarl.config.precision import check_fp8_rollout, check_fp8_training
+from megarl.config.precision import check_products, check_rollout_format
 from megarl.config.random_model import hf_config
 from megarl.config.reward_model import check_reward_model
 from megarl.config.rewards import check_rewards
@@ -84,8 +84,8 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
         # split engines may be on another machine: split.entry asks it
         check_cpu_engine(config, shape)
     if has_engine:
-        check_fp8_rollout(config, shape, gpus)
-    check_fp8_training(config, shape, gpus)
+        check_rollout_format(config, shape, gpus)
+    check_products(config, shape, gpus)
     fleet = fleet_of(config, world)
     layout = fleet.trainer_layout(min(env.rank, world - 1))
     _check_learning(config, shape, has_engine=has_engine)

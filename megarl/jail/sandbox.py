@@ -34,7 +34,7 @@ from typing import Any
 from megarl.jail.filesystem import MAX_FILES
 from megarl.jail.fork_server import Child, ForkServer, ForkServerError
 from megarl.jail.jailed import MAX_THREADS
-from megarl.jail.values import JailMessage, failure, is_encoded
+from megarl.jail.values import JailMessage, failure, is_value
 
 # modules that programs often import, once for all of them
 SERVER = ForkServer(
@@ -325,11 +325,11 @@ class Solution(JailedProcess):
         text = reply.get("text")
         if isinstance(names, list) and all(isinstance(word, str) for word in (*names, text)):
             return {"raised": names, "text": text, "kind": known_kind(reply.get("kind"))}
-        if "value" not in reply or not is_encoded(reply["value"]):
+        if "value" not in reply or not is_value(reply["value"]):
             return failure("ValueError", "the reply is not a value")
         result = {"value": reply["value"]}
         changed = reply.get("arguments")
-        if operation.get("in_place") and isinstance(changed, list) and is_encoded(changed):
+        if operation.get("in_place") and isinstance(changed, list) and is_value(changed):
             result["arguments"] = changed
         return result
 

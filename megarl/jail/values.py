@@ -143,7 +143,7 @@ def decode(value: Any, resolve: Callable[[int, str], Any]) -> Any:
     return (OF_PAIRS | OF_ITEMS)[kind](decode(content, resolve))
 
 
-def is_encoded(value: Any) -> bool:
+def is_value(value: Any) -> bool:
     """Returns whether untrusted JSON has the form of an encoded value.
 
     Takes linear time, however deep it is.

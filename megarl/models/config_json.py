@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.models.formats import BlockFormat, read_quantization
+from megarl.models.formats import CONFIG_KEY, BlockFormat, read_format
 from megarl.models.shape import LatentSizes, ModelShape, Settings
 from megarl.platform.json_text import read_json
 
@@ -102,21 +102,19 @@ class ConfigReader:
         if 0 < window < self.size("max_position_embeddings", 4096):
             raise self.unsupported("sliding_window", window, None)
 
-    def quantization(self) -> BlockFormat | None:
-        """Returns the block format of the weights, None if they are not quantised. Raises
-        ValueError for others."""
-        quantised = self._get("quantization_config", {})
-        if quantised == {}:
+    def block_format(self) -> BlockFormat | None:
+        """Returns the block format of the weights, None if they are in none. Raises ValueError for
+        one that is not supported."""
+        values = self._get(CONFIG_KEY, {})
+        if values == {}:
             return None
         try:
-            return read_quantization(quantised)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            problem: Any = error
-            if type(error) is not ValueError:
-                problem = f"{json.dumps(quantised)[:80]} is invalid ({error!r})"
-            raise self.error(
-                f"quantization_config: {problem}; use a bf16 copy of the model"
-            ) from None
+            return read_format(values)
+        except ValueError as error:
+            problem = str(error)
+        except (KeyError, TypeError, AttributeError) as error:
+            problem = f"{json.dumps(values)[:80]} is invalid ({error!r})"
+        raise self.error(f"{CONFIG_KEY}: {problem}; use a bf16 copy of the model")
 
     def error(self, text: str) -> ValueError:
         return ValueError(f"{self.where}: {text}")
@@ -258,7 +256,7 @@ def read_decoder(
     """
     config.only(hidden_act="silu", mlp_bias=False, is_causal=True)
     config.only_neutral()
-    config.quantization()
+    config.block_format()
     for key in ("dtype", "torch_dtype"):
         dtype = config.raw.get(key)
         if dtype is not None and dtype not in DTYPES.split():

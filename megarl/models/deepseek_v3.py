@@ -68,7 +68,7 @@ def moe_table(
         padded_vocab,
         layers={EXPERTS: rules + experts, DENSE: rules + blocks.dense_mlp(shape, spec)},
         mtp=prediction(shape, padded_vocab),
-        fp32=frozenset({f"{HF}mlp.gate.e_score_correction_bias"}),
+        bits={f"{HF}mlp.gate.e_score_correction_bias": 32},
     )
 
 

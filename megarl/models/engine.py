@@ -1,21 +1,48 @@
-"""The engine's side of every family: where a rank of vLLM 0.32 stores each HF tensor.
+"""The engine's side of every family: where a rank of vLLM 0.32 stores each HF tensor, and in which
+format.
 
 vLLM uses Hugging Face's names and Megatron's splits, and fuses some tensors, so its table is
 derived from Megatron's; `Family.engine` handles the exceptions. At startup, the trace of vLLM's
-loaders is checked (`shards.first_mismatch`)."""
+loaders is checked (`shards.first_mismatch`).
 
+In a block format, the weights of linear layers have scales:
+
+    rule of X.weight --with_scales--> that rule, and one of X.weight_scale_inv: a number per block
+
+Embeddings, head, norms, routers and biases stay as they are. vLLM splits scales as it splits
+weights, so none of its ranks may have part of a block (`engine_format`). A trainer's rank has all
+scales of its tensors (weights/encode/blocks.py)."""
+
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
-from megarl.models.registry import FAMILIES, megatron_table
-from megarl.models.shape import ModelShape
-from megarl.models.shards import Qkv, Rule, Stack, Table, is_expert
+from megarl.layout import Axis
+from megarl.models.formats import ENGINE_FORMATS, BlockFormat
+from megarl.models.headers import ITEM_BYTES
+from megarl.models.lora import linears
+from megarl.models.registry import FAMILIES, hf_shapes, megatron_table
+from megarl.models.shape import ModelShape, Settings, Shape
+from megarl.models.shards import (
+    Qkv,
+    Replicated,
+    Rule,
+    Rules,
+    ShardDim0,
+    ShardDim1,
+    Stack,
+    Table,
+    is_expert,
+    shapes_of,
+)
 
 VOCAB_MULTIPLE = 64  # of vLLM's padded vocabulary, for any number of ranks
 
 
-def engine_table(shape: ModelShape) -> Table:
-    """Raises ValueError for a family without a table."""
+def engine_table(shape: ModelShape, fmt: BlockFormat | None = None) -> Table:
+    """Returns vLLM's table, with scales if its linear layers are in `fmt`. Raises ValueError for a
+    family without a table."""
     padded_vocab = -(-shape.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     table = megatron_table(shape, padded_vocab=padded_vocab)
     derived = Table(
@@ -23,7 +50,8 @@ def engine_table(shape: ModelShape) -> Table:
         layers=table.map_layers(partial(map, _derived)).layers,
         head=tuple(map(_derived, table.head)),
     )
-    return FAMILIES[shape.family].engine(shape, derived)
+    derived = FAMILIES[shape.family].engine(shape, derived)
+    return with_scales(derived, fmt) if fmt else derived
 
 
 def _derived(rule: Rule) -> Rule:
@@ -49,3 +77,109 @@ def _derived_expert(rule: Rule) -> Rule:
     block = name.partition("experts.")[0]
     kind = rule.param.rpartition(".")[2]
     return replace(rule, param=f"{block}experts.routed_experts.{weight}_{kind}")
+
+
+def with_scales(table: Table, fmt: BlockFormat, *, is_whole: bool = False) -> Table:
+    """Returns the table with rules for scales; `is_whole`: each rank has all scales of a tensor."""
+
+    def scales(rules: Rules) -> Rules:
+        return tuple(chain.from_iterable(_scales(rule, fmt, is_whole) for rule in rules))
+
+    bits = dict(table.bits)
+    for name in chain.from_iterable(rule.shapes() for rule in scales(table.layer_rules)):
+        bits[name] = 8 * ITEM_BYTES[fmt.scale_dtype]
+        bits[name.removesuffix(fmt.scale)] = fmt.bits
+    return replace(table.map_layers(lambda rules: rules + scales(rules)), bits=bits)
+
+
+def _scales(rule: Rule, fmt: BlockFormat, is_whole: bool) -> Iterator[Rule]:
+    """Yields the rules of a rule's scales: none unless its weights are in blocks."""
+    if not linears(rule):
+        return
+    grids = {name: fmt.grid(*size) for name, size in rule.shapes().items()}
+    param = rule.param + fmt.scale
+    if is_whole:
+        for name, grid in grids.items():
+            whole = f"{rule.param}.{name.split('.')[-2]}{fmt.scale}"
+            yield Replicated(name + fmt.scale, whole, grid)
+    elif isinstance(rule, Stack):
+        names = tuple(name + fmt.scale for name in grids)
+        rows, columns = zip(*grids.values(), strict=True)
+        yield Stack(names, param, rows, columns[:1], rule.max_shards)
+    else:
+        assert isinstance(rule, Replicated | ShardDim0 | ShardDim1)
+        yield replace(rule, hf=rule.hf + fmt.scale, param=param, shape=grids[rule.hf])
+
+
+def linear_shapes(shape: ModelShape) -> dict[str, Shape]:
+    """Returns the HF weights that a block format applies to."""
+    table = megatron_table(shape).map_layers(partial(filter, linears))
+    return shapes_of(replace(table, embedding=(), head=(), tied=()), shape)
+
+
+def format_config(shape: ModelShape, fmt: BlockFormat) -> Settings:
+    """Returns the `quantization_config` of a model in a format of FP8 blocks."""
+    linear = linear_shapes(shape)
+    others = [
+        name.removesuffix(".weight")
+        for name, size in hf_shapes(shape).items()
+        if len(size) == 2 and name not in linear
+    ]
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(fmt.block),
+        "modules_to_not_convert": ["lm_head", *others],
+    }
+
+
+def engine_format(name: str, shape: ModelShape, tensor: int, expert: int = 1) -> BlockFormat:
+    """Returns the first of ENGINE_FORMATS[name] whose blocks no rank of an engine cuts. Raises
+    ValueError naming a weight."""
+    setting = f"rollout.quantization={name}"
+    if shape.bridge is not None or shape.swiglu_limit:
+        raise ValueError(f"{setting} does not support {shape.family}; set it to none")
+    formats = ENGINE_FORMATS[name]
+    if shape.is_moe:
+        formats = formats[:1]
+    problem = None
+    for fmt in formats:
+        problem = _cut_weight(shape, fmt, tensor, expert)
+        if problem is None:
+            return fmt
+    divisors = [size for size in range(1, shape.heads + 1) if shape.heads % size == 0]
+    fits = [str(size) for size in divisors if not _cut_weight(shape, formats[-1], size, expert)]
+    remedy = "set rollout.quantization=none"
+    if fits:
+        remedy = f"choose rollout.tensor from {', '.join(fits)}"
+    raise ValueError(f"{setting} with rollout.tensor={tensor}: {problem}; {remedy}")
+
+
+def _cut_weight(
+    shape: ModelShape,
+    fmt: BlockFormat,
+    tensor: int,
+    expert: int,
+) -> str | None:
+    """Describes a weight of which an engine's rank would keep part of a block, or stack one within
+    a block."""
+    table = engine_table(shape)
+    for rule in filter(linears, table.layer_rules):
+        ranks = 1 if is_expert(rule) and expert > 1 else tensor
+        parts = list(rule.slices(Axis(ranks)))
+        for part in parts:
+            problem = None
+            rows, columns = part.shape
+            whole = rule.shapes()[part.name]
+            # the rest of the last tensor's block is unused
+            is_last = part is parts[-1] and part.shape == whole
+            if rows % fmt.block[0] and not is_last:
+                problem = f"{rows} rows"
+            if columns % fmt.block[1] and (columns < whole[1] or is_expert(rule)):
+                problem = f"{columns} columns"
+            if problem:
+                return (
+                    f"a rank has {problem} of {part.name.format(layer='*', expert='*')}, "
+                    f"which are no whole blocks of {fmt.block[0]} x {fmt.block[1]}"
+                )
+    return None

@@ -4,18 +4,22 @@ stored. No torch.
     value = element x scale of its block (/ the tensor's global scale)
 
 A tensor [..., out, in] named `name` is stored as several, named `name` + suffix.
-`weights/encode/quantize.py` has the maths; loading, sync and export use both. `read_quantization`
-reads a config.json's `quantization_config`."""
+`weights/encode/quantize.py` has the maths; loading, sync and export use both. `read_format` reads a
+config.json's `quantization_config`. A format is an entry of FORMATS, and of ENGINE_FORMATS if the
+engine can keep its weights in it."""
 
 import json
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from megarl.models.headers import ITEM_BYTES
 from megarl.models.shape import Settings, Shape
 from megarl.models.shards import ShardSlice
 
 Element = Literal["e4m3", "e2m1", "int4"]
+ELEMENT_BITS: dict[Element, int] = {"e4m3": 8, "e2m1": 4, "int4": 4}
+CONFIG_KEY = "quantization_config"
 
 
 @dataclass(frozen=True)
@@ -28,14 +32,24 @@ class BlockFormat:
     values: str  # suffixes of the stored tensors' names
     scale: str
     scale_dtype: str  # safetensors' name; U8: the exponent of a power of two, plus 127
-    item: str = "F8_E4M3"  # safetensors' dtype of the stored values
-    per_item: int = 1  # elements in an item, the first in its lowest bits
+    # safetensors' dtype of the stored values, each as many elements as fill it, lowest bits first
+    item: str = "F8_E4M3"
     # fp32 [1], of the whole tensor; scales are multiplied by it before they are rounded
     global_scale: str = ""
     full_shape: str = ""  # int64 [dims], the tensor's shape
     power_of_2: bool = False  # e4m3: scales are
     # stored as [..., out, in / block, block / per_item] of a tensor [..., in, out]
     is_transposed: bool = False
+
+    @property
+    def bits(self) -> int:
+        """Bits of an element."""
+        return ELEMENT_BITS[self.element]
+
+    @property
+    def per_item(self) -> int:
+        """Elements in an item."""
+        return 8 * ITEM_BYTES[self.item] // self.bits
 
     @property
     def column_step(self) -> int:
@@ -82,7 +96,6 @@ _FP4 = BlockFormat(
     scale="_scale",
     scale_dtype="U8",
     item="U8",
-    per_item=2,
 )
 FORMATS = {
     fmt.name: fmt
@@ -108,12 +121,15 @@ FORMATS = {
             scale="_scale",
             scale_dtype="BF16",
             item="I32",
-            per_item=8,
             full_shape="_shape",
         ),
         # gpt-oss
         replace(_FP4, name="mxfp4", values="_blocks", scale="_scales", is_transposed=True),
     )
+}
+# by rollout.quantization: formats of vLLM's linear layers; GPUs and experts need the first
+ENGINE_FORMATS = {
+    "fp8": [replace(FORMATS["fp8_block"], block=(rows, 128)) for rows in (128, 64, 32)],
 }
 
 
@@ -157,7 +173,7 @@ def coarse(indices: range, size: int) -> range:
     return range(indices.start // size, -(-indices.stop // size)) if size else range(1)
 
 
-def read_quantization(raw: Settings) -> BlockFormat:
+def read_format(raw: Settings) -> BlockFormat:
     """Returns the format of weights that a `quantization_config` describes, whatever the
     activations' and the cache's. Raises ValueError with the value that is not supported, and what
     is."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.models.config_json import ConfigReader, read_config, read_latent, read_sizes
+from megarl.models.formats import CONFIG_KEY
 from megarl.models.headers import header_shapes
 from megarl.models.lora import CONFIG
 from megarl.models.shape import Family, ModelShape, Shape
@@ -99,7 +100,7 @@ def _read_bridged(config: ConfigReader, folder: Path | None) -> ModelShape:
             "table (CONTRIBUTING.md, 'Adding a model family'), or install Megatron-Bridge and "
             f"Transformer Engine{lacking}"
         )
-    config.only_neutral("is_encoder_decoder", "quantization_config")
+    config.only_neutral("is_encoder_decoder", CONFIG_KEY)
     experts = config.count("num_experts")
     experts_per_token = 0
     moe_intermediate = 0
@@ -156,5 +157,5 @@ def fp32_tensors(shape: ModelShape) -> frozenset[str]:
     layers = range(shape.layers + shape.mtp_layers)
     return frozenset(
         template.format(layer=layer)
-        for template, layer in product(megatron_table(shape).fp32, layers)
+        for template, layer in product(megatron_table(shape).bits, layers)
     ).intersection(hf_shapes(shape, mtp=True))

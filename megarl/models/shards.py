@@ -12,7 +12,7 @@ an extra first dim.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, filterfalse, product, zip_longest
 from math import prod
 from typing import Any, Literal
@@ -225,8 +225,8 @@ class Table:
     head: Rules  # last stage
     tied: Rules = ()  # the embedding's copy on a last stage that is not also the first
     mtp: Rules = ()  # in addition to the layer's, in each layer of multi-token prediction
-    fp32: frozenset[str] = frozenset()  # HF names that are fp32 in any training dtype
-    fp8: frozenset[str] = frozenset()  # HF names that move in FP8 blocks (megarl.models.fp8)
+    # bits of an element, of HF names that move in another dtype than that of training
+    bits: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def layer_rules(self) -> Rules:
@@ -393,54 +393,49 @@ def without_pairs(box: ShardSlice, dims: int) -> tuple[Shape, Shape]:
     return start, shape
 
 
-# --- what moves is counted in units, elements of the smallest size: other tensors' last dim is a
-# multiple longer
+# --- what moves is counted in units, of the size of the smallest elements or at least a byte: the
+# last dim of other tensors is a multiple longer, or a fraction as long
 
 
 @dataclass(frozen=True)
 class ElementSizes:
-    """Bytes of an element of each HF tensor, as it moves."""
+    """Bits of an element of each HF tensor, as it moves."""
 
     usual: int
-    fp32: frozenset[str] = frozenset()  # names, or templates of names
-    fp8: frozenset[str] = frozenset()
+    others: Mapping[str, int]  # by name, or template of names
 
     @property
     def unit(self) -> int:
-        return 1 if self.fp8 else self.usual
-
-    def units(self, name: str) -> int:
-        if name in self.fp32:
-            return 4 // self.unit
-        if name in self.fp8:
-            return 1
-        return self.usual // self.unit
+        return max(8, min([self.usual, *self.others.values()]))
 
 
 def in_units(slices: Iterable[ShardSlice], sizes: ElementSizes) -> list[ShardSlice]:
-    """Returns all slices, those of larger elements widened; these must be contiguous in their last
-    dim."""
-    return [_widen(part, sizes.units(part.name)) for part in slices]
+    unit = sizes.unit
+    return [recounted(part, sizes.others.get(part.name, sizes.usual), unit) for part in slices]
 
 
-def _widen(part: ShardSlice, count: int) -> ShardSlice:
-    if count == 1:
+def recounted(part: ShardSlice, bits: int, unit: int) -> ShardSlice:
+    """Returns a slice of elements of `bits` bits counted in units of `unit` bits. Raises ValueError
+    if the rows of its last dim, which must be contiguous, are not whole units."""
+    if bits == unit:
         return part
     *start, first = part.start
     *shape, size = part.shape
     *strides, step = part.strides
     assert step == 1 or size == 1, f"{part} is not contiguous in its last dim"
+    if any(count * bits % unit for count in (first, size, part.offset, *strides)):
+        raise ValueError(
+            f"{part.name}: rows of {size} elements from {first} on, of {bits} bits each, do not "
+            f"fill units of {unit} bits; choose a format of {unit} bits, or "
+            "rollout.quantization=none"
+        )
     return replace(
         part,
-        start=(*start, first * count),
-        shape=(*shape, size * count),
-        offset=part.offset * count,
-        strides=(*(stride * count for stride in strides), 1),
+        start=(*start, first * bits // unit),
+        shape=(*shape, size * bits // unit),
+        offset=part.offset * bits // unit,
+        strides=(*(stride * bits // unit for stride in strides), 1),
     )
-
-
-def shapes_in_units(shapes: Mapping[str, Shape], sizes: ElementSizes) -> dict[str, Shape]:
-    return {name: (*size[:-1], size[-1] * sizes.units(name)) for name, size in shapes.items()}
 
 
 def first_mismatch(table: Iterable[ShardSlice], recorded: Iterable[ShardSlice]) -> str | None:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from megarl.models.config_json import read_config
-from megarl.models.formats import BlockFormat
+from megarl.models.formats import CONFIG_KEY, BlockFormat
 from megarl.models.headers import (
     HEAD,
     INDEX,
@@ -39,7 +39,7 @@ def check_weights(
         check_tied(tensors)
     if shape.bridge is not None:
         return tensors
-    fmt = read_config(folder / "config.json").quantization()
+    fmt = read_config(folder / "config.json").block_format()
     shapes = shapes_of(table or megatron_table(shape), shape)
     # those that the folder lacks keep their initial values
     shapes = {name: size for name, size in shapes.items() if not name.startswith(SCORE)}
@@ -62,10 +62,10 @@ def check_tensors(
     """Raises ValueError, naming tensor and file, if tensors are missing or have another shape, or
     if there are others than these and those `ignored`."""
     expected = dict(shapes)
-    quantised = set()
+    in_blocks = set()
     if fmt:
-        quantised = fmt.tensors(tensors).intersection(shapes)
-        for name in quantised:
+        in_blocks = fmt.tensors(tensors).intersection(shapes)
+        for name in in_blocks:
             for suffix, (_, size) in fmt.parts(expected.pop(name)).items():
                 expected[name + suffix] = size
     for name, shape in expected.items():
@@ -81,10 +81,10 @@ def check_tensors(
             raise ValueError(
                 f"{tensor.file}: {name} has shape {tensor.shape}, but {config} requires {shape}"
             )
-        if name in shapes and name not in quantised and tensor.dtype not in FLOATS:
+        if name in shapes and name not in in_blocks and tensor.dtype not in FLOATS:
             raise ValueError(
                 f"{tensor.file}: {name} is quantised ({tensor.dtype}), but not as {config}'s "
-                "quantization_config describes; use a bf16 copy of the model"
+                f"{CONFIG_KEY} describes; use a bf16 copy of the model"
             )
     for name, tensor in tensors.items():
         if name not in expected and name not in ignored and not name.endswith(NOT_WEIGHTS):

@@ -29,7 +29,7 @@ from megarl.parity.sublayers import rounding_errors
 from megarl.roles import Engine
 from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, ScoredBatch, TokenBatch, TrainBatch
-from megarl.weights.encode.blocks import Fp8Quantizer
+from megarl.weights.encode.blocks import BlockEncoder
 from megarl.weights.sync.transports import Transport
 
 PROBE_PROMPTS = 8
@@ -50,14 +50,15 @@ class Measured:
     of_policy: Quantiles  # the floor under the trained weights, which the engine may quantise
 
 
-def rounding_of(trainer: Trainer, *, is_fp8: bool) -> float:
+def rounding_of(trainer: Trainer, encoder: BlockEncoder | None = None) -> float:
     """Returns the relative rounding error of a sublayer's output.
 
-    `is_fp8`: the engine's weights are FP8, and on a GPU also the activations that they multiply.
+    `encoder`: of the engine's weights, whose format on a GPU the activations that they multiply
+    have too.
     """
     is_cuda = trainer.device.type == "cuda"
-    if trainer.fp8 or (is_fp8 and is_cuda):
-        return FORMAT_EPS["fp8"]
+    if trainer.precision.recipe or (encoder and is_cuda):
+        return FORMAT_EPS["e4m3"]
     if is_cuda and trainer.train.dtype == "fp32":
         return FORMAT_EPS["tf32"]
     return FORMAT_EPS[trainer.train.dtype]
@@ -78,35 +79,35 @@ def difference(batch: TrainBatch, logprobs_K: Tensor) -> Quantiles:
 
 
 def measure_logprobs(
-    trainer: Trainer, batch: TokenBatch, quantizer: Fp8Quantizer | None = None
+    trainer: Trainer, batch: TokenBatch, encoder: BlockEncoder | None = None
 ) -> Measured:
     """Measures log-probs and their floor on the trainer's ranks. A collective.
 
-    It takes one forward pass, and up to DRAWS more with rounding errors; with a quantizer, under
+    It takes one forward pass, and up to DRAWS more with rounding errors; with an encoder, under
     the weights that the engine has, after one more under those that are trained.
     """
-    eps = rounding_of(trainer, is_fp8=quantizer is not None)
+    eps = rounding_of(trainer, encoder)
     trained_K = trainer.logprobs(batch)[batch.mask]
     noise = []
-    with through_fp8(trainer, quantizer):
-        seen_K = trained_K if quantizer is None else trainer.logprobs(batch)[batch.mask]
+    with as_in_engine(trainer, encoder):
+        seen_K = trained_K if encoder is None else trainer.logprobs(batch)[batch.mask]
         for draw in range(min(DRAWS, ceil(ENOUGH / max(1, len(seen_K))))):
             with rounding_errors(trainer, eps, draw=draw):
                 noise.append(trainer.logprobs(batch)[batch.mask] - seen_K)
     noise_DK = torch.stack(noise)
-    quantised_DK = noise_DK + (seen_K - trained_K) / 2**0.5  # the floor doubles the variance
+    policy_DK = noise_DK + (seen_K - trained_K) / 2**0.5  # the floor doubles the variance
     return Measured(
         seen_K,
         floor=rounding_floor(seen_K, noise_DK, error=LOG_SOFTMAX_ERROR),
-        of_policy=rounding_floor(seen_K, quantised_DK, error=LOG_SOFTMAX_ERROR),
+        of_policy=rounding_floor(seen_K, policy_DK, error=LOG_SOFTMAX_ERROR),
     )
 
 
-def through_fp8(trainer: Trainer, quantizer: Fp8Quantizer | None) -> AbstractContextManager[None]:
-    """Rounds the trainer's weights through the engine's FP8 format in its context."""
-    if quantizer is None:
+def as_in_engine(trainer: Trainer, encoder: BlockEncoder | None) -> AbstractContextManager[None]:
+    """Rounds the trainer's weights through the engine's format in its context."""
+    if encoder is None:
         return nullcontext()
-    return quantizer.through_fp8(trainer.parameters_by_name())
+    return encoder.applied(trainer.parameters_by_name())
 
 
 @dataclass

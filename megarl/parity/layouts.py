@@ -95,7 +95,7 @@ def check_layouts(
             logprobs_T = trainer.logprobs(batch)
         plan = plan_microbatches(batch, trainer.layout, trainer.train)
         update = trainer.step(batch, plan, supervised_loss, loss_weights(batch, plan))
-        precision = trainer.fp8.recipe if trainer.fp8 else trainer.train.dtype
+        precision = trainer.precision.recipe or trainer.train.dtype
         trainer.close()
         results.append(LayoutResult(update.loss, update.grad_norm, layers, logprobs_T))
         rows.append(

@@ -35,7 +35,7 @@ class Parity:
 
 # Relative rounding error of a sublayer's output. fp32 kernels also differ in exp. Not measured:
 # tf32 and fp8 on a GPU.
-FORMAT_EPS = {"fp32": 2**-18, "tf32": 2**-10, "bf16": 2**-8, "fp8": 2**-4}
+FORMAT_EPS = {"fp32": 2**-18, "tf32": 2**-10, "bf16": 2**-8, "e4m3": 2**-4}
 # absolute, in fp32; exp is approximate in torch on a CPU: 7e-6 off over 49,152 tokens
 LOG_SOFTMAX_ERROR = 2**-17
 MAX_EXCESS = 2.0

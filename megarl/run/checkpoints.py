@@ -6,13 +6,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from megarl.checkpoint.hf import export_hf
+from megarl.checkpoint.hf_files import export_hf
 from megarl.checkpoint.hf_folder import HfFolder
 from megarl.checkpoint.state import Checkpoints, Further
 from megarl.checkpoint.torch_dist import CRITIC
 from megarl.data.tokenizer import pad_token
 from megarl.models.lora import CONFIG
-from megarl.models.registry import FAMILIES
+from megarl.models.registry import FAMILIES, fp32_tensors
 from megarl.models.shards import slices_by_rank
 from megarl.platform.device import DTYPES
 from megarl.roles import Checkpoint, Stateful
@@ -86,12 +86,13 @@ def export(rank: Rank, trainer: Trainer, step: int | None = None) -> None:
     if step is not None:
         is_due = isinstance(when, int) and step % when == 0
         suffix = f"_step_{step}"
+    dtype = DTYPES[rank.config.train.dtype]
     adapters = trainer.adapters
     if adapters is not None and (is_due or step is None):
         export_hf(
             rank.config.run_dir / f"adapter{suffix}",
             origin=None,
-            weights=WeightFormat(adapters.shapes, DTYPES[rank.config.train.dtype]),
+            weights=WeightFormat(adapters.shapes, dtype),
             sources=slices_by_rank(adapters.table, rank.shape, rank.layout),
             parameters=lambda: adapters.parameters,
             transport=rank.transport,
@@ -102,7 +103,7 @@ def export(rank: Rank, trainer: Trainer, step: int | None = None) -> None:
     export_hf(
         rank.config.run_dir / f"hf{suffix}",
         origin=rank.model_folder,
-        weights=rank.weight_format(trainer.hf_shapes()),
+        weights=WeightFormat(trainer.hf_shapes(), dtype, fp32_tensors(rank.shape)),
         sources=trainer.slices_by_rank(),
         parameters=trainer.merged_parameters,
         transport=rank.transport,
@@ -116,7 +117,7 @@ def _storage(rank: Rank) -> Storage:
     options = rank.config.checkpoint
     if options.export_hf == "never" or options.export_format == "bf16":
         return PLAIN
-    return HfFolder(rank.model_folder).storage()
+    return HfFolder(rank.model_folder).export_storage()
 
 
 def _changes_by_head(rank: Rank, head: Head) -> dict[str, dict[str, Any]]:

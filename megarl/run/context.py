@@ -4,7 +4,7 @@ Every rank must call the same functions of run/ in the same order: engines and p
 created by collectives.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,14 +18,13 @@ from megarl.config.schema import Config
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.layout import Layout
 from megarl.models.hub import model_folder
-from megarl.models.registry import fp32_tensors, read_model
-from megarl.models.shape import ModelShape, Shape
-from megarl.platform.device import DTYPES, gpu_uuids, pick_device
+from megarl.models.registry import read_model
+from megarl.models.shape import ModelShape
+from megarl.platform.device import gpu_uuids, pick_device
 from megarl.platform.env import Env, is_interactive, set_env
 from megarl.processes.exit_codes import CurrentPhase
 from megarl.processes.heartbeat import make_store
 from megarl.telemetry.log import Silent, Telemetry
-from megarl.weights.sync.publish import WeightFormat
 from megarl.weights.sync.transports import Transport
 from megarl.weights.sync.transports.collective import Collective
 
@@ -84,10 +83,6 @@ class Rank:
             transport,
             phase or CurrentPhase(),
         )
-
-    def weight_format(self, shapes: Mapping[str, Shape]) -> WeightFormat:
-        """Returns the format in which the model's tensors, of these `shapes`, leave the trainer."""
-        return WeightFormat(shapes, DTYPES[self.config.train.dtype], fp32_tensors(self.shape))
 
 
 @contextmanager

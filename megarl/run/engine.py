@@ -5,7 +5,6 @@ from functools import partial
 
 import torch.distributed as dist
 
-from megarl.config.precision import rollout_format
 from megarl.config.schema import Rollout
 from megarl.data.tokenizer import stop_token_ids
 from megarl.models.lora import AdapterFormat, adapter_table
@@ -15,6 +14,7 @@ from megarl.platform.device import DTYPES, device_bytes
 from megarl.rollout.vllm.engine import Engine
 from megarl.run.context import Rank
 from megarl.types import Terminated
+from megarl.weights.sync.from_config import engine_weights
 
 LAST_STEPS = 50  # of a replica's ranks, after SIGTERM
 
@@ -26,8 +26,7 @@ def make_engine(rank: Rank) -> Engine:
         _engine_share(rank),
         rank.env,
         stop_token_ids=stop_token_ids(rank.tokenizer, rank.config.rollout.stop),
-        weights=rank.weight_format(hf_shapes(rank.shape)),
-        fp8=rollout_format(rank.config, rank.shape),
+        weights=engine_weights(rank.config, rank.shape),
         trust_remote_code=rank.config.model.trust_remote_code,
         adapters=engine_adapters(rank),
     )

@@ -67,7 +67,7 @@ def make_trainer(
         moe=config.moe,
         head=head,
         lora=lora,
-        fp8=config.precision.fp8,
+        precision=config.precision,
         folder=folder or rank.model_folder,
         device=rank.device,
         seed=config.run.seed,

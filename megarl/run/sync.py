@@ -1,4 +1,4 @@
-"""The publishers of a rank, for whole weights, quantised ones or adapters, and its parity gate."""
+"""The publishers of a rank, for whole weights, encoded ones or adapters, and its parity gate."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megarl.config.launch import fleet_of
 from megarl.config.precision import rollout_format
-from megarl.models.fp8 import with_scales
+from megarl.models.engine import with_scales
 from megarl.models.shards import slices_by_rank, slices_of
 from megarl.parity.cause import CauseSearch
 from megarl.parity.gate import (
@@ -18,9 +18,9 @@ from megarl.parity.gate import (
     PROBE_TOKENS,
     Measured,
     ParityChecks,
+    as_in_engine,
     measure_logprobs,
     rounding_of,
-    through_fp8,
 )
 from megarl.rollout.vllm.engine import Engine
 from megarl.run.context import Rank
@@ -29,8 +29,8 @@ from megarl.run.engine import engine_adapters, make_engine
 from megarl.run.models import check_weights, make_trainer
 from megarl.trainer.trainer import Trainer
 from megarl.types import PublishReport, TokenBatch
-from megarl.weights.encode.blocks import Fp8Quantizer
-from megarl.weights.sync.from_config import make_publisher
+from megarl.weights.encode.blocks import BlockEncoder
+from megarl.weights.sync.from_config import engine_weights, make_publisher
 from megarl.weights.sync.publish import Probe, Publisher, WeightFormat, WeightSender, plan_slices
 
 
@@ -46,17 +46,17 @@ def rank_publisher(rank: Rank, trainer: Trainer, engine: Engine, probe: Probe) -
         fleet,
         rank.transport,
         is_cuda=rank.device.type == "cuda",
-        weights=rank.weight_format(trainer.hf_shapes()),
+        weights=engine_weights(config, rank.shape, trainer.hf_shapes()),
     )
     receiver: Any = engine.receiver
     if engine_adapters(rank) is not None:
         base = make(WeightSender(trainer.local_slices(), trainer.parameters_by_name), receiver.base)
         return _adapter_publisher(rank, trainer, base, receiver, fleet.ranks_per_node, probe)
-    quantizer = make_quantizer(rank, trainer)
-    if quantizer is None:
+    encoder = make_encoder(rank, trainer)
+    if encoder is None:
         sender = WeightSender(trainer.local_slices(), trainer.merged_parameters)
     else:
-        sender = quantizer.sender(trainer.parameters_by_name)
+        sender = encoder.sender(trainer.parameters_by_name)
     return make(sender, receiver, probe=probe)
 
 
@@ -98,8 +98,8 @@ def _adapter_publisher(
     return moved
 
 
-def make_quantizer(rank: Rank, trainer: Trainer) -> Fp8Quantizer | None:
-    """Returns the quantizer of an engine in FP8; None if the engine has the trainer's format."""
+def make_encoder(rank: Rank, trainer: Trainer) -> BlockEncoder | None:
+    """Returns the encoder for an engine with a block format; None if it has the trainer's dtype."""
     fmt = rollout_format(rank.config, rank.shape)
     if fmt is None:
         return None
@@ -111,7 +111,7 @@ def make_quantizer(rank: Rank, trainer: Trainer) -> Fp8Quantizer | None:
 
     assert trainer.table is not None
     table = with_scales(trainer.table, fmt, is_whole=True)
-    return Fp8Quantizer(slices_of(table, trainer.shape, trainer.layout), fmt, reduce_max)
+    return BlockEncoder(slices_of(table, trainer.shape, trainer.layout), fmt, reduce_max)
 
 
 def make_checks(
@@ -143,21 +143,21 @@ def make_checks(
 
 def parity_checks(rank: Rank, trainer: Trainer, engine: Engine) -> ParityChecks:
     """Returns the gate between this trainer and the engine, which names the cause of a refusal."""
-    quantizer = make_quantizer(rank, trainer)
+    encoder = make_encoder(rank, trainer)
     search = CauseSearch(
         trainer,
         engine,
         rank.transport,
-        rounding_of(trainer, is_fp8=quantizer is not None),
+        rounding_of(trainer, encoder),
     )
 
     def find(*args: Any) -> str | None:
-        with through_fp8(trainer, quantizer):
+        with as_in_engine(trainer, encoder):
             return search.find(*args)
 
     return make_checks(
         rank,
-        partial(measure_logprobs, trainer, quantizer=quantizer),
+        partial(measure_logprobs, trainer, encoder=encoder),
         [engine],
         version=lambda: engine.receiver.version,
         follows_engine=rank.config.rollout.router_replay == "engine",

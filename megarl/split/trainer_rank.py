@@ -30,7 +30,7 @@ from megarl.types import (
     TokenScores,
     TrainBatch,
 )
-from megarl.weights.sync.from_config import make_publisher
+from megarl.weights.sync.from_config import engine_weights, make_publisher
 from megarl.weights.sync.publish import Publisher, WeightSender
 from megarl.weights.sync.transports.collective import open_store
 
@@ -109,7 +109,7 @@ class TrainerRank:
             WeightSender(self.trainer.local_slices(), self.trainer.merged_parameters),
             None,
             is_cuda=is_cuda,
-            weights=self.rank.weight_format(self.trainer.hf_shapes()),
+            weights=engine_weights(config, self.rank.shape, self.trainer.hf_shapes()),
         )
 
     def transfer(self, version: int) -> bool:

@@ -34,13 +34,12 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from megarl.config.precision import is_in_fp8
-from megarl.config.schema import Fp8
+from megarl.config.precision import Fp8, Precision, is_in_fp8
 from megarl.trainer.layers import ReplicatedLinear
 from megarl.weights.encode.quantize import Block, block_amax, fp8_scales, from_fp8, to_fp8
 
 # the tokens of a micro-batch are a multiple of
-MULTIPLES = {"blockwise": 128, "mxfp8": 32, "tensorwise": 16, "delayed": 16}
+MULTIPLES = {None: 1, "blockwise": 128, "mxfp8": 32, "tensorwise": 16, "delayed": 16}
 CAPABILITIES = {"blockwise": (9, 0), "mxfp8": (10, 0), "tensorwise": (8, 9), "delayed": (8, 9)}
 HISTORY = 1024  # updates, for delayed scales
 # operands of a layer's products: x, w and dy
@@ -178,18 +177,21 @@ def _forward(
 
 
 class Emulation:
-    """Makes the linear layers of the decoder round as the recipe does."""
+    """Makes the linear layers of the decoder round as the recipe does, if it is emulated."""
 
     def __init__(
         self,
         chunks: Sequence[GPTModel],
-        fp8: Fp8,
+        precision: Precision,
         group: dist.ProcessGroup,
     ) -> None:
         """`group`: the ranks of this pipeline stage, whose layers share delayed scales."""
         self._group = group
         self._delayed = []
         self._weights = []  # parameters in FP8, with their rounding
+        fp8 = precision.fp8
+        if fp8 is None or not fp8.emulate:
+            return
         for chunk in chunks:
             layers: Any = chunk.get_submodule("decoder.layers")
             for layer in layers:
@@ -235,13 +237,14 @@ class Emulation:
             each.largest.zero_()
 
 
-def megatron_settings(fp8: Fp8, device: torch.device) -> dict[str, Any]:
-    """Returns TransformerConfig's fields for Transformer Engine's kernels; none on a CPU.
+def megatron_settings(precision: Precision, device: torch.device) -> dict[str, Any]:
+    """Returns TransformerConfig's fields for Transformer Engine's FP8 kernels; none on a CPU.
 
     Of the recipes only `delayed` has run on a GPU. Raises ValueError if the GPU has no kernels for
     the recipe.
     """
-    if device.type != "cuda":
+    fp8 = precision.fp8
+    if fp8 is None or device.type != "cuda":
         return {}
     recipe = fp8.recipe
     capability = torch.cuda.get_device_capability(device)

@@ -27,7 +27,7 @@ from torch import Tensor
 from megarl.checkpoint import rank_state
 from megarl.checkpoint.hf_folder import load_hf
 from megarl.checkpoint.torch_dist import is_checkpoint
-from megarl.config.schema import Fp8, Lora, Moe, Train
+from megarl.config.schema import Lora, Moe, Precision, Train
 from megarl.data.packing import microbatch_multiple, plan_microbatches, plan_rows
 from megarl.layout import Layout
 from megarl.models.registry import hf_shapes, megatron_table, padded_vocab
@@ -89,8 +89,8 @@ class Trainer:
     table: Table | None  # of the model with its head; None: the family has none
     traced: SlicesByRank | None  # instead of a table: recorded from Megatron-Bridge
     owns_groups: bool  # False: built beside another trainer
-    fp8: Fp8 | None
-    emulation: Emulation | None
+    precision: Precision
+    emulation: Emulation
     adapters: Adapters | None  # None: all weights are trained
 
     @classmethod
@@ -105,7 +105,7 @@ class Trainer:
         moe: Moe | None = None,
         head: Head | None = None,  # None: log-probs over the vocabulary
         lora: Lora | None = None,  # None: all weights are trained
-        fp8: Fp8 | None = None,
+        precision: Precision | None = None,
         seed: int = 0,
         # fields of TransformerConfig and of DistributedDataParallelConfig
         megatron_options: Mapping[str, Any] | None = None,
@@ -114,17 +114,17 @@ class Trainer:
     ) -> "Trainer":
         """Builds the model of `folder`, a Hugging Face or Megatron checkpoint."""
         moe = moe or Moe()
+        precision = precision or Precision()
         head = head or VocabularyHead(shape.vocab, train.logprob_chunk)
         settings, reduction = _split_options(megatron_options or {})
         assert beside is None or beside.layout == layout
         groups = init_parallel(layout, seed=seed) if beside is None else beside.groups
         if lora:  # in the overlap, Megatron gathers the inputs of shared experts itself
             settings.setdefault("moe_shared_expert_overlap", False)
-        if fp8:
-            settings |= megatron_settings(fp8, device)
+        settings |= megatron_settings(precision, device)
         use_te = device.type == "cuda"
         model, traced = _build_model(shape, layout, train, moe, settings, use_te=use_te)
-        emulation = Emulation(model, fp8, groups.stage) if fp8 and fp8.emulate else None
+        emulation = Emulation(model, precision, groups.stage)
         table = _load(model, traced, shape, layout, head, Path(folder), use_te=use_te)
         adapters = None
         if lora:
@@ -140,8 +140,7 @@ class Trainer:
         memory = Memory(chunks, train.offload)  # frees the gradients
         # copies the weights: they must be loaded before
         memory.optimizer = optimizer = build_optimizer(chunks, train)
-        if emulation:
-            emulation.after_update()
+        emulation.after_update()
         router_losses = None
         if shape.is_moe and (moe.aux_loss or moe.z_loss or moe.bias_update_rate):
             router_losses = RouterLosses(chunks, moe, shape, layout.tp)
@@ -152,7 +151,7 @@ class Trainer:
         return cls(
             shape, layout, train, head, groups, device, chunks, optimizer, LrSchedule(train),
             router_losses, router_replay, memory, table, traced, beside is None,
-            fp8, emulation, adapters,
+            precision, emulation, adapters,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -293,8 +292,7 @@ class Trainer:
         grad_norm, skipped = take_step(
             self.optimizer, lr=lr, clip_grad=self.train.clip_grad, device=self.device
         )
-        if self.emulation:
-            self.emulation.after_update()
+        self.emulation.after_update()
         totals = global_sums(sums.totals, counts=self._owns_outputs)
         value = totals.pop("loss")
         count = totals.pop("count")
@@ -340,7 +338,7 @@ class Trainer:
         self, batch: TokenBatch, rows: Sequence[Sequence[int]], *, share: bool = False
     ) -> list[Microbatch]:
         """Returns this rank's micro-batches, of equal length where Megatron requires it."""
-        multiple = MULTIPLES[self.fp8.recipe] if self.fp8 else 1
+        multiple = MULTIPLES[self.precision.recipe]
         pack_rows = partial(
             pack,
             batch,

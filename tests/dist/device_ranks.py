@@ -20,7 +20,7 @@ from torch import Tensor
 from two_devices import DEVICE, There, there, two_devices
 
 from benchmarks.sync import Memory, room_for, slice_of, view
-from megarl.checkpoint.hf import export_hf
+from megarl.checkpoint.hf_files import export_hf
 from megarl.config.random_model import hf_config
 from megarl.config.schema import Create
 from megarl.layout import Axis, Fleet, Parallel

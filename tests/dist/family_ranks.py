@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from trainer_cases import Policy, save_model
 from trainer_ranks import Bench, config_of, join, measure
 
-from megarl.checkpoint.hf import export_hf
+from megarl.checkpoint.hf_files import export_hf
 from megarl.models.registry import fp32_tensors, hf_shapes
 from megarl.platform.device import DTYPES
 from megarl.weights.sync.publish import WeightFormat

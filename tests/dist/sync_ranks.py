@@ -28,9 +28,8 @@ from torch import Tensor
 
 from megarl.config.schema import Rollout
 from megarl.layout import Fleet, Layout, Parallel
-from megarl.models.engine import engine_table
+from megarl.models.engine import engine_format, engine_table, linear_shapes, with_scales
 from megarl.models.formats import BlockFormat
-from megarl.models.fp8 import SCALE, fp8_format, scale_shapes, with_scales
 from megarl.models.registry import fp32_tensors, hf_shapes, megatron_table, read_model
 from megarl.models.shape import ModelShape
 from megarl.models.shards import ShardSlice, slices_of
@@ -40,7 +39,7 @@ from megarl.platform.env import Env
 from megarl.rollout.sampling import check_version, sample_all
 from megarl.rollout.vllm.engine import Engine
 from megarl.types import CheckFailed, Prompt, Request, Sample, TokenBatch
-from megarl.weights.encode.blocks import Fp8Quantizer
+from megarl.weights.encode.blocks import BlockEncoder
 from megarl.weights.encode.quantize import dequantize, quantize
 from megarl.weights.plan.plan import plan_transfers
 from megarl.weights.sync.publish import Publisher, WeightFormat, WeightSender, plan_slices
@@ -163,7 +162,7 @@ class Reference:
     def engine_weights(self) -> dict[str, Tensor]:
         if self.fp8 is None:
             return self.weights
-        names = {name.removesuffix(SCALE) for name in scale_shapes(self._shape, self.fp8)}
+        names = linear_shapes(self._shape)
         return {
             name: dequantize(quantize(w, self.fp8), self.fp8, w.shape, w.dtype)
             if name in names
@@ -259,9 +258,12 @@ class Launch:
             model.config.save_pretrained(home)
         dist.barrier()
         self.shape = read_model(home)
-        self.fp8 = fp8_format(self.shape, tensor) if fp8 else None
+        self.fp8 = engine_format("fp8", self.shape, tensor) if fp8 else None
         self.reference = Reference(home, self.shape, dtype, self.fp8)
         self.dtype, self.fp32 = dtype, fp32_tensors(self.shape)
+        self.weights = WeightFormat(self.reference.shapes, dtype, self.fp32)
+        if self.fp8:
+            self.weights = self.weights.in_blocks(self.fp8, linear_shapes(self.shape))
         rollout = Rollout(tensor=tensor, max_tokens=16, max_model_len=256, cpu_kv_cache_gb=0.1)
         env = Env(self.rank, self.world, self.rank, self.world, job_id=job)
         self.engine = Engine.start(
@@ -269,8 +271,7 @@ class Launch:
             rollout,
             env,
             stop_token_ids=(1,),
-            weights=WeightFormat(self.reference.shapes, dtype, self.fp32),
-            fp8=self.fp8,
+            weights=self.weights,
         )
 
     def connect(
@@ -297,16 +298,12 @@ class Launch:
             fleet.trainer_layout(self.rank),
         )
         self.held = holder(self.slices, self.reference.weights)
-        weights = WeightFormat(self.reference.shapes, self.dtype, self.fp32)
+        weights, fp8 = self.weights, self.fp8
         transport = transport or Collective()
-        sender, table, fp8 = (
-            WeightSender(self.slices, lambda: self.held),
-            engine_table(self.shape),
-            self.fp8,
-        )
+        sender = WeightSender(self.slices, lambda: self.held)
+        table = engine_table(self.shape, fp8)
         if fp8 is not None:
-            weights = weights.in_fp8(scale_shapes(self.shape, fp8))
-            sender, table = self.fp8_sender(padded, fleet, transport, fp8), with_scales(table, fp8)
+            sender = self.fp8_sender(padded, fleet, transport, fp8)
         if drop:
             plan = plan_slices(
                 weights,
@@ -316,7 +313,7 @@ class Launch:
                 round_bytes=64 << 10,
             )
         else:
-            options = {"itemsize": self.dtype.itemsize, "round_bytes": 64 << 10, "fp8": fp8}
+            options = {"itemsize": self.dtype.itemsize, "round_bytes": 64 << 10, "fmt": fp8}
             plan = plan_transfers(self.shape, fleet, padded_vocab=padded, spec="local", **options)
         table = slices_of(table, self.shape, fleet.engine_layout(self.rank))
         probe = ParityChecks(
@@ -358,7 +355,7 @@ class Launch:
             values.copy_(torch.stack(peers).amax(0) if self.reduces else values)
 
         slices = slices_of(table, self.shape, layouts[self.rank])
-        return Fp8Quantizer(slices, fp8, reduce_max).sender(lambda: self.held)
+        return BlockEncoder(slices, fp8, reduce_max).sender(lambda: self.held)
 
     reduces = True  # scales over ranks, as it should
 

@@ -251,7 +251,7 @@ class Policy:
             layout or Layout.of(config.parallel.sizes, 1, 0),
             train=config.train,
             moe=config.moe,
-            fp8=config.precision.fp8,
+            precision=config.precision,
             folder=folder,
             device=device,
             seed=config.run.seed,

@@ -113,7 +113,7 @@ FOLDERS = [
     ),
     (
         "models/weights.py",
-        "if name in shapes and name not in quantised and tensor.dtype not in FLOATS:",
+        "if name in shapes and name not in in_blocks and tensor.dtype not in FLOATS:",
         "if False:",
         report("which_files_integers_that_config_json_does_not_describe"),
     ),
@@ -179,7 +179,7 @@ FOLDERS = [
     ),
     (
         "commands/preflight.py",
-        "self.is_encoded and self._tokenizer.exceeds_model",
+        "self.is_tokenized and self._tokenizer.exceeds_model",
         "False",
         report("tokenizer_larger_than_the_model_and_one_of_many_needs_it"),
     ),

@@ -36,7 +36,7 @@ FORMATS = [
         f"{QUANTIZE}::test_second_rounding_changes_nothing[dtype0-int4_group]",
     ),
     (
-        "checkpoint/hf_folder.py",
+        "weights/encode/quantize.py",
         "start = (rows.start % high if high else 0",
         "start = (0",
         f"{FOLDERS}::test_slices[fp8_block-dtype0]",

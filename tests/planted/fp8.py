@@ -2,7 +2,8 @@
 
 WEIGHTS = "unit/weights/test_blocks.py"
 SENT = f"{WEIGHTS}::test_every_engine_has_the_quantised_checkpoint"
-SEEN = f"{WEIGHTS}::test_a_trainer_seen_through_the_quantiser_has_the_engines_weights_and_gets_its_own_back"
+ODD = f"{WEIGHTS}::test_elements_that_do_not_fill_bytes_are_refused_by_name"
+SEEN = f"{WEIGHTS}::test_a_trainer_seen_through_the_encoder_has_the_engines_weights_and_gets_its_own_back"
 TRAINED = "unit/trainer/test_fp8.py"
 DELAYED = f"{TRAINED}::test_delayed_scales_change_with_updates_only_and_are_saved"
 PRODUCTS = f"{TRAINED}::test_products_are_those_of_operands_rounded_by_blocks"
@@ -17,8 +18,8 @@ FP8 = [
     ),
     (
         "weights/encode/blocks.py",
-        "to_fp8(values, scales, self._fmt.block, self._first(start))",
-        "to_fp8(values, scales, self._fmt.block)",
+        "encode_blocks(values, scales, self._fmt, self._first(part.start))",
+        "encode_blocks(values, scales, self._fmt)",
         SENT,
     ),
     ("weights/encode/blocks.py", '(".experts." in part.param) == is_expert', "not is_expert", SENT),
@@ -31,13 +32,19 @@ FP8 = [
     ),
     ("weights/sync/execute.py", "None if transfer.is_relay", "None if not transfer.is_relay", SENT),
     (
+        "models/shards.py",
+        "any(count * bits % unit for count in (first, size, part.offset, *strides))",
+        "False",
+        ODD,
+    ),
+    (
         "models/lora.py",
         'not in ("gate", "router")',
         'not in ("router",)',
         f"{WEIGHTS}::test_modules_that_stay_as_they_are_are_listed",
     ),
     (
-        "models/fp8.py",
+        "models/engine.py",
         "rows % fmt.block[0] and not is_last",
         "False",
         f"{WEIGHTS}::test_blocks_that_a_rank_would_cut_are_refused",
@@ -64,7 +71,7 @@ FP8 = [
     ),
     (
         "trainer/trainer.py",
-        "MULTIPLES[self.fp8.recipe] if self.fp8 else 1",
+        "MULTIPLES[self.precision.recipe]",
         "1",
         f"{TRAINED}::test_micro_batches_are_whole_blocks_of_tokens",
     ),

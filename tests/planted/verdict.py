@@ -120,7 +120,7 @@ VERDICTS = [
         HELD,
     ),
     ("jail/values.py", "if depth > MAX_DEPTH:", "if False:", CAUSED),
-    ("jail/sandbox.py", "or not is_encoded(reply", "or is_encoded(reply", CAUSED),
+    ("jail/sandbox.py", "or not is_value(reply", "or is_value(reply", CAUSED),
     (
         "jail/sandbox.py",
         "BY_SIGNAL.get(-self.status,",

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megarl.config.schema import Rollout
-from megarl.models.formats import BlockFormat
-from megarl.models.fp8 import quantization_config
+from megarl.models.engine import format_config
+from megarl.models.formats import CONFIG_KEY, BlockFormat
 from megarl.models.registry import read_model
 from megarl.platform.json_text import read_json
 from megarl.types import FINISH, Request, Sample
@@ -30,16 +30,16 @@ def engine_settings(
     folder: Path,
     rollout: Rollout,
     dtype: torch.dtype,
-    fp8: BlockFormat | None = None,
+    fmt: BlockFormat | None = None,
     *,
     trust_remote_code: bool,
 ) -> dict[str, Any]:
     overrides = {}
-    if fp8:
-        overrides["quantization_config"] = quantization_config(read_model(folder), fp8)
-    elif "quantization_config" in read_json(folder / "config.json"):
+    if fmt:
+        overrides[CONFIG_KEY] = format_config(read_model(folder), fmt)
+    elif CONFIG_KEY in read_json(folder / "config.json"):
         # the trainer's weights are not quantised, whatever format the model came in
-        overrides["quantization_config"] = None
+        overrides[CONFIG_KEY] = None
     kv_cache_bytes = int(rollout.cpu_kv_cache_gb * 2**30)
     block_size = 32  # not 128: the prefix cache has no incomplete blocks
     has_chunked_prefill = False  # seeded: "CPU Generator does not use offset"

@@ -21,15 +21,14 @@ from torch import Tensor
 
 from megarl.config.launch import fleet_of
 from megarl.config.schema import Config
-from megarl.models.registry import fp32_tensors, hf_shapes, read_model
+from megarl.models.registry import read_model
 from megarl.platform.device import DTYPES
 from megarl.platform.env import get_env, set_env
 from megarl.processes.children import Children
 from megarl.rollout.exchange import pack
 from megarl.rollout.vllm import arguments
 from megarl.types import CheckFailed, Request, Sample, SampleKey
-from megarl.weights.sync.from_config import make_publisher
-from megarl.weights.sync.publish import WeightFormat
+from megarl.weights.sync.from_config import engine_weights, make_publisher
 from megarl.weights.sync.transports.collective import Collective, join_group, open_store
 
 CHECK_S = 10.0
@@ -88,7 +87,7 @@ class WorkerExtension:
         is_cuda = next(model.parameters()).is_cuda
         shape = read_model(folder)
         config, fleet, transport = group.join(self.rank, replica, is_cuda=is_cuda)
-        weights = WeightFormat(hf_shapes(shape), DTYPES[config.train.dtype], fp32_tensors(shape))
+        weights = engine_weights(config, shape)
         if self.sync_publisher:
             receiver = self.sync_publisher.receiver
         else:

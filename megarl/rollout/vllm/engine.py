@@ -30,10 +30,7 @@ from torch import Tensor
 
 from megarl.config.schema import Rollout
 from megarl.data.tasks import hash31
-from megarl.models.formats import BlockFormat
-from megarl.models.fp8 import scale_shapes
 from megarl.models.lora import AdapterFormat
-from megarl.models.registry import read_model
 from megarl.platform.env import Env, get_env, set_env
 from megarl.processes.shared_memory import lock_shm, shm_prefix, unlink_dead, unlink_shm
 from megarl.rollout.sampling import check_new, check_running, name_of, unsampled
@@ -91,15 +88,13 @@ class Engine:
         env: Env,
         *,
         stop_token_ids: Sequence[int],
-        weights: WeightFormat,  # the trainer's
-        fp8: BlockFormat | None = None,
+        weights: WeightFormat,  # as they move
         trust_remote_code: bool = False,
         adapters: AdapterFormat | None = None,  # synced apart from the base weights
     ) -> Engine:
         """Starts vLLM with dummy weights: of `folder`, only the config is read.
 
-        `fp8`: the blocks of its linear layers. Raises CheckFailed if the engine's weight loaders
-        cannot be called shard by shard.
+        Raises CheckFailed if the engine's weight loaders cannot be called shard by shard.
         """
         assert dist.is_initialized(), "the engine joins an existing torch.distributed world"
         prefix = _prepare(env)
@@ -112,7 +107,11 @@ class Engine:
 
         eager = arguments.is_eager(rollout)
         settings = engine_settings(
-            folder, rollout, weights.dtype, fp8, trust_remote_code=trust_remote_code
+            folder,
+            rollout,
+            weights.dtype,
+            weights.storage.block_format,
+            trust_remote_code=trust_remote_code,
         )
         if adapters:
             settings |= engine_options(adapters)
@@ -123,8 +122,6 @@ class Engine:
         # all ranks have mapped the segments: unlinked, they go when the last rank ends
         unlink_shm(prefix, lock=not env.launched)
         model = llm.apply_model(lambda model: model)[0]
-        if fp8:
-            weights = weights.in_fp8(scale_shapes(read_model(folder), fp8))
         capture = capture_of(llm, model, rollout, eager=eager)
         reset_cache = llm.reset_prefix_cache
         if capture:

@@ -12,7 +12,6 @@ and the CPU MoE kernel keeps its old pre-pack; `_close` repairs both.
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -22,7 +21,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
-from megarl.models.shards import ShardSlice
+from megarl.models.shards import ShardSlice, recounted
 from megarl.rollout.vllm.loader_trace import (
     module_of,
     put_on_meta,
@@ -30,6 +29,7 @@ from megarl.rollout.vllm.loader_trace import (
     trace_loader,
 )
 from megarl.types import CheckFailed
+from megarl.weights.encode.quantize import DTYPES
 from megarl.weights.plan.plan import Message
 from megarl.weights.sync.checksum import copy_and_verify, positional_checksum
 from megarl.weights.sync.execute import split_message, strided_view
@@ -141,22 +141,17 @@ class LayerReceiver:
         parameter = self._parameter(part)
         name = part.name
         weights = self._weights
-        expected = torch.float8_e4m3fn if name in weights.fp8 else weights.dtype_of(name)
+        expected = weights.dtype_of(name)
+        if name in weights.storage.names:
+            expected = DTYPES[weights.storage.format.item]
         if parameter.dtype == expected:
             return strided_view(parameter, part, weights.unit)
-        if name in weights.fp32 | weights.fp8:
+        if name in weights.sizes.others:
             raise CheckFailed(
                 f"the engine keeps {name} in {parameter.dtype}, but it moves in {expected}"
             )
-        count = weights.sizes.units(name)
-        *strides, last = part.strides
-        wider = replace(
-            part,
-            shape=(*part.shape[:-1], part.shape[-1] // count),
-            offset=part.offset // count,
-            strides=(*(stride // count for stride in strides), last),
-        )
-        return strided_view(parameter, wider)
+        sizes = weights.sizes
+        return strided_view(parameter, recounted(part, sizes.unit, sizes.usual))
 
     def _parameter(self, part: ShardSlice) -> Tensor:
         module, _, leaf = part.param.rpartition(".")

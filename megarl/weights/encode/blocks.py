@@ -1,13 +1,13 @@
-"""FP8 blocks of a trainer's weights: scales that all ranks agree on, and slices quantised while
-they are packed.
+"""Weights of a trainer in an engine's block format: scales that all ranks agree on, and slices
+encoded while they are packed.
 
     parameters --largest magnitude per block--> max over the ranks that share a tensor --> scales,
         the same on each
-    slice of a parameter, scales --encode--> bytes of the engine's FP8 weight; no copy of a
-        parameter exists
+    slice of a parameter, scales --encode--> bytes of the engine's weight; no copy of a parameter
+        exists
 
 A block may be cut between tensor-parallel ranks, so the maximum is taken over them first: one
-all-reduce of a number per block. `through_fp8` shows the trainer what the engine has."""
+all-reduce of a number per block. `applied` shows the trainer what the engine has."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megarl.models.formats import BlockFormat
-from megarl.models.fp8 import SCALE
-from megarl.models.shards import Slices
-from megarl.weights.encode.quantize import block_amax, fp8_scales, from_fp8, to_fp8
+from megarl.models.shards import ShardSlice, Slices, recounted
+from megarl.weights.encode.quantize import block_amax, block_scales, dequantize, encode_blocks
 from megarl.weights.sync.execute import Parameters, strided_view
 from megarl.weights.sync.publish import WeightSender
 
@@ -27,7 +26,7 @@ from megarl.weights.sync.publish import WeightSender
 Reduce = Callable[[Tensor, bool], None]
 
 
-class Fp8Quantizer:
+class BlockEncoder:
     """execute.Encoder. `slices`: this rank's, of weights and scales. `reduce_max`: a collective of
     the trainer."""
 
@@ -37,11 +36,14 @@ class Fp8Quantizer:
         fmt: BlockFormat,
         reduce_max: Reduce,
     ) -> None:
+        assert not fmt.global_scale, f"{fmt.name} has a scale of whole tensors"
         self._slices = slices
         self._fmt = fmt
         self._reduce_max = reduce_max
         self._grids = {
-            part.name.removesuffix(SCALE): part for part in slices if part.name.endswith(SCALE)
+            part.name.removesuffix(fmt.scale): part
+            for part in slices
+            if part.name.endswith(fmt.scale)
         }
         self._weights = [part for part in slices if part.name in self._grids]
         self._scales = {}  # by the name of the weight
@@ -72,48 +74,38 @@ class Fp8Quantizer:
                     found = block_amax(
                         pad(values, (left, 0, top, 0)) if top or left else values, self._fmt.block
                     )
-                    region = self._region(amax[part.name], part.start, part.shape)
+                    region = self._region(amax[part.name], part)
                     region.copy_(torch.maximum(found, region))
             self._reduce_max(flat, is_expert)
             for name, values in amax.items():
-                self._scales[name] = fp8_scales(values)
+                self._scales[name] = block_scales(values, self._fmt)
         scales = {part.param: self._scales[name] for name, part in self._grids.items()}
         return {**parameters, **scales}
 
-    def encode(
-        self,
-        name: str,
-        start: Sequence[int],
-        values: Tensor,
-    ) -> Tensor:
-        """Returns [start, start + values.shape) of the weight `name` as the engine keeps it, a byte
-        an element."""
-        scales = self._region(self._scales[name], start, values.shape)
-        return to_fp8(values, scales, self._fmt.block, self._first(start)).view(torch.uint8)
+    def encode(self, part: ShardSlice, parameter: Tensor) -> Tensor:
+        part = recounted(part, 8, self._fmt.bits)
+        parts = self._parts(part, strided_view(parameter, part))
+        return parts[self._fmt.values].view(torch.uint8)
+
+    def _parts(self, part: ShardSlice, values: Tensor) -> dict[str, Tensor]:
+        """Returns the stored tensors of the values of a slice, by suffix."""
+        scales = self._region(self._scales[part.name], part)
+        encoded = encode_blocks(values, scales, self._fmt, self._first(part.start))
+        return {self._fmt.values: encoded, self._fmt.scale: scales}
 
     @contextmanager
-    def through_fp8(self, parameters: Parameters) -> Iterator[None]:
+    def applied(self, parameters: Parameters) -> Iterator[None]:
         """A collective. Within it, the weights have the values that the engine's have."""
         self.measure(parameters)
-        block = self._fmt.block
         weights = {part.param: parameters[part.param].detach() for part in self._weights}
         saved = {param: tensor.to("cpu", copy=True) for param, tensor in weights.items()}
         try:
             with torch.no_grad():
                 for part in self._weights:
                     values = strided_view(parameters[part.param], part)
-                    scales = self._region(self._scales[part.name], part.start, part.shape)
+                    parts = self._parts(part, values)
                     first = self._first(part.start)
-                    rounded = to_fp8(values, scales, block, first)
-                    values.copy_(
-                        from_fp8(
-                            rounded,
-                            scales,
-                            block,
-                            values.dtype,
-                            first,
-                        )
-                    )
+                    values.copy_(dequantize(parts, self._fmt, part.shape, values.dtype, first))
             yield
         finally:
             for param, tensor in weights.items():
@@ -123,15 +115,10 @@ class Fp8Quantizer:
         """Returns the row and column of `start` within its block."""
         return start[-2] % self._fmt.block[0], start[-1] % self._fmt.block[1]
 
-    def _region(
-        self,
-        grid: Tensor,
-        start: Sequence[int],
-        shape: Sequence[int],
-    ) -> Tensor:
-        """Returns the part of a grid of scales that covers [start, start + shape)."""
+    def _region(self, grid: Tensor, part: ShardSlice) -> Tensor:
+        """Returns the part of a grid of scales that covers a slice of the weight."""
         rows, columns = (
             slice(first // size, -(-(first + count) // size))
-            for first, count, size in zip(start, shape, self._fmt.block, strict=True)
+            for first, count, size in zip(part.start, part.shape, self._fmt.block, strict=True)
         )
         return grid[rows, columns]

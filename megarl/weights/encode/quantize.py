@@ -7,7 +7,7 @@ Scales and products are fp32. A block with NaN or inf becomes NaN as a whole, ex
 FP8; nothing else is hidden: values beyond the largest element (after a scale was rounded down) are
 clamped to it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megarl.models.formats import FORMATS, BlockFormat
+from megarl.models.formats import FORMATS, BlockFormat, coarse
 from megarl.models.shape import Shape
 
 DTYPES = {
@@ -117,24 +117,50 @@ def quantize(w: Tensor, fmt: BlockFormat) -> dict[str, Tensor]:
         )
     amax = block_amax(w, fmt.block)
     extra = {}
-    if fmt.element == "e4m3":
-        scales = fp8_scales(amax, power_of_2=fmt.power_of_2).to(DTYPES[fmt.scale_dtype])
-        values = to_fp8(w, scales, fmt.block)
-        if fmt.block == (0, 0):
-            scales = scales.view(1)
-    else:
-        divisor = torch.ones(1, device=w.device)
-        if fmt.global_scale:
-            largest = amax.amax()
-            divisor = (E4M3_MAX * 6 / largest.where(largest > 0, 1)).view(1)
-            extra[fmt.global_scale] = divisor
-        scales = _small_scales(amax, divisor, fmt)
-        factors = _spread(_decode(scales) / divisor, fmt.block, (0, 0), w.shape[-2:])
-        values = _pack(_codes(w.float() / factors, fmt), fmt)
+    divisor = torch.ones(1, device=w.device)
+    if fmt.global_scale:
+        largest = amax.amax()
+        divisor = (E4M3_MAX * 6 / largest.where(largest > 0, 1)).view(1)
+        extra[fmt.global_scale] = divisor
     if fmt.full_shape:
         extra[fmt.full_shape] = torch.tensor(shape)
-    _, stored_shape = fmt.parts(shape)[fmt.values]
-    return {fmt.values: values.reshape(stored_shape), fmt.scale: scales} | extra
+    scales = block_scales(amax, fmt, divisor)
+    values = encode_blocks(w, _decode(scales) / divisor, fmt).view(DTYPES[fmt.item])
+    parts = {fmt.values: values, fmt.scale: scales}
+    stored = fmt.parts(shape)
+    return {suffix: part.reshape(stored[suffix][1]) for suffix, part in parts.items()} | extra
+
+
+def block_scales(amax: Tensor, fmt: BlockFormat, divisor: Tensor | float = 1.0) -> Tensor:
+    """Returns the stored scales of blocks with these largest magnitudes; those of a zero block are
+    any.
+
+    divisor: the tensor's global scale
+    """
+    dtype = DTYPES[fmt.scale_dtype]
+    if fmt.element == "e4m3":
+        return fp8_scales(amax, power_of_2=fmt.power_of_2).to(dtype)
+    if fmt.scale_dtype == "U8":
+        # a mantissa of 1.75 or more counts as 2
+        exponents = (amax.view(torch.int32) + (1 << 21)) >> 23
+        scales = (exponents - 2).clamp(0, 254)
+        return scales.where(amax.isfinite(), 255).to(dtype)
+    scales = amax * divisor / (7 if fmt.element == "int4" else 6)
+    scales = scales.where(amax.isfinite(), torch.nan).to(dtype)
+    return scales.where(scales != 0, torch.finfo(dtype).eps)
+
+
+def encode_blocks(x: Tensor, scales: Tensor, fmt: BlockFormat, start: Block = (0, 0)) -> Tensor:
+    """Returns x / scale as elements of `fmt`, whole bytes of them.
+
+    start: row and column of x within its block, the first of `scales`, which are stored or fp32
+    """
+    scales = _decode(scales)
+    if fmt.element == "e4m3":
+        return to_fp8(x, scales, fmt.block, start)
+    codes = _codes(x.float() / _spread(scales, fmt.block, start, x.shape[-2:]), fmt)
+    first, second = codes.unflatten(-1, (-1, 2)).unbind(-1)
+    return first | second << 4
 
 
 def dequantize(
@@ -153,16 +179,10 @@ def dequantize(
     scales = _decode(parts[fmt.scale])
     if fmt.global_scale:
         scales = scales / parts[fmt.global_scale]
+    values = parts[fmt.values].reshape(*shape[:-1], -1)
     if fmt.element == "e4m3":
-        return from_fp8(
-            parts[fmt.values].view(*shape),
-            scales,
-            fmt.block,
-            dtype,
-            start,
-        )
-    items = parts[fmt.values].reshape(*shape[:-1], -1)
-    pairs = _pairs(fmt).to(items.device)[items.view(torch.uint8).int()]  # [..., bytes, 2]
+        return from_fp8(values, scales, fmt.block, dtype, start)
+    pairs = _pairs(fmt).to(values.device)[values.view(torch.uint8).int()]  # [..., bytes, 2]
     values = pairs.flatten(-2)[..., : shape[-1]]
     return values.mul_(_spread(scales, fmt.block, start, shape[-2:])).to(dtype)
 
@@ -172,19 +192,6 @@ def _decode(scales: Tensor) -> Tensor:
     if scales.dtype == torch.uint8:
         scales = scales.view(torch.float8_e8m0fnu)
     return scales.float()
-
-
-def _small_scales(amax: Tensor, divisor: Tensor, fmt: BlockFormat) -> Tensor:
-    """Returns the stored scales of 4-bit elements. Those of a zero block are any, of one that is
-    not finite NaN."""
-    if fmt.scale_dtype == "U8":
-        # a mantissa of 1.75 or more counts as 2
-        exponents = (amax.view(torch.int32) + (1 << 21)) >> 23
-        scales = (exponents - 2).clamp(0, 254)
-        return scales.where(amax.isfinite(), 255).to(torch.uint8)
-    scales = amax * divisor / (7 if fmt.element == "int4" else 6)
-    scales = scales.where(amax.isfinite(), torch.nan).to(DTYPES[fmt.scale_dtype])
-    return scales.where(scales != 0, torch.finfo(scales.dtype).eps)
 
 
 def _codes(quotient: Tensor, fmt: BlockFormat) -> Tensor:
@@ -200,20 +207,16 @@ def _codes(quotient: Tensor, fmt: BlockFormat) -> Tensor:
     return (codes + 8 * quotient.signbit()).to(torch.uint8)
 
 
-def _pack(codes: Tensor, fmt: BlockFormat) -> Tensor:
-    """Returns items of [..., columns] codes: two in a byte, the first in the low bits; missing ones
-    are zero bits."""
-    codes = pad(codes, (0, -codes.shape[-1] % fmt.per_item)).unflatten(-1, (-1, 2))
-    packed = codes[..., 0] | codes[..., 1] << 4
-    return packed.view(torch.int32) if fmt.item == "I32" else packed
-
-
 @dataclass(frozen=True)
 class Storage:
     """How a folder stores its tensors: those in `names` in `format`, the others as they are."""
 
     format: BlockFormat = FORMATS["fp8_block"]
     names: frozenset[str] = frozenset()
+
+    @property
+    def block_format(self) -> BlockFormat | None:
+        return self.format if self.names else None
 
     def parts(
         self,
@@ -239,6 +242,38 @@ class Storage:
         for suffix in matrices[0]:
             stacked[name + suffix] = torch.stack([parts[suffix] for parts in matrices])
         return stacked
+
+    def decode(
+        self,
+        name: str,
+        ranges: tuple[list[range], range, range],  # `matrix_ranges` of a slice
+        read: Callable[..., Tensor],
+        like: Tensor,
+    ) -> Tensor:
+        """Returns [rows, columns] of a slice of a tensor, as stored, in the dtype of `like`.
+
+        read: returns a rectangle of a stored tensor, of its name and a range for each dim
+        """
+        fmt = self.format
+        lead, rows, columns = ranges
+        step = fmt.column_step
+        high, wide = fmt.block
+        whole = range(columns.start // step * step, -(-columns.stop // step) * step)
+        wide_blocks = coarse(whole, wide)
+        last = [coarse(whole, fmt.per_item)]
+        if fmt.is_transposed:
+            last = [wide_blocks, range(wide // fmt.per_item)]
+        scales = read(name + fmt.scale, *lead, coarse(rows, high), wide_blocks)
+        parts = {
+            fmt.scale: scales.view(-1, len(wide_blocks)),
+            fmt.values: read(name + fmt.values, *lead, rows, *last),
+        }
+        if fmt.global_scale:
+            parts[fmt.global_scale] = read(name + fmt.global_scale)
+        parts = {suffix: stored.to(like.device) for suffix, stored in parts.items()}
+        start = (rows.start % high if high else 0, whole.start % wide if wide else 0)
+        values = dequantize(parts, fmt, (len(rows), len(whole)), like.dtype, start)
+        return values.narrow(1, columns.start - whole.start, len(columns))
 
     def round(self, matrix: Tensor) -> Tensor:
         """Returns a quantised tensor's matrix as it will be read."""

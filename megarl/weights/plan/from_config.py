@@ -22,7 +22,7 @@ from megarl.config.validate import model_shape
 from megarl.layout import Fleet
 from megarl.models.registry import fp32_tensors, hf_shapes, padded_vocab
 from megarl.models.shape import ModelShape
-from megarl.models.shards import ElementSizes, LayerSpec, shapes_in_units
+from megarl.models.shards import LayerSpec
 from megarl.weights.plan.cost import LINKS, Cost, estimate_cost
 from megarl.weights.plan.plan import Plan, plan_transfers
 from megarl.weights.plan.tables import sums_at
@@ -38,11 +38,12 @@ def plan_weights(config: Config, *, gpu: str = "h100") -> tuple[Plan, dict[str, 
     plan = plan_of(config, shape, fleet)
     seconds = time.perf_counter() - start
     cost = estimate_cost(plan, fleet, LINKS[gpu])
-    sizes = ElementSizes(_itemsize(config), fp32_tensors(shape))
-    units = sum(map(prod, shapes_in_units(hf_shapes(shape), sizes).values()))
+    shapes = hf_shapes(shape)
+    itemsizes = dict.fromkeys(shapes, _itemsize(config))
+    itemsizes |= dict.fromkeys(fp32_tensors(shape), 4)
     figures = {
         "model": shape.family,
-        "model_bytes": sizes.unit * units,
+        "model_bytes": sum(itemsizes[name] * prod(size) for name, size in shapes.items()),
         "gpu": gpu,
         "topology": config.launch.topology,
         "trainer": {"gpus": fleet.trainers, "layout": str(fleet.trainer_layout(0))},
@@ -79,7 +80,7 @@ def plan_of(
         itemsize=_itemsize(config),
         round_bytes=config.sync.round_bytes,
         spec=spec,
-        fp8=rollout_format(config, shape),
+        fmt=rollout_format(config, shape),
     )
 
 

@@ -20,9 +20,8 @@ from math import prod
 import numpy as np
 
 from megarl.layout import Fleet
-from megarl.models.engine import engine_table
+from megarl.models.engine import engine_table, with_scales
 from megarl.models.formats import BlockFormat
-from megarl.models.fp8 import with_scales
 from megarl.models.registry import megatron_table
 from megarl.models.shape import ModelShape, Shape
 from megarl.models.shards import ElementSizes, LayerSpec, ShardSlice, whole_tensor
@@ -194,27 +193,26 @@ def plan_transfers(
     itemsize: int,
     round_bytes: int,
     spec: LayerSpec = "te",
-    fp8: BlockFormat | None = None,
+    fmt: BlockFormat | None = None,
 ) -> Plan:
     """Plans from the tables of trainer and engine. `padded_vocab`, `spec`: rows of the trainer's
-    embedding, on all ranks, and its layer spec. `fp8`: the engine's blocks of linear layers; None:
+    embedding, on all ranks, and its layer spec. `fmt`: of the engine's linear layers; None:
     all move in `itemsize`. Raises ValueError naming the tensor if the trainer lacks a part of it
     that the engine keeps."""
     table = megatron_table(shape, spec=spec, padded_vocab=padded_vocab)
-    engine = engine_table(shape)
-    if fp8 is not None:
-        table = with_scales(table, fp8, is_whole=True)
-        engine = with_scales(engine, fp8)
-    sizes = ElementSizes(itemsize, table.fp32, table.fp8)
+    if fmt is not None:
+        table = with_scales(table, fmt, is_whole=True)
+    sizes = ElementSizes(8 * itemsize, table.bits)
+    itemsize = sizes.unit // 8
     placement = FleetTables(
         shape,
         fleet,
         table,
-        engine,
+        engine_table(shape, fmt),
         sizes=sizes,
-        max_numel=_max_numel(round_bytes // sizes.unit, fleet.ranks_per_node),
+        max_numel=_max_numel(round_bytes // itemsize, fleet.ranks_per_node),
     )
-    return _plan(placement, sizes.unit, round_bytes)
+    return _plan(placement, itemsize, round_bytes)
 
 
 def plan_recorded(

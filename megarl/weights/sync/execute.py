@@ -9,7 +9,7 @@ At most two rounds of buffers are alive at a time, unless the callback keeps the
 until all ranks have verified theirs."""
 
 from collections import ChainMap, Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Protocol, cast
@@ -37,13 +37,8 @@ class Encoder(Protocol):
 
     names: frozenset[str]  # of the HF tensors that it converts
 
-    def encode(
-        self,
-        name: str,
-        start: Sequence[int],
-        values: Tensor,
-    ) -> Tensor:
-        """Returns [start, start + values.shape) of HF tensor `name`, a byte an element."""
+    def encode(self, part: ShardSlice, parameter: Tensor) -> Tensor:
+        """Returns the bytes, of shape `part.shape`, of a slice that is counted in them."""
         ...
 
 
@@ -63,7 +58,7 @@ def read_slice(
     """Returns a slice as it moves: a view as elements of `dtype`, or what the encoder makes of
     it."""
     if encoder and part.name in encoder.names:
-        return encoder.encode(part.name, part.start, strided_view(tensor, part))
+        return encoder.encode(part, tensor)
     return strided_view(tensor, part, dtype)
 
 

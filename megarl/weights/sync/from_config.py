@@ -1,13 +1,16 @@
 """Builds a rank's Publisher from the config: trainer ranks, engine workers and ranks that are both
 run one plan."""
 
+from collections.abc import Mapping
+
 from megarl.config.precision import rollout_format
 from megarl.config.schema import Config
 from megarl.layout import Fleet
-from megarl.models.engine import engine_table
-from megarl.models.fp8 import scale_shapes, with_scales
-from megarl.models.shape import ModelShape
+from megarl.models.engine import engine_table, linear_shapes
+from megarl.models.registry import fp32_tensors, hf_shapes
+from megarl.models.shape import ModelShape, Shape
 from megarl.models.shards import slices_of
+from megarl.platform.device import DTYPES
 from megarl.weights.plan.from_config import plan_of
 from megarl.weights.sync.publish import (
     Probe,
@@ -18,6 +21,16 @@ from megarl.weights.sync.publish import (
     plan_slices,
 )
 from megarl.weights.sync.transports import Transport
+
+
+def engine_weights(
+    config: Config, shape: ModelShape, shapes: Mapping[str, Shape] | None = None
+) -> WeightFormat:
+    """Returns the HF tensors `shapes` (None: all) as they move to the engine."""
+    dtype = DTYPES[config.train.dtype]
+    weights = WeightFormat(shapes or hf_shapes(shape), dtype, fp32_tensors(shape))
+    fmt = rollout_format(config, shape)
+    return weights.in_blocks(fmt, linear_shapes(shape)) if fmt else weights
 
 
 def make_publisher(
@@ -32,15 +45,12 @@ def make_publisher(
     weights: WeightFormat,
     probe: Probe | None = None,
 ) -> Publisher:
-    """A collective of the ranks of `transport`, numbered as in `fleet`; `weights`: the
-    trainer's."""
+    """A collective of the ranks of `transport`, numbered as in `fleet`; `weights`: as
+    they move."""
     sizes = {
         "ranks_per_replica": fleet.ranks_per_replica,
         "ranks_per_node": fleet.ranks_per_node,
     }
-    fmt = rollout_format(config, shape)
-    if fmt:
-        weights = weights.in_fp8(scale_shapes(shape, fmt))
     table = None
     if shape.bridge:
         assert sender and receiver, "the split topology has only models with a table"
@@ -54,9 +64,7 @@ def make_publisher(
         )
     else:
         if receiver:
-            rules = engine_table(shape)
-            if fmt:
-                rules = with_scales(rules, fmt)
+            rules = engine_table(shape, weights.storage.block_format)
             table = slices_of(rules, shape, fleet.engine_layout(transport.rank))
         plan = plan_of(config, shape, fleet, spec="te" if is_cuda else "local")
     return Publisher(

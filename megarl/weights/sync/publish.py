@@ -28,13 +28,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain, compress, islice
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from megarl.models.fp8 import SCALE
+from megarl.models.formats import BlockFormat
 from megarl.models.shape import Shape
 from megarl.models.shards import (
     ElementSizes,
@@ -43,9 +44,10 @@ from megarl.models.shards import (
     as_pairs,
     first_mismatch,
     in_units,
-    shapes_in_units,
+    whole_tensor,
 )
 from megarl.types import CheckFailed, PublishReport
+from megarl.weights.encode.quantize import DTYPES, PLAIN, Storage
 from megarl.weights.plan.plan import (
     Message,
     Plan,
@@ -70,31 +72,41 @@ class WeightFormat:
     dtype: torch.dtype
     # HF tensors that are fp32 on both sides, whatever `dtype` is
     fp32: frozenset[str] = frozenset()
-    # HF tensors that are FP8 in the engine, and `dtype` in the trainer
-    fp8: frozenset[str] = frozenset()
+    storage: Storage = PLAIN  # of weights that are `dtype` in the trainer, in the engine
+
+    def in_blocks(self, fmt: BlockFormat, weights: Mapping[str, Shape]) -> WeightFormat:
+        """Returns the format of a model whose `weights` the engine keeps in `fmt`."""
+        scales = {name + fmt.scale: fmt.grid(*shape) for name, shape in weights.items()}
+        storage = Storage(fmt, frozenset(weights))
+        return replace(self, shapes={**self.shapes, **scales}, storage=storage)
+
+    @cached_property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """Dtypes in the trainer of the tensors, and computed scales, that are not `dtype`."""
+        fmt = self.storage.format
+        scales = (name + fmt.scale for name in self.storage.names)
+        dtypes = dict.fromkeys(self.fp32, torch.float32)
+        return dtypes | dict.fromkeys(scales, DTYPES[fmt.scale_dtype])
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Returns the dtype of a tensor in the trainer."""
-        return torch.float32 if name in self.fp32 else self.dtype
+        return self.dtypes.get(name, self.dtype)
 
-    @property
+    @cached_property
     def sizes(self) -> ElementSizes:
-        return ElementSizes(self.dtype.itemsize, self.fp32, self.fp8)
+        bits = {name: 8 * dtype.itemsize for name, dtype in self.dtypes.items()}
+        bits |= dict.fromkeys(self.storage.names, self.storage.format.bits)
+        return ElementSizes(8 * self.dtype.itemsize, bits)
 
     @property
     def unit(self) -> torch.dtype:
         """The dtype in which the plan counts elements, and in which messages are."""
-        return torch.uint8 if self.fp8 else self.dtype
-
-    def in_fp8(self, scales: Mapping[str, Shape]) -> WeightFormat:
-        """Returns the format of a model whose weights with `scales` (models.fp8.scale_shapes) are
-        FP8 in the engine."""
-        names = frozenset(name.removesuffix(SCALE) for name in scales)
-        return WeightFormat({**self.shapes, **scales}, self.dtype, self.fp32.union(scales), names)
+        return torch.uint8 if self.storage.names else self.dtype
 
     def moved_shapes(self) -> dict[str, Shape]:
         """Returns shapes in elements of `unit`, as the plan counts them."""
-        return shapes_in_units(self.shapes, self.sizes)
+        tensors = [whole_tensor(name, shape) for name, shape in self.shapes.items()]
+        return {part.name: part.shape for part in self.moved_slices(tensors)}
 
     def moved_slices(self, slices: Slices) -> list[ShardSlice]:
         return in_units(slices, self.sizes)
@@ -106,7 +118,7 @@ class WeightSender:
 
     slices: Slices  # where its parameters hold HF tensors
     parameters: Callable[[], Parameters]
-    encoder: Encoder | None = None  # of what WeightFormat.fp8 names
+    encoder: Encoder | None = None  # of the weights in WeightFormat.storage
 
 
 class WeightReceiver(Protocol):

@@ -7,8 +7,7 @@ import torch
 from safetensors.torch import load_file
 from two_devices import there, two_devices
 
-from megarl.checkpoint.hf import export_hf
-from megarl.checkpoint.hf_files import copy_model_files
+from megarl.checkpoint.hf_files import copy_model_files, export_hf
 from megarl.commands.random_model import create_model
 from megarl.config.schema import Create
 from megarl.layout import Layout, Parallel

@@ -69,7 +69,7 @@ def test_slices(
     write(tmp_path, fmt, {"w": w} if name == "fp8_tensor" else {"w": w, "stack": stack})
     folder = HfFolder(tmp_path)
     for whole, label in ((w, "w"), (stack, "stack")):
-        if label not in folder.quantized:
+        if label not in folder.storage.names:
             continue
         parts = quantize(whole, fmt)
         shape = whole.transpose(-1, -2).shape if fmt.is_transposed else whole.shape
@@ -130,5 +130,6 @@ def test_folder_is_checked_by_its_stored_tensors(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"w_scale_inv has shape \(2, 3\), but config.json requires \(1, 3\)"
     ):
-        folder.format = replace(FORMATS["fp8_block"], block=(256, 128))
+        wide = replace(FORMATS["fp8_block"], block=(256, 128))
+        folder.storage = replace(folder.storage, format=wide)
         folder.check(shapes)

@@ -87,7 +87,7 @@ def test_converted_to_megatron_and_back(tmp_path: Path, kind: str) -> None:
     run_convert(folder, tmp_path / "megatron", "megatron", Parallel(), **options)
     run_convert(tmp_path / "megatron", tmp_path / "bf16", "hf", Parallel(), **options)
     run_convert(
-        tmp_path / "megatron", tmp_path / "same", "hf", Parallel(), **options, quantise=True
+        tmp_path / "megatron", tmp_path / "same", "hf", Parallel(), **options, export_format="same"
     )
     before, plain, same = (stored(path) for path in (folder, tmp_path / "bf16", tmp_path / "same"))
     assert "quantization_config" not in config(tmp_path / "bf16")
@@ -113,7 +113,7 @@ def test_converted_to_megatron_and_back(tmp_path: Path, kind: str) -> None:
             "hf",
             Parallel(),
             **options | {"config": None},
-            quantise=True,
+            export_format="same",
         )
 
 
@@ -134,4 +134,4 @@ def test_a_fault_in_the_written_scales_is_found(
     with pytest.raises(
         CheckFailed, match=r"model.layers.1.self_attn.o_proj.weight differ from the source"
     ):
-        run_convert(folder, tmp_path / "same", "hf", Parallel(), **options, quantise=True)
+        run_convert(folder, tmp_path / "same", "hf", Parallel(), **options, export_format="same")

@@ -21,7 +21,7 @@ from transformers import (
 from megarl.checkpoint.hf_folder import HfFolder
 from megarl.commands.random_model import create_model
 from megarl.config.schema import Create
-from megarl.models.formats import BlockFormat, read_quantization
+from megarl.models.formats import BlockFormat, read_format
 from megarl.models.registry import hf_shapes, read_model
 from megarl.models.shards import whole_tensor
 from megarl.weights.encode.quantize import quantize
@@ -102,7 +102,7 @@ def make_quantised(kind: str, root: Path) -> tuple[Path, BlockFormat, dict[str, 
         "quantization_config": quantization
     }
     (folder / "config.json").write_text(json.dumps(values))
-    fmt = read_quantization(quantization)
+    fmt = read_format(quantization)
     if fmt.element == "e4m3" and fmt.scale == "_scale":  # as released models of compressed-tensors
         fmt = replace(fmt, scale_dtype="BF16")
     stored: dict[str, Tensor] = {}
@@ -125,7 +125,7 @@ def read_all(folder: Path) -> dict[str, Tensor]:
     """The quantised tensors as megarl dequantises them, matrix by matrix, in bf16."""
     source, tensors = HfFolder(folder), {}
     shapes = hf_shapes(read_model(folder))
-    for name in source.quantized:
+    for name in source.storage.names:
         *lead, rows, columns = shapes[name]
         tensors[name] = torch.zeros(shapes[name], dtype=torch.bfloat16)
         for index in range(lead[0]) if lead else (0,):

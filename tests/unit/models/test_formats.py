@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.models.formats import FORMATS, BlockFormat, read_quantization
+from megarl.models.formats import FORMATS, BlockFormat, read_format
 
 DEEPSEEK = {
     "activation_scheme": "dynamic",
@@ -75,7 +75,7 @@ def size(fmt: BlockFormat) -> tuple[str, tuple[int, int]]:
 def test_released_models(
     raw: dict[str, Any], expected: Any, parts: dict[str, tuple[int, ...]]
 ) -> None:
-    fmt = read_quantization(raw)
+    fmt = read_format(raw)
     assert size(fmt) == expected
     stored = {suffix: shape for suffix, (_, shape) in fmt.parts((576, 7168)).items()}
     assert stored.items() >= parts.items()
@@ -83,14 +83,14 @@ def test_released_models(
 
 def test_powers_of_two() -> None:
     """DeepSeek-V3.1."""
-    assert read_quantization(DEEPSEEK | {"scale_fmt": "ue8m0"}) == replace(
+    assert read_format(DEEPSEEK | {"scale_fmt": "ue8m0"}) == replace(
         FORMATS["fp8_block"], power_of_2=True
     )
 
 
 def test_gpt_oss() -> None:
     """One layer of gpt-oss-20b: 32 experts, 2880 inputs, 5760 rows of gate and up."""
-    fmt = read_quantization(
+    fmt = read_format(
         {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
     )
     assert fmt is FORMATS["mxfp4"]
@@ -123,15 +123,15 @@ def test_gpt_oss() -> None:
 )  # fmt: skip
 def test_refused(raw: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        read_quantization(json.loads(json.dumps(raw)))
+        read_format(json.loads(json.dumps(raw)))
 
 
 @pytest.mark.parametrize("key", ["zero_point_scheme", "codebook"])
 def test_a_key_that_is_not_known_is_refused(key: str) -> None:
     """Formats grow; null, false and empty values are those of a format without the key."""
     for off in (None, False, {}, []):
-        assert read_quantization(DEEPSEEK | {key: off}) == read_quantization(DEEPSEEK)
-        assert read_quantization(compressed(KIMI_WEIGHTS | {key: off})).name == "int4_group"
+        assert read_format(DEEPSEEK | {key: off}) == read_format(DEEPSEEK)
+        assert read_format(compressed(KIMI_WEIGHTS | {key: off})).name == "int4_group"
     for raw in (DEEPSEEK | {key: "x"}, compressed(KIMI_WEIGHTS | {key: "x"})):
         with pytest.raises(ValueError, match=f'{key}="x" is not supported'):
-            read_quantization(raw)
+            read_format(raw)

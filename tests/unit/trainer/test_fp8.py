@@ -13,15 +13,16 @@ from torch import Tensor
 
 from megarl.algorithms.objective import loss_weights, supervised_loss
 from megarl.checkpoint.torch_dist import stored_objects
-from megarl.config.schema import Fp8, Lora
+from megarl.config.precision import Fp8
+from megarl.config.schema import Lora
 from megarl.data.packing import plan_microbatches
-from megarl.models.fp8 import fp8_format, with_scales
+from megarl.models.engine import engine_format, with_scales
 from megarl.models.shards import slices_of
 from megarl.parity.gate import measure_logprobs
 from megarl.parity.statistics import Excess, Quantiles
 from megarl.trainer.fp8 import GRADIENT, INPUT, MULTIPLES, RECIPES, WEIGHT, Delayed, _Product
 from megarl.trainer.trainer import Trainer
-from megarl.weights.encode.blocks import Fp8Quantizer
+from megarl.weights.encode.blocks import BlockEncoder
 
 E4M3 = 0.0255  # root mean square of the relative error, of mantissas that are uniform in their logarithm
 WIDE = {"hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "intermediate": 384, "layers": 3}
@@ -217,7 +218,7 @@ def test_layers_at_both_ends_stay_as_they_are(tmp_path):
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("recipe", MULTIPLES)
+@pytest.mark.parametrize("recipe", [*RECIPES, "delayed"])
 def test_micro_batches_are_whole_blocks_of_tokens(tmp_path, recipe):
     trainer = build(tmp_path, fp8=Fp8(recipe=recipe, emulate=True))
     counts = [
@@ -318,14 +319,14 @@ def test_parameters_in_fp8_are_those_that_an_fp8_engine_gets(tmp_path):
 def test_what_quantising_changes_is_part_of_the_policys_floor_only(tmp_path):
     """The probe is judged by rounding, against the quantised weights; what was sampled, also by what these change."""
     trainer = build(tmp_path, SMALL | WIDE, dtype="bf16")
-    fmt = fp8_format(trainer.shape, 1)
+    fmt = engine_format("fp8", trainer.shape, 1)
     slices = slices_of(
         with_scales(trainer.table, fmt, is_whole=True), trainer.shape, trainer.layout
     )
     batch = make_batch(num_rows=16, seed=3)
     before = trainer.logprobs(batch)
     measured = measure_logprobs(
-        trainer, batch, Fp8Quantizer(slices, fmt, lambda values, is_expert: None)
+        trainer, batch, BlockEncoder(slices, fmt, lambda values, is_expert: None)
     )
     after, gap = trainer.logprobs(batch), Quantiles.of(before[batch.mask] - measured.logprobs_K)
     trainer.close()

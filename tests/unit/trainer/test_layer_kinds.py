@@ -24,9 +24,7 @@ from megarl.config.model import check_model
 from megarl.config.schema import Config, Train
 from megarl.config.train import check_train
 from megarl.layout import Layout, Parallel
-from megarl.models.engine import engine_table
-from megarl.models.formats import FORMATS
-from megarl.models.fp8 import scale_shapes
+from megarl.models.engine import engine_table, linear_shapes
 from megarl.models.lora import adapter_table
 from megarl.models.registry import FAMILIES, fp32_tensors, hf_shapes, megatron_table, read_model
 from megarl.models.shape import DENSE, EXPERTS, LayerKind, ModelShape
@@ -118,13 +116,13 @@ def test_adapters_scales_and_fp32_tensors_are_those_of_each_kind(folder: Path) -
     experts = range(shape.experts)
     expected = {f"{layer}.mlp.experts.{n}.down_proj" for layer in (1, 3) for n in experts}
     assert modules == expected | {"0.mlp.down_proj", "2.mlp.down_proj"}
-    scales = scale_shapes(shape, FORMATS["fp8_block"])
-    scaled = {name.partition("layers.")[2] for name in scales if "down_proj" in name}
-    assert {name.removesuffix(".weight_scale_inv") for name in scaled} == modules
+    linear = linear_shapes(shape)
+    scaled = {name.partition("layers.")[2] for name in linear if "down_proj" in name}
+    assert {name.removesuffix(".weight") for name in scaled} == modules
 
     def with_fp32(shape: ModelShape, *arguments):
-        fp32 = frozenset({"model.layers.{layer}.mlp.gate.weight"})
-        return replace(alternating.table(shape, *arguments), fp32=fp32)
+        bits = {"model.layers.{layer}.mlp.gate.weight": 32}
+        return replace(alternating.table(shape, *arguments), bits=bits)
 
     with pytest.MonkeyPatch.context() as patched:
         family = replace(FAMILIES["alternating"], table=with_fp32)

@@ -17,9 +17,10 @@ from torch import Tensor
 from trainer_cases import save_model
 
 from megarl.algorithms.objective import loss_weights, supervised_loss
-from megarl.checkpoint.hf import export_hf
+from megarl.checkpoint.hf_files import export_hf
 from megarl.checkpoint.hf_folder import HfFolder
-from megarl.config.schema import Fp8, Lora, Train
+from megarl.config.precision import Fp8
+from megarl.config.schema import Lora, Precision, Train
 from megarl.data.packing import plan_microbatches
 from megarl.layout import Layout, Parallel
 from megarl.models.registry import fp32_tensors, read_model
@@ -45,7 +46,7 @@ def build(
         folder=folder,
         device=device,
         lora=lora,
-        fp8=fp8,
+        precision=Precision(fp8=fp8),
     )
 
 
@@ -71,7 +72,7 @@ def test_a_quantised_base_is_adapted_as_the_weights_that_it_stands_for(
     lora = Lora(rank=RANK, alpha=ALPHA, targets=targets, path=str(tmp_path / "adapter"))
     found: list[tuple[float, float, Tensor]] = []
     sent: dict[str, Tensor] = {}
-    storage = HfFolder(folder).storage()
+    storage = HfFolder(folder).export_storage()
     for base in (plain, folder):
         trainer = build(base, lora, dtype="bf16")
         update = train_supervised(trainer, batch).updates[0]

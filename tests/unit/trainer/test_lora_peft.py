@@ -11,7 +11,7 @@ import torch
 from tiny_trainer import make_batch
 from trainer_cases import load_model, oracle_logprobs, save_model
 
-from megarl.checkpoint.hf import export_hf
+from megarl.checkpoint.hf_files import export_hf
 from megarl.config.load import parse_config
 from megarl.config.schema import Lora, Train
 from megarl.config.validate import check_config

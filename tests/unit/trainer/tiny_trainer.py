@@ -11,7 +11,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "dist"))
 from trainer_cases import random_batch
 
 from megarl.commands.random_model import create_model
-from megarl.config.schema import Create, Fp8, Lora, Moe, Train
+from megarl.config.precision import Fp8
+from megarl.config.schema import Create, Lora, Moe, Precision, Train
 from megarl.layout import Layout, Parallel
 from megarl.models.registry import read_model
 from megarl.trainer.heads import Head
@@ -54,7 +55,7 @@ def build(
         head=head,
         folder=model,
         device=device,
-        fp8=fp8,
+        precision=Precision(fp8=fp8),
         lora=lora,
         megatron_options=megatron_options,
         beside=beside,

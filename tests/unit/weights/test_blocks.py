@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,9 +13,14 @@ from benchmarks.sync import Memory, room_for, slice_of, view
 from megarl.config.random_model import hf_config
 from megarl.config.schema import Create
 from megarl.layout import Fleet, Layout, Parallel
-from megarl.models.engine import engine_table
+from megarl.models.engine import (
+    engine_format,
+    engine_table,
+    format_config,
+    linear_shapes,
+    with_scales,
+)
 from megarl.models.formats import FORMATS
-from megarl.models.fp8 import SCALE, fp8_format, quantization_config, scale_shapes, with_scales
 from megarl.models.registry import (
     fp32_tensors,
     hf_shapes,
@@ -22,9 +28,9 @@ from megarl.models.registry import (
     padded_vocab,
     parse_model,
 )
-from megarl.models.shards import slices_of
+from megarl.models.shards import slices_of, whole_tensor
 from megarl.types import CheckFailed
-from megarl.weights.encode.blocks import Fp8Quantizer
+from megarl.weights.encode.blocks import BlockEncoder
 from megarl.weights.encode.quantize import dequantize, quantize
 from megarl.weights.plan.plan import plan_transfers
 from megarl.weights.sync.execute import PlanExecutor, split_message
@@ -56,23 +62,23 @@ def full_weights(weights):
     generator = torch.Generator().manual_seed(0)
     full = {}
     for name, size in weights.shapes.items():
-        if not name.endswith(SCALE):
+        if not name.endswith(weights.storage.format.scale):
             magnitude = 10 ** torch.empty(size[0], *(1 for _ in size[1:])).uniform_(
                 -6, 2, generator=generator
             )
             full[name] = (magnitude * torch.randn(size, generator=generator)).to(
                 weights.dtype_of(name)
             )
-    next(full[name] for name in weights.fp8)[:128, :128] = 0
+    next(full[name] for name in weights.storage.names)[:128, :128] = 0
     return full
 
 
 class World:
     """Trainer ranks as threads, which meet where their quantisers reduce."""
 
-    def __init__(self, sizes, parallel: Parallel, world: int, tensor: int) -> None:
+    def __init__(self, sizes, parallel: Parallel, world: int, tensor: int, name="fp8") -> None:
         self.shape = shape_of(sizes)
-        self.fmt = fp8_format(self.shape, tensor)
+        self.fmt = FORMATS[name] if name in FORMATS else engine_format(name, self.shape, tensor)
         self.fleet = Fleet(
             parallel,
             world,
@@ -84,19 +90,19 @@ class World:
         )
         self.padded = padded_vocab(self.shape.vocab, parallel.tensor)
         plain = WeightFormat(hf_shapes(self.shape), torch.bfloat16, fp32_tensors(self.shape))
-        self.weights = plain.in_fp8(scale_shapes(self.shape, self.fmt))
+        self.weights = plain.in_blocks(self.fmt, linear_shapes(self.shape))
         self.full = full_weights(self.weights)
-        self.quantised = {
-            name + suffix: tensor
-            for name in self.weights.fp8
-            for suffix, tensor in quantize(self.full[name], self.fmt).items()
-        }
+        self.quantised = {}  # values have the name of the weight
+        for name in self.weights.storage.names:
+            parts = quantize(self.full[name], self.fmt)
+            self.quantised[name] = parts[self.fmt.values]
+            self.quantised[name + self.fmt.scale] = parts[self.fmt.scale]
         table = megatron_table(self.shape, spec="local", padded_vocab=self.padded)
         self.table = with_scales(table, self.fmt, is_whole=True)
         self.layouts = [Layout.of(parallel, world, rank) for rank in range(world)]
         self.meeting, self.given = threading.Barrier(world), [torch.empty(0)] * world
 
-    def quantizer(self, rank: int) -> tuple[Fp8Quantizer, dict[str, torch.Tensor]]:
+    def encoder(self, rank: int) -> tuple[BlockEncoder, dict[str, torch.Tensor]]:
         slices, layout = slices_of(self.table, self.shape, self.layouts[rank]), self.layouts[rank]
         stored = [part for part in slices if part.name in self.full]
         parameters = room_for(stored, torch.bfloat16)
@@ -116,9 +122,13 @@ class World:
             values.copy_(torch.stack([self.given[peer] for peer in peers]).amax(0))
             self.meeting.wait()
 
-        return Fp8Quantizer(slices, self.fmt, reduce_max), parameters
+        return BlockEncoder(slices, self.fmt, reduce_max), parameters
 
 
+ODD = (
+    "k_proj.weight: rows of 33 elements from 0 on, of 4 bits each, do not fill units of 8 bits; "
+    "choose a format of 8 bits, or rollout.quantization=none"
+)
 LAYOUTS = [
     (DENSE, Parallel(), 1, 1),
     (DENSE, Parallel(tensor=2), 2, 1),  # k_proj: 32 rows on each rank, o_proj: 64 columns
@@ -130,22 +140,23 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.parametrize("name", ["fp8", "mxfp4_pack", "int4_group"])
 @pytest.mark.parametrize(("sizes", "parallel", "world", "tensor"), LAYOUTS)
-def test_every_engine_has_the_quantised_checkpoint(sizes, parallel, world, tensor):
-    job = World(sizes, parallel, world, tensor)
+def test_every_engine_has_the_quantised_checkpoint(sizes, parallel, world, tensor, name):
+    job = World(sizes, parallel, world, tensor, name)
     options = {
         "padded_vocab": job.padded,
         "itemsize": 2,
         "round_bytes": 1 << 16,
         "spec": "local",
-        "fp8": job.fmt,
+        "fmt": job.fmt,
     }
     plan = plan_transfers(job.shape, job.fleet, **options)
     moved = {
         name: tensor.contiguous().view(torch.uint8)
         for name, tensor in (job.full | job.quantised).items()
     }
-    table = with_scales(engine_table(job.shape), job.fmt)
+    table = engine_table(job.shape, job.fmt)
     kept = [
         job.weights.moved_slices(slices_of(table, job.shape, job.fleet.engine_layout(rank)))
         for rank in range(world)
@@ -153,11 +164,11 @@ def test_every_engine_has_the_quantised_checkpoint(sizes, parallel, world, tenso
     memories = [room_for(slices, torch.uint8) for slices in kept]
 
     def send(rank: int) -> None:
-        quantizer, parameters = job.quantizer(rank)
+        encoder, parameters = job.encoder(rank)
         transport = Transport()
         transport.rank = rank
-        executor = PlanExecutor(plan, transport, torch.uint8, torch.device("cpu"), quantizer)
-        held = quantizer.measure(parameters)
+        executor = PlanExecutor(plan, transport, torch.uint8, torch.device("cpu"), encoder)
+        held = encoder.measure(parameters)
         for message in executor.messages:
             if message.sender == rank:
                 for transfer, part in split_message(message, executor.pack(message, held)):
@@ -178,16 +189,18 @@ def test_every_engine_has_the_quantised_checkpoint(sizes, parallel, world, tenso
     assert plan.bytes_kept == sum(part.numel for slices in kept for part in slices)
 
 
-def test_a_trainer_seen_through_the_quantiser_has_the_engines_weights_and_gets_its_own_back():
+def test_a_trainer_seen_through_the_encoder_has_the_engines_weights_and_gets_its_own_back():
     job = World(DENSE, Parallel(), 1, 1)
-    quantizer, parameters = job.quantizer(0)
+    encoder, parameters = job.encoder(0)
     before = {name: tensor.clone() for name, tensor in parameters.items()}
-    with quantizer.through_fp8(parameters):
+    with encoder.applied(parameters):
         for part in slices_of(job.table, job.shape, job.layouts[0]):
             if part.name in job.full:
-                parts = {suffix: job.quantised.get(part.name + suffix) for suffix in ("", SCALE)}
+                parts = {
+                    suffix: job.quantised.get(part.name + suffix) for suffix in ("", job.fmt.scale)
+                }
                 whole = job.full[part.name]
-                if part.name in job.weights.fp8:
+                if part.name in job.weights.storage.names:
                     whole = dequantize(parts, job.fmt, whole.shape, torch.bfloat16)
                 assert torch.equal(view(parameters, part), slice_of({part.name: whole}, part)), (
                     part.name
@@ -197,21 +210,19 @@ def test_a_trainer_seen_through_the_quantiser_has_the_engines_weights_and_gets_i
 
 def test_a_sync_in_fp8_is_verified_and_a_wrong_scale_is_noticed():
     job = World(DENSE, Parallel(), 1, 1)
-    quantizer, parameters = job.quantizer(0)
-    table = slices_of(
-        with_scales(engine_table(job.shape), job.fmt), job.shape, job.fleet.engine_layout(0)
-    )
+    encoder, parameters = job.encoder(0)
+    table = slices_of(engine_table(job.shape, job.fmt), job.shape, job.fleet.engine_layout(0))
     engine = Memory(job.weights.moved_slices(table), torch.uint8)
     options = {
         "padded_vocab": job.padded,
         "itemsize": 2,
         "round_bytes": 1 << 16,
         "spec": "local",
-        "fp8": job.fmt,
+        "fmt": job.fmt,
     }
     publisher = Publisher(
         plan_transfers(job.shape, job.fleet, **options),
-        quantizer.sender(lambda: parameters),
+        encoder.sender(lambda: parameters),
         engine,
         Transport(),
         job.weights,
@@ -224,10 +235,37 @@ def test_a_sync_in_fp8_is_verified_and_a_wrong_scale_is_noticed():
     assert half < report.bytes_kept < 1.2 * half  # most of it a byte an element
     publisher._is_proven, engine.seal = (
         False,
-        _spoil(engine, next(name for name in engine.memory if SCALE in name)),
+        _spoil(engine, next(name for name in engine.memory if job.fmt.scale in name)),
     )
     with pytest.raises(CheckFailed, match=r"wrong place.*weight_scale_inv"):
         publisher.publish(version=2)
+
+
+def test_elements_that_do_not_fill_bytes_are_refused_by_name():
+    """k_proj has 33 inputs of 4 bits."""
+    weights = WeightFormat({"k_proj.weight": (4, 33), "norm.weight": (33,)}, torch.bfloat16)
+    weights = weights.in_blocks(FORMATS["mxfp4_pack"], {"k_proj.weight": (4, 33)})
+    with pytest.raises(ValueError, match=ODD):
+        weights.moved_shapes()
+    half = replace(whole_tensor("k_proj.weight", (4, 32)), shape=(4, 16), start=(0, 3))
+    with pytest.raises(
+        ValueError, match=r"k_proj.weight: rows of 16 elements from 3 on, of 4 bits"
+    ):
+        weights.moved_slices([half])
+    even = WeightFormat({"k_proj.weight": (4, 34)}, torch.bfloat16)
+    even = even.in_blocks(FORMATS["mxfp4_pack"], {"k_proj.weight": (4, 34)})
+    assert even.moved_shapes() == {"k_proj.weight": (4, 17), "k_proj.weight_scale": (4, 2)}
+
+
+def test_a_plan_refuses_elements_that_do_not_fill_bytes():
+    shape = replace(shape_of(DENSE), intermediate=129)
+    fleet = Fleet(
+        Parallel(), 1, tensor=1, ranks_per_replica=1, replicas=1, ranks_per_node=1, is_split=False
+    )
+    options = {"padded_vocab": 80, "itemsize": 2, "round_bytes": 1 << 16, "spec": "local"}
+    with pytest.raises(ValueError, match=r"down_proj.weight: rows of 129 elements from 0 on, of 4"):
+        plan_transfers(shape, fleet, fmt=FORMATS["mxfp4_pack"], **options)
+    assert plan_transfers(shape, fleet, fmt=FORMATS["fp8_block"], **options).bytes_kept
 
 
 def _spoil(engine, name):
@@ -239,7 +277,7 @@ def _spoil(engine, name):
 
 
 def test_modules_that_stay_as_they_are_are_listed():
-    assert quantization_config(shape_of(EXPERTS), FORMATS["fp8_block"])["modules_to_not_convert"] == [
+    assert format_config(shape_of(EXPERTS), FORMATS["fp8_block"])["modules_to_not_convert"] == [
         "lm_head", "model.embed_tokens", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate", "lm_head",
     ]  # fmt: skip
 
@@ -264,4 +302,4 @@ def test_modules_that_stay_as_they_are_are_listed():
 )
 def test_blocks_that_a_rank_would_cut_are_refused(sizes, tensor, message):
     with pytest.raises(ValueError, match=message):
-        fp8_format(shape_of(sizes), tensor)
+        engine_format("fp8", shape_of(sizes), tensor)

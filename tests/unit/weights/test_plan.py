@@ -22,8 +22,8 @@ from megarl.models.shards import (
     ShardSlice,
     Table,
     in_units,
-    shapes_in_units,
     slices_of,
+    whole_tensor,
 )
 from megarl.weights.plan.plan import (
     Message,
@@ -155,7 +155,10 @@ def slices_of_fleet(
     for rank in range(fleet.first_receiver, fleet.first_receiver + fleet.receivers):
         kept[rank] = slices_of(engine_table(shape), shape, fleet.engine_layout(rank))
     return [
-        [in_units(slices, ElementSizes(ITEMSIZE, fp32_tensors(shape))) for slices in side]
+        [
+            in_units(slices, ElementSizes(8 * ITEMSIZE, dict.fromkeys(fp32_tensors(shape), 32)))
+            for slices in side
+        ]
         for side in (held, kept)
     ]  # type: ignore[return-value]
 
@@ -244,9 +247,9 @@ def unpack(message: Message, flat: np.ndarray, memory: Memory) -> None:
 def check_execution(
     plan: Plan, shape: ModelShape, held: list[list[ShardSlice]], kept: list[list[ShardSlice]]
 ) -> None:
-    numbers = number_elements(
-        shapes_in_units(hf_shapes(shape), ElementSizes(ITEMSIZE, fp32_tensors(shape)))
-    )
+    sizes = ElementSizes(8 * ITEMSIZE, dict.fromkeys(fp32_tensors(shape), 32))
+    tensors = [whole_tensor(name, size) for name, size in hf_shapes(shape).items()]
+    numbers = number_elements({part.name: part.shape for part in in_units(tensors, sizes)})
     landed = execute(plan, [fill(numbers, slices) for slices in held])
     for rank, expected in enumerate(fill(numbers, slices) for slices in kept):
         assert landed[rank].keys() == expected.keys()
@@ -475,7 +478,7 @@ def test_gaps_and_overlaps_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_gaps({}, [[half]]) == ["w (not a tensor of this model)"]
     extra = ShardDim0("model.more.weight", "more", (4, 4))
 
-    def table(shape: ModelShape) -> Table:
+    def table(shape: ModelShape, fmt: None) -> Table:
         return replace(engine_table(shape), head=(*engine_table(shape).head, extra))
 
     monkeypatch.setattr("megarl.weights.plan.plan.engine_table", table)
