@@ -215,6 +215,9 @@ def describe(config: Config, job: Job) -> str:
     if config.stage_spec.needs_engine:
         samples = f" x {config.rollout.samples_per_prompt} samples"
         engine = f"; vLLM: {job.replicas} replicas of {config.rollout.layout}"
+    experts = ""
+    if shape.is_moe:
+        experts = f", {shape.experts} experts"
     where = "on CPU"
     if job.gpus:
         where = f"on {job.gpus} GPUs per node"
@@ -224,7 +227,7 @@ def describe(config: Config, job: Job) -> str:
         resolved_yaml(config).rstrip(),
         "",
         f"model      {shape.family}: {shape.layers} layers of {shape.hidden}, {shape.heads} heads "
-        f"({shape.kv_heads} kv), vocabulary {shape.vocab}, {shape.experts} experts",
+        f"({shape.kv_heads} kv), vocabulary {shape.vocab}{experts}",
         f"processes  {job.world} {where}; Megatron-Core: {job.layout} (data {job.layout.dp.size})"
         f"{engine}",
         f"step       {train.prompts_per_step} prompts{samples} = {job.rows} rows of at most "

@@ -102,9 +102,12 @@ def load_tokenizer(
                 folder, trust_remote_code=trust_remote_code
             )
     except (ImportError, KeyError, OSError, TypeError, ValueError) as error:
+        remedy = "install what it needs, or repair its files"
+        if "trust_remote_code" in str(error):
+            remedy = "set model.trust_remote_code=true"
         raise ValueError(
             f"{folder}: the tokenizer cannot be loaded from {', '.join(files)} ({error!r}); "
-            "install what it needs, or repair its files"
+            f"{remedy}"
         ) from error
     templates = inner.chat_template
     if isinstance(templates, dict) and "default" not in templates:

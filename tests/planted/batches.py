@@ -232,7 +232,13 @@ BATCHES = [
         "rollout/vllm/engine.py",
         "if votes[0] != -votes[1]:",
         "if False:",
-        "dist/test_sync.py::test_turns_aborts_and_what_one_rank_alone_was_told",
+        "unit/rollout/vllm/test_engine.py::test_the_first_rank_decides_what_a_replica_samples",
+    ),
+    (
+        "rollout/vllm/engine.py",
+        "if item not in first:",
+        "if False:",
+        "unit/rollout/vllm/test_engine.py::test_the_first_rank_decides_what_a_replica_samples",
     ),
     (
         "rollout/sampling.py",

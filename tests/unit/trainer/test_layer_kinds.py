@@ -10,14 +10,13 @@ from pathlib import Path
 import alternating
 import pytest
 import torch
-import transformers
 from alternating import WIDE
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "dist"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "weights"))
 from test_plan import QWEN, check_execution, plan_of, slices_of_fleet, split
-from trainer_cases import load_model, oracle_logprobs, random_batch, save_model
+from trainer_cases import MODELS, load_model, oracle_logprobs, random_batch, save_model
 
 from megarl.commands.conversion import run_convert
 from megarl.config.model import check_model
@@ -46,14 +45,10 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What transformers saves, as its own family."""
+    kind, arguments = MODELS["qwen3_moe"]
     with pytest.MonkeyPatch.context() as patched:
-        original = transformers.Qwen3MoeConfig
-        patched.setattr(
-            transformers,
-            "Qwen3MoeConfig",
-            lambda **values: original(**values, decoder_sparse_step=2),
-        )
-        return save_model(f"qwen3_moe@{LAYERS}", tmp_path_factory.mktemp("model"))
+        patched.setitem(MODELS, "in_turn", (kind, arguments | {"decoder_sparse_step": 2}))
+        return save_model(f"in_turn@{LAYERS}", tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -197,7 +192,6 @@ def test_the_trainer_loads_it_and_agrees_with_transformers(saved: Path, folder: 
     with torch.no_grad():
         expected = oracle_logprobs(load_model(saved), batch)
     torch.testing.assert_close(trainer.logprobs(batch), expected, rtol=0, atol=2e-5)
-    routes: list = []
-    trainer.logprobs(batch, routes)
-    assert {len(row.owners) for row in routes} == {2}, "a router in two of four layers"
+    choices = trainer.forward(batch, record=True).choices
+    assert {len(row.owners) for row in choices} == {2}, "a router in two of four layers"
     trainer.close()

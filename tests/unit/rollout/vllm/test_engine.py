@@ -140,3 +140,34 @@ def test_weights_that_change_under_a_request_are_seen(monkeypatch: pytest.Monkey
     receiver.version = 1
     with pytest.raises(CheckFailed, match="from version 0 to 1 while 1 requests are running"):
         engine.poll()
+
+
+def test_the_first_rank_decides_what_a_replica_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What arrived there is taken over; what arrived or was aborted at another rank alone is named."""
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
+    one, other = (Request(Prompt(n, (5, 6), ""), 0, seed=1, temperature=1.0) for n in (1, 2))
+
+    def of_rank_1(requests: list[Request], of_first: list[Request]) -> Engine:
+        receiver = SimpleNamespace(state="ready", version=0, request=None)
+        engine = Engine(Llm(), Rollout(max_tokens=4), (12,), receiver, eager=False)  # type: ignore[arg-type]
+        engine._ranks = "a group of two"
+        first = [(*each.key, each.seed, each.temperature, each.tokens) for each in of_first]
+        monkeypatch.setattr("megarl.rollout.vllm.engine.gather_values", lambda own, _: [first, own])
+        monkeypatch.setattr("torch.distributed.get_rank", lambda _: 1)
+        votes = torch.tensor([5, -3, 1])
+        monkeypatch.setattr("torch.distributed.all_reduce", lambda x, *_: x.copy_(votes))
+        engine.submit(requests)
+        return engine
+
+    engine = of_rank_1([one], [one, other])
+    monkeypatch.setattr(engine, "_step", lambda: [])
+    engine.poll(0.0)
+    assert engine.running() == 2 and [*engine._ids] == [one.key, other.key]
+    with pytest.raises(CheckFailed, match="sample 0 of prompt 2 was submitted to rank 1 of an eng"):
+        of_rank_1([one, other], [one]).poll()
+    engine = of_rank_1([], [])
+    engine._aborted = [one.key]
+    with pytest.raises(
+        CheckFailed, match="sample 0 of prompt 1 was aborted at rank 1 of an engine"
+    ):
+        engine.poll()
