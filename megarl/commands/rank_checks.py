@@ -81,7 +81,7 @@ def _report_choices(rank: Rank, trainer: Trainer, batch: TrainBatch) -> None:
 def parity_batch(rank: Rank, engine: Engine) -> TrainBatch:
     """Returns the samples of a few prompts, as in a run and not scored."""
     exchange = replace(make_exchange(rank, engine), rewards=make_scorer(()))
-    rollouts = replace(make_rollouts(rank, exchange), keep=None)
+    rollouts = replace(make_rollouts(rank, exchange), filter_zero_std=False)
     rollout = rollouts.collect(make_prompts(rank), PARITY_PROMPTS, version=0)
     return collate(rollout.groups, temperature=rank.config.rollout.temperature)
 

@@ -54,7 +54,9 @@ class Worker:
         """
         task = pickle.dumps((function, arguments))
         with self._lock:
-            child, connection = self._process or _start()
+            if self._process is None or self._process[1].poll():  # it has ended since the last call
+                self._process = _start()
+            child, connection = self._process
             self._process = None
             try:
                 connection.send_bytes(task)

@@ -163,6 +163,12 @@ JUDGED = [
     ),
     (
         "jail/workers.py",
+        "self._process is None or self._process[1].poll():",
+        "self._process is None:",
+        "unit/jail/test_workers.py::test_a_process_that_ended_between_calls_costs_none",
+    ),
+    (
+        "jail/workers.py",
         "sys.path[:] = path",
         "pass",
         f"{WORKERS}::test_a_worker_has_the_callers_environment_folder_and_search_path",
