@@ -1,6 +1,7 @@
-"""The command line: parses arguments, dispatches, returns the exit code (processes/exit_codes.py).
+"""The command line: parses arguments, runs a command, returns the exit code.
 
-A command is a file of commands/. Work that needs torch runs in the ranks.
+Each command is a module of commands/; exit codes are listed in processes/exit_codes.py. Work that
+needs torch runs in the ranks.
 """
 
 import argparse
@@ -25,7 +26,7 @@ On several nodes, start the same command with torchrun
 """
 
 
-# each has NAME, HELP, add_arguments(parser) and run(args), which returns the exit code; None: DONE
+# modules with NAME, HELP, add_arguments(parser), and run(args) -> exit code or None (DONE)
 COMMANDS = (train, evaluate, plan, check, report, audit, convert, serve_reward)
 
 
@@ -35,21 +36,21 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; returns its exit code."""
+    """Runs the command in `argv` (default: sys.argv); returns its exit code."""
     clean_logs()
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
     for text in rest:
         if text.startswith("-") or "=" not in text:
             parser.error(f"unknown argument {text}")
-    # overrides may follow options
+    # key=value overrides may follow options
     args.overrides = [*args.overrides, *rest, *(text for text in args.layouts if "=" in text)]
     try:
         return args.run(args) or DONE
     except KeyboardInterrupt:
         return STOPPED
     except BrokenPipeError:  # the reader closed the pipe: `megarl plan ... | head`
-        # nothing is flushed at exit
+        # without stdout, Python flushes nothing at exit
         sys.stdout = None  # pyright: ignore[reportAttributeAccessIssue]
         return DONE
     except Exception as error:
@@ -82,12 +83,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run() -> NoReturn:
-    """Runs the `megarl` command."""
-    # if the shell ignores it (trap '' CHLD), every child seems to end with status 0
+    """Entry point of the `megarl` script: runs the command and exits with its exit code."""
+    # if the shell ignores SIGCHLD (trap '' CHLD), every child would appear to exit with status 0
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     code = main()
     if Env.read().has_launcher:
-        # without the destructors, as in run/rank_process.py
+        # skip destructors, as in run/rank_process.py
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import lcm, prod
 
-AXES = {  # of a Layout -> of Parallel
+AXES = {  # field of Layout -> field of Parallel
     "tp": "tensor",
     "pp": "pipeline",
     "vpp": "virtual_pipeline",
@@ -40,7 +40,7 @@ class Parallel:
 
     @property
     def divisors(self) -> dict[str, int]:
-        """Products of sizes that must divide the world size, by the names of their axes."""
+        """Names of axes -> the product of their sizes, which must divide the world size."""
         return {
             "tensor x pipeline x context": self.dense,
             "expert_tensor x expert x pipeline": self.sparse,
@@ -66,7 +66,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Layout:
-    """Coordinates of one rank. ``edp`` is the data-parallel axis of expert parameters."""
+    """The coordinates of one rank. ``edp`` is the data-parallel axis of expert parameters."""
 
     rank: int
     world: int
@@ -117,8 +117,8 @@ class Layout:
 
 
 def smallest_world(parallel: Parallel, ranks_per_replica: int) -> int:
-    """Returns the smallest number of ranks that every product of axis sizes divides, and an engine
-    replica."""
+    """Returns the smallest world size that is divisible by every product of axis sizes and by the
+    size of an engine replica."""
     return lcm(parallel.dense, parallel.sparse, ranks_per_replica)
 
 
@@ -126,7 +126,7 @@ def smallest_world(parallel: Parallel, ranks_per_replica: int) -> int:
 def stage_layers(num_layers: int, layout: Layout) -> tuple[range, ...]:
     """Returns the global indices of the layers on this pipeline rank, one range per virtual chunk:
     chunk v of rank p is number v * pipeline + p. If the layers do not divide evenly, earlier chunks
-    have one more.
+    have one layer more. Raises ValueError if there are fewer layers than chunks.
     """
     size = layout.pp.size
     virtual = layout.vpp.size
@@ -145,7 +145,7 @@ def stage_layers(num_layers: int, layout: Layout) -> tuple[range, ...]:
 
 @dataclass(frozen=True)
 class Fleet:
-    """Ranks of trainer and engines, numbered node by node. In a split fleet the engines' ranks
+    """The ranks of trainer and engines, numbered node by node. In a split fleet, the engines' ranks
     follow the trainer's."""
 
     parallel: Parallel
@@ -170,7 +170,8 @@ class Fleet:
         return max(self.trainers, self.first_receiver + self.receivers)
 
     def trainer_layout(self, rank: int) -> Layout:
-        """Raises ValueError if the number of trainer ranks does not fit the parallel sizes."""
+        """Returns the layout of trainer rank `rank`. Raises ValueError if the number of trainer
+        ranks does not fit the parallel sizes."""
         return Layout.of(self.parallel, self.trainers, rank)
 
     def engine_layout(self, rank: int) -> Layout:

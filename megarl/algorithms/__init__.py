@@ -1,4 +1,4 @@
-"""The maths: pure functions over flat [T] tensors, independent of any backend."""
+"""The maths of RL: pure functions of flat [T] tensors, independent of any backend."""
 
 from megarl.algorithms.advantages import ADVANTAGES, returns
 from megarl.algorithms.aggregation import AGGREGATIONS, WEIGHTS

@@ -1,5 +1,5 @@
-"""Advantage estimators: one function each, from the rewards of a whole rollout batch to the
-advantage of every token.
+"""Advantage estimators: each function computes the advantage of every token from the rewards of a
+whole rollout batch.
 
     ADVANTAGES[name](
         rewards_T, mask_T, cu_seqlens, group_N, *, values_T, step_ends_T, baseline_N, whiten,
@@ -7,14 +7,14 @@ advantage of every token.
     )
 
 T = positions, N = rows (samples), V = the values that group statistics are computed over: scores or
-step rewards. An outcome reward lies on the row's last True position; a KL penalty in the reward is
-already subtracted. The result [T] is 0 on False positions, in the dtype of `rewards_T` (at least
-fp32). R_i = the score of row i, the sum of its rewards; mean and std are over the rows of its group
-(samples of one prompt).
+step rewards. An outcome reward is at the row's last True position; a KL penalty in the reward has
+already been subtracted. The result [T] is 0 on False positions, in the dtype of `rewards_T` (at
+least fp32). R_i = the score of row i, the sum of its rewards; mean and std are over the rows of its
+group (samples of one prompt).
 
 Options of all estimators: `whiten` normalises the result over all tokens of the batch, with `std`
-("unbiased" or "biased") and `eps`; `singleton` is the advantage of a row alone in its group:
-"zero", "raw" (its score), or "error".
+("unbiased" or "biased") and `eps`; `singleton` is the advantage of a row that is alone in its
+group: "zero", "raw" (its score), or "error".
 
 Rows without a True position, or with a reward, value or baseline that is not finite or is close to
 the dtype's limits, are left out of all statistics; their advantage is 0.
@@ -35,11 +35,11 @@ from megarl.algorithms.whitening import whiten as whiten_tokens
 
 @dataclass(frozen=True)
 class _Batch:
-    """Rows that are left out have no True position."""
+    """Cleaned inputs of an estimator. Rows left out of statistics have no True position."""
 
     rows: Rows
-    groups: Groups  # of the rows
-    rewards_T: Tensor  # clean where the estimator is one of tokens
+    groups: Groups  # which group each row belongs to
+    rewards_T: Tensor  # cleaned only for estimators per token
     scores_N: Tensor  # fp64
 
 
@@ -57,8 +57,8 @@ def grpo(
 ) -> Tensor:
     """GRPO: A_i = (R_i - mean) / (std + eps). DeepSeekMath, arXiv 2402.03300, section 4.1.2.
 
-    `scale`: the std is that of the "group", the "batch" or "none". `leave_one_out`: mean and std of
-    the other rows.
+    `scale`: divide by the std of the "group" or of the "batch", or by "none". `leave_one_out`: use
+    the mean and the group's std of the other rows.
     """
     _check_choice("scale", scale, ("group", "batch", "none"))
     score_N = batch.scores_N
@@ -79,10 +79,9 @@ def grpo(
 
 
 def dr_grpo(batch: _Batch, *, singleton: str = "zero") -> Tensor:
-    """Dr.
+    """Dr. GRPO: A_i = R_i - mean. arXiv 2503.20783.
 
-    GRPO: A_i = R_i - mean. arXiv 2503.20783; its other half is the aggregation by a constant
-    length.
+    The other half of Dr. GRPO is the aggregation by a constant length (aggregation.py).
     """
     return grpo(batch, scale="none", singleton=singleton)
 
@@ -93,8 +92,9 @@ def rloo(batch: _Batch, *, singleton: str = "zero") -> Tensor:
 
 
 def reinforce_pp_baseline(batch: _Batch, *, singleton: str = "raw") -> Tensor:
-    """REINFORCE++-baseline: A_i = R_i - mean, whitened over all tokens of the batch. arXiv
-    2501.03262.
+    """REINFORCE++-baseline: A_i = R_i - mean, whitened over all tokens of the batch.
+
+    arXiv 2501.03262.
     """
     return dr_grpo(batch, singleton=singleton)
 
@@ -110,9 +110,9 @@ def opo(batch: _Batch, *, singleton: str = "zero") -> Tensor:
 
 
 def gpg(batch: _Batch, *, singleton: str = "zero") -> Tensor:
-    """GPG: A_i = (R_i - mean) x rows / rows of groups whose scores differ, arXiv 2504.02546.
+    """GPG: A_i = (R_i - mean) x rows / (rows of groups whose scores differ). arXiv 2504.02546.
 
-    With singleton "raw", the rows of groups of one count as well.
+    With singleton "raw", rows that are alone in their group are in the divisor too.
     """
     learns_N = batch.groups.differ(batch.scores_N)
     if singleton == "raw":
@@ -122,12 +122,15 @@ def gpg(batch: _Batch, *, singleton: str = "zero") -> Tensor:
 
 
 def _divide(centred_V: Tensor, std_V: Tensor, eps: float) -> Tensor:
-    """centred / (std + eps); `centred_V` itself where there is no spread to divide by."""
+    """Returns centred / (std + eps), or `centred_V` itself where std is 0."""
     return torch.where(std_V > 0, centred_V / (std_V + eps), centred_V)
 
 
 def _with_singletons(advantage_V: Tensor, raw_V: Tensor, groups: Groups, singleton: str) -> Tensor:
-    """`advantage_V`, except in groups of one: 0, `raw_V` or an error."""
+    """Returns `advantage_V`, with 0 or `raw_V` in groups of one.
+
+    Raises ValueError for groups of one if `singleton` is "error".
+    """
     _check_choice("singleton", singleton, ("zero", "raw", "error"))
     is_single_V = groups.size_V == 1
     if singleton == "error" and is_single_V.any():
@@ -142,12 +145,12 @@ def _with_singletons(advantage_V: Tensor, raw_V: Tensor, groups: Groups, singlet
 
 
 def reinforce(batch: _Batch, *, gamma: float = 1.0, total: bool = False) -> Tensor:
-    """REINFORCE: A_t = sum over tokens t' from t on of gamma^(t' - t) r_t', in trained tokens.
+    """REINFORCE: A_t = sum of gamma^(t' - t) r_t' over t' >= t, where t counts trained tokens.
 
     Williams 1992.
 
-    `total`: every token has the sum from the first one: Psi_t of GAE (arXiv 1506.02438), equation
-    1, number 1.
+    `total`: every token gets the sum from the row's first token on, number 1 of the choices for
+    Psi_t in GAE (arXiv 1506.02438), equation 1.
     """
     return_T = batch.rows.sum_to_end(batch.rewards_T, decay=gamma)
     return batch.rows.spread(batch.rows.first(return_T)) if total else return_T
@@ -159,15 +162,17 @@ def reinforce_pp(batch: _Batch, *, gamma: float = 1.0) -> Tensor:
 
 
 def remax(batch: _Batch, baseline_N: Tensor, *, gamma: float = 1.0) -> Tensor:
-    """ReMax: the reward-to-go minus the reward of the prompt's greedy response. arXiv
-    2310.10505.
+    """ReMax: the reward-to-go minus the reward of the prompt's greedy response.
+
+    arXiv 2310.10505.
     """
     return reinforce(batch, gamma=gamma) - batch.rows.spread(baseline_N.double())
 
 
 def gae(batch: _Batch, values_T: Tensor, *, gamma: float = 1.0, lam: float = 1.0) -> Tensor:
-    """GAE: A_t = delta_t + gamma lam A_(t+1), delta_t = r_t + gamma V_(t+1) - V_t; V is 0 after the
-    last token. Schulman et al. 2015, arXiv 1506.02438.
+    """GAE: A_t = delta_t + gamma lam A_(t+1), with delta_t = r_t + gamma V_(t+1) - V_t.
+
+    V is 0 after the last token. Schulman et al. 2015, arXiv 1506.02438.
     """
     delta_T = batch.rewards_T + gamma * batch.rows.next(values_T) - values_T
     return batch.rows.sum_to_end(delta_T, decay=gamma * lam)
@@ -181,9 +186,10 @@ def grpo_process(
     eps: float = 1e-6,
     singleton: str = "zero",
 ) -> Tensor:
-    """GRPO with process supervision: step rewards are standardised over all steps of the group, and
-    a token's advantage is the sum over the steps that end at it or later. DeepSeekMath, arXiv
-    2402.03300, section 4.1.3.
+    """GRPO with process supervision: a token's advantage is a sum of step rewards.
+
+    The sum is over the row's steps that end at the token or later. Step rewards are standardised
+    over all steps of the group. DeepSeekMath, arXiv 2402.03300, section 4.1.3.
     """
     reward_V = batch.rewards_T[step_ends_T].double()
     groups = Groups.of(
@@ -197,7 +203,7 @@ def grpo_process(
 
 
 def returns(advantages_T: Tensor, values_T: Tensor) -> Tensor:
-    """The critic's targets: advantages before whitening, plus the values they were
+    """Returns the critic's targets: advantages before whitening, plus the values that they were
     computed from.
     """
     return advantages_T + values_T
@@ -219,7 +225,7 @@ PER_TOKEN: dict[str, Callable[..., Tensor]] = {
     "remax": remax,
     "gae": gae,
 }
-# every estimator accepts these, where they change nothing
+# every estimator accepts these options at these values, which change nothing
 _NEUTRAL = {"gamma": 1.0, "lam": 1.0, "singleton": "zero"}
 WHITENED = ("reinforce_pp", "reinforce_pp_baseline", "gae")  # unless `whiten` is False
 
@@ -244,7 +250,7 @@ def _advantages(
     options = {
         key: x for key, x in options.items() if key in spec.kwonlyargs or _NEUTRAL.get(key) != x
     }
-    if "std" in spec.kwonlyargs:  # the estimator's own scaling, or else that of `whiten`
+    if "std" in spec.kwonlyargs:  # for the estimator's own scaling; otherwise for `whiten`
         options["std"] = std
         if eps is not None:
             options["eps"] = eps
@@ -253,7 +259,7 @@ def _advantages(
 
     given = {"values_T": values_T, "step_ends_T": step_ends_T, "baseline_N": baseline_N}
     inputs = {}
-    for key in spec.args[1:]:  # without the batch
+    for key in spec.args[1:]:  # all but the batch
         x = given[key]
         if x is None:
             raise ValueError(f"advantage={estimator.__name__} needs {key} [{key[-1]}]; pass it")
@@ -262,13 +268,13 @@ def _advantages(
     dtype = at_least_fp32(rewards_T.dtype)
     per_row = estimator in PER_ROW.values()
     limit = torch.finfo(dtype).max / 8
-    if not per_row:  # estimators of tokens read sums of parts of a row
+    if not per_row:  # estimators per token read partial sums of a row, so rewards are cleaned too
         inputs["rewards_T"] = rewards_T
     rows = Rows.of(mask_T.to(rewards_T.device), cu_seqlens)
     batch, inputs = _clean_batch(rewards_T, rows, group_N, inputs, limit)
     advantages = estimator(batch, **inputs, **options).clamp(-limit, limit)
     if whiten:
-        # a row's counts once for each of its tokens
+        # a row's advantage counts once for each of its tokens
         count = batch.rows.num_tokens_N if per_row else batch.rows.mask_T
         eps = 1e-8 if eps is None else eps
         advantages = whiten_tokens(advantages, count, biased=std == "biased", eps=eps)
@@ -279,9 +285,9 @@ def _advantages(
 def _clean_batch(
     rewards_T: Tensor, rows: Rows, group_N: Tensor, inputs: dict[str, Tensor], limit: float
 ) -> tuple[_Batch, dict[str, Tensor]]:
-    """The batch and its inputs, cleaned.
+    """Returns the estimator's batch and other inputs, cleaned.
 
-    Rows that hold a NaN, or whose sums could exceed `limit`, are left out.
+    Rows that have a NaN, or whose sums could exceed `limit`, are left out.
     """
     scores_N = rows.sum(rewards_T.detach(), dtype=torch.float64)
     takes_part_N = (rows.num_tokens_N > 0) & (scores_N.abs() <= limit)

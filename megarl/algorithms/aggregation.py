@@ -1,10 +1,10 @@
-"""Reduces per-token losses to one number by a weight for each token, computed once from the whole
-batch.
+"""Reduces per-token losses to one number, with a weight for each token that is computed once from
+the whole batch.
 
 A micro-batch's loss is `(loss_T * weights_T).sum()` with its part of the weights, so nothing is
 divided twice and the sum does not depend on how the rows are split. Rows without a True position
-have no effect. T = positions, N = rows. Each rule returns the inverse of the weight of a token of
-each row: [N], or one for all.
+have no effect. T = positions, N = rows. Each rule returns the inverse weight of the tokens of each
+row: [N], or one number for all rows.
 """
 
 from collections.abc import Callable
@@ -59,7 +59,7 @@ def _weights(
     *,
     constant: float | None = None,
 ) -> Tensor:
-    """[T] fp64: the weight of each token's loss in the batch's loss; 0 on False positions."""
+    """Returns [T] fp64: each token's weight in the batch's loss; 0 on False positions."""
     rows = Rows.of(mask_T, cu_seqlens)
     ones_N = torch.ones_like(rows.num_tokens_N, dtype=torch.float64)
     return rows.spread(ones_N / rule(rows, group_N, constant))
@@ -68,7 +68,7 @@ def _weights(
 def _aggregate(
     rule: _Rule, loss_T: Tensor, mask_T: Tensor, *rows: Tensor, **options: Any
 ) -> Tensor:
-    """[]: the batch's loss. What follows `loss_T` is as in `_weights`."""
+    """Returns [], the batch's loss. The arguments after `loss_T` are those of `_weights`."""
     loss_T = clean(loss_T, mask_T.bool())
     return (loss_T * _weights(rule, mask_T, *rows, **options).to(loss_T.dtype)).sum()
 

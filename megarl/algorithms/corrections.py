@@ -1,5 +1,5 @@
-"""Weights that correct for the mismatch between the log-probs of the engine, which sampled, and the
-trainer's.
+"""Per-token weights that correct for the mismatch between the engine's log-probs, under which
+tokens were sampled, and the trainer's.
 
     CORRECTIONS[name](
         old_logprobs_T, rollout_logprobs_T, mask_T, cu_seqlens, *, logprobs_T, advantages_T,
@@ -7,8 +7,8 @@ trainer's.
     )
 
 The result [T] is detached and multiplies the per-token policy loss: 1 leaves a token unchanged, 0
-drops it. Denominators stay those of the whole mask. A rollout log-prob that is not finite counts as
-equal to the trainer's. T = positions, N = rows. l = log-prob under the policy being trained, o =
+drops it. Divisors still count the whole mask. A rollout log-prob that is not finite counts as equal
+to the trainer's. T = positions, N = rows. l = log-prob under the policy being trained, o =
 under the trainer's policy before the update, b = under the engine's policy; w = e^(o - b).
 """
 
@@ -25,7 +25,7 @@ from megarl.algorithms.rows import Rows, clean
 
 @dataclass(frozen=True)
 class _Gap:
-    """Inputs of every correction; those before `logprobs_T` are clean."""
+    """Inputs of every correction; the fields before `logprobs_T` are clean."""
 
     mask_T: Tensor
     cu_seqlens: Tensor
@@ -59,12 +59,12 @@ def _weights(
 
 
 def none(gap: _Gap) -> Tensor:
-    """1: no correction."""
+    """Returns 1 for every token: no correction."""
     return torch.ones_like(gap.log_ratio_T)
 
 
 def tis(gap: _Gap, *, cap: float = 2.0, floor: float = 0.0) -> Tensor:
-    """Truncated importance sampling: min(w, cap), and at least `floor`.
+    """Truncated importance sampling: w, at most `cap` and at least `floor`.
 
     Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
     """
@@ -72,27 +72,28 @@ def tis(gap: _Gap, *, cap: float = 2.0, floor: float = 0.0) -> Tensor:
 
 
 def seq_tis(gap: _Gap, *, cap: float = 2.0, floor: float = 0.0) -> Tensor:
-    """The product of w over the row, at most `cap` and at least `floor`."""
+    """Truncated importance sampling of rows: w multiplied over the row, from `floor` to `cap`."""
     return gap.rows.spread(likelihood_ratio(gap.rows.sum(gap.log_ratio_T)).clamp(floor, cap))
 
 
 def icepop(gap: _Gap, *, low: float = 0.5, high: float = 5.0) -> Tensor:
-    """IcePop: w where it lies in [low, high], else 0. Ring-1T, arXiv 2510.18855."""
+    """IcePop: w where it is in [low, high], otherwise 0. Ring-1T, arXiv 2510.18855."""
     weight_T = likelihood_ratio(gap.log_ratio_T)
     return torch.where((weight_T >= low) & (weight_T <= high), weight_T, 0)
 
 
 def seq_mask(gap: _Gap, *, low: float = 0.999, high: float = 1.001) -> Tensor:
-    """1 for rows whose geometric mean of w lies in [low, high], else 0."""
+    """Sequence mask: 1 in rows whose geometric mean of w is in [low, high], otherwise 0."""
     mean_N = gap.rows.mean(gap.log_ratio_T).exp()
     return gap.rows.spread(((mean_N >= low) & (mean_N <= high)).to(gap.log_ratio_T.dtype))
 
 
 def opsm(gap: _Gap, *, delta: float = 1e-4) -> Tensor:
-    """Off-policy sequence masking: 0 for tokens of negative advantage in rows whose mean of b - l
-    exceeds `delta`, else 1. DeepSeek-V3.2, arXiv 2512.02556.
+    """Off-policy sequence masking: 0 for tokens with a negative advantage in off-policy rows.
 
-    It is a mask, no importance weight, and also sees staleness and the engine's mismatch.
+    A row is off-policy if its mean of b - l exceeds `delta`; all other tokens get 1. This is a
+    mask, not an importance weight. b - l includes both staleness and the engine's mismatch.
+    DeepSeek-V3.2, arXiv 2512.02556.
     """
     if gap.logprobs_T is None or gap.advantages_T is None:
         raise ValueError("correction=opsm needs logprobs_T and advantages_T")

@@ -1,8 +1,8 @@
 """A critic's loss, targets at a cut, and metrics; GAE itself is in advantages.py, the clipped loss
 in losses.py.
 
-T = tokens of the batch, M = tokens of one micro-batch, N = rows. A value V_t is of the state before
-the label of t.
+T = tokens of the batch, M = tokens of one micro-batch, N = rows. V_t is the value of the state
+before the label at t.
 """
 
 import torch
@@ -15,13 +15,14 @@ from megarl.types import FINISH, MicrobatchRows, ScoredBatch, TokenLosses, Token
 
 
 def value_after_cut(batch: TrainBatch, values_T: Tensor) -> Tensor:
-    """[T]: at the last trained position of each row cut by length the value at the row's last
-    position, that is, of the state after the cut; 0 elsewhere. Added to the reward, times gamma, it
-    is GAE's V after the last token.
+    """Returns [T]: the value after the cut, at the last trained position of rows cut by length.
+
+    This is the value at the row's last position; other positions get 0. Times gamma and added to
+    the reward, it acts as GAE's V after the last token.
     """
     after_T = torch.zeros_like(values_T)
     is_cut_N = (batch.finish == FINISH.index("length")) & (batch.lengths_N > 1)
-    # not trained; the position before it is, with the token of the cut
+    # the last position is not trained; the one before it is, with the last token as label
     end_N = batch.cu_seqlens[1:][is_cut_N] - 1
     after_T[end_N - 1] = values_T[end_N]
     return clean(after_T, batch.mask)
@@ -30,8 +31,8 @@ def value_after_cut(batch: TrainBatch, values_T: Tensor) -> Tensor:
 def value_losses(
     batch: ScoredBatch, clip: float | None, outputs: TokenOutputs, rows: MicrobatchRows
 ) -> TokenLosses:
-    """A types.Loss, once its first two arguments are bound: the clipped squared error to the
-    returns, token-mean.
+    """Computes each token's clipped squared error to the returns; a types.Loss, once its first two
+    arguments are bound.
     """
     assert (
         outputs.values_T is not None and batch.old_values is not None and batch.returns is not None
@@ -46,9 +47,10 @@ def value_losses(
 
 
 def value_metrics(batch: ScoredBatch) -> dict[str, float]:
-    """Means over the trained tokens of the values before the update and of their targets, and the
-    explained variance 1 - Var(R - V) / Var(R): 1 where the critic is exact, 0 for a constant. None
-    where all targets are equal.
+    """Returns the means of old values V and of their targets R, and the explained variance.
+
+    All are over trained tokens. The explained variance is 1 - Var(R - V) / Var(R): 1 for an exact
+    critic, 0 for a constant one; it is left out if all targets are equal.
     """
     assert batch.old_values is not None and batch.returns is not None
     values, targets = (whiten_stats(x_T, batch.mask) for x_T in (batch.old_values, batch.returns))

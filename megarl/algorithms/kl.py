@@ -4,13 +4,13 @@ Estimators of KL(policy || reference) from sampled tokens, with delta = log pi -
 
 | name | value              | gradient to log pi | expected gradient            |
 | k1   | delta              | 1                  | 0: useless as a loss         |
-| k2   | delta^2 / 2        | delta              | that of KL(policy || ref)    |
-| k3   | e^-delta - 1 + delta | 1 - e^-delta     | that of KL(ref || policy)    |
-| k3+  | that of k3         | delta              | that of KL(policy || ref)    |
+| k2   | delta^2 / 2        | delta              | of KL(policy || ref)         |
+| k3   | e^-delta - 1 + delta | 1 - e^-delta     | of KL(ref || policy)         |
+| k3+  | same as k3         | delta              | of KL(policy || ref)         |
 
 Schulman, "Approximating KL Divergence", 2020. T = positions. There is no mask: the caller cleans
-both inputs. Without sampling: `teacher_divergence`, over K tokens of each position and one outcome
-R for all others.
+both inputs. `teacher_divergence` needs no sampling: it sums over R = K + 1 outcomes of each
+position, which are K tokens and one outcome for all other tokens.
 """
 
 import math
@@ -23,12 +23,12 @@ from torch import Tensor
 from megarl.algorithms.rows import at_least_fp32, clean
 
 LOG_RATIO_LIMIT = 20.0  # e^20 still fits fp32 with room for sums
-REST_FLOOR = 1e-6  # of the probability of all other tokens: fp32 does not know 1 - sum any better
-LOG_ZERO = -1e4  # its exponential is 0, and differences of it are finite
+REST_FLOOR = 1e-6  # lower bound of the probability of all other tokens: fp32 rounds 1 - sum
+LOG_ZERO = -1e4  # in place of log 0: its exponential is 0, and its differences are finite
 
 
 def likelihood_ratio(log_ratio: Tensor) -> Tensor:
-    """e^log_ratio; beyond the limit its value is that at the limit, without gradient."""
+    """Returns e^log_ratio, clamped to e^+-LOG_RATIO_LIMIT; clamped elements have no gradient."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
@@ -39,8 +39,9 @@ def _estimate(
     *,
     value_clamp: float | None = None,
 ) -> Tensor:
-    """`value` of delta, clamped to +-`value_clamp`: the gradient is 0 just where the policy is
-    furthest from ref.
+    """Returns `value` of delta, clamped to +-`value_clamp`.
+
+    The clamp removes the gradient exactly where the policy is furthest from the reference.
     """
     dtype = at_least_fp32(logprobs_T.dtype)
     value_T = value(logprobs_T.to(dtype) - ref_logprobs_T.to(dtype))
@@ -50,7 +51,7 @@ def _estimate(
 def _k3_plus(
     logprobs_T: Tensor, ref_logprobs_T: Tensor, *, value_clamp: float | None = None
 ) -> Tensor:
-    """The clamp bounds its value but not its gradient."""
+    """Returns k3's value with k2's gradient; the clamp bounds the value but not the gradient."""
     value_T = KL["k3"](logprobs_T, ref_logprobs_T, value_clamp=value_clamp)
     k2_T = KL["k2"](logprobs_T, ref_logprobs_T)
     return value_T.detach() + (k2_T - k2_T.detach())
@@ -69,12 +70,11 @@ KL: dict[str, Callable[..., Tensor]] = {
 
 
 def adapt(coef: float, kl: float, *, target: float, horizon: float, num_samples: int) -> float:
-    """The KL coefficient after a batch of `num_samples` rows with mean KL `kl`, in the unit of
-    `target`.
+    """Returns the KL coefficient after a batch of `num_samples` rows with mean KL `kl`.
 
-    It grows if `kl` > `target` and shrinks if `kl` is less, by at most a fifth over `horizon` rows.
-    A `kl` that is not finite leaves it unchanged. Ziegler et al. 2019, arXiv 1909.08593, section
-    2.2.
+    It grows if `kl` > `target` and shrinks if `kl` < `target`, by at most a fifth over `horizon`
+    rows. `kl` and `target` have the same unit. A `kl` that is not finite leaves it unchanged.
+    Ziegler et al. 2019, arXiv 1909.08593, section 2.2.
     """
     if not math.isfinite(kl):
         return coef
@@ -84,13 +84,13 @@ def adapt(coef: float, kl: float, *, target: float, horizon: float, num_samples:
 def teacher_divergence(
     student_TK: Tensor, teacher_TK: Tensor, mask_T: Tensor, *, beta: float = 1.0
 ) -> Tensor:
-    """[T] in nats, 0 where `mask_T` is False: how far the student's next-token distribution is from
-    the teacher's.
+    """Returns [T] in nats: the divergence of the student's next-token distribution from the
+    teacher's; 0 where `mask_T` is False.
 
-    Both are log-probs, under the whole vocabulary, of the same K distinct tokens; where the
-    teacher's is -inf there is no token. All others are one more outcome, or the student could lower
-    its loss by moving probability to them. Merging outcomes never increases a divergence, so this
-    is a lower bound, exact where K is the vocabulary.
+    Both inputs are log-probs, under the whole vocabulary, of the same K distinct tokens; -inf of
+    the teacher marks padding. All other tokens are one more outcome; without it, the student could
+    lower its loss by moving probability to them. Merging outcomes never increases a divergence, so
+    this is a lower bound, and exact if K is the vocabulary size.
 
     beta = 1: KL(student || teacher), 0: KL(teacher || student), between: the generalised
     Jensen-Shannon divergence of GKD (arXiv 2306.13649, section 2), beta KL(teacher || mix) + (1 -
@@ -107,7 +107,7 @@ def teacher_divergence(
 
 
 def _with_rest(logprobs_TK: Tensor, is_token_TK: Tensor) -> Tensor:
-    """[T, K + 1]: the log-prob of all other tokens comes last."""
+    """Returns [T, K + 1]: the log-probs of the tokens, then that of all other tokens together."""
     logprobs_TK = logprobs_TK.to(at_least_fp32(logprobs_TK.dtype)).where(is_token_TK, LOG_ZERO)
     rest_T1 = (1 - logprobs_TK.exp().sum(1, keepdim=True)).clamp(min=REST_FLOOR)
     return torch.cat([logprobs_TK, rest_T1.log()], 1)

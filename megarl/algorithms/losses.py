@@ -65,12 +65,12 @@ def ppo_clip(
     dual_clip: float | None = 10.0,
     ratio: str = "token",
 ) -> LossAndClip:
-    """PPO-clip: max(-A ratio, -A clip(ratio, 1 - low, 1 + high)), and at most -A dual_clip where A
-    < 0.
+    """PPO-clip: max(-A ratio, -A clip(ratio, 1 - low, 1 + high)).
 
-    Schulman et al. 2017, arXiv 1707.06347; clip-higher: DAPO, arXiv 2503.14476; dual clip: Ye et
-    al. 2020, arXiv 1912.09729. `ratio` "sequence": each token's ratio is that of its row, pi(row) /
-    pi_old(row), as in RLOO, arXiv 2402.14740.
+    Where A < 0, the loss is at most -A dual_clip. Schulman et al. 2017, arXiv 1707.06347;
+    clip-higher: DAPO, arXiv 2503.14476; dual clip: Ye et al. 2020, arXiv 1912.09729. With `ratio`
+    "sequence", each token's ratio is that of its row, pi(row) / pi_old(row), as in RLOO, arXiv
+    2402.14740.
     """
     if ratio not in ("token", "sequence"):
         raise ValueError(f"ratio={ratio!r} is not one of token, sequence")
@@ -102,26 +102,26 @@ def _clip(
 def _beyond_bound(
     ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: float
 ) -> Tensor:
-    """[T] bool: the ratio is beyond the bound that its advantage pushes it towards."""
+    """Returns [T] bool: True where the ratio is beyond the bound that A pushes it towards."""
     return torch.where(
         advantages_T > 0, ratio_T > 1 + clip_high, (advantages_T < 0) & (ratio_T < 1 - clip_low)
     )
 
 
 def gspo(tokens: _Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossAndClip:
-    """GSPO: PPO-clip of the row's ratio s = e^(mean of l - o), with one advantage per row. arXiv
-    2507.18071.
+    """GSPO: PPO-clip of the row's ratio s = e^(mean of l - o), with one advantage per row.
 
-    In token form, sg[s] e^(l - sg[l]) (section 4.3): with equal advantages its value and gradient
-    are those of s, and a weight on one token weighs that token only.
+    arXiv 2507.18071. The token form sg[s] e^(l - sg[l]) of section 4.3 is used: with equal
+    advantages, its value and gradient are those of s, and a weight on one token affects only that
+    token.
     """
     rows = tokens.rows
     advantages_T = tokens.advantages_T
     uneven_T = (
         advantages_T - rows.spread(rows.mean(advantages_T))
     ).abs() > 1e-4 * advantages_T.abs().clamp(min=1)
-    # a GPU's answer would hold up every micro-batch; validate refuses the configs whose advantages
-    # can differ
+    # On a GPU, the check would synchronise in every micro-batch. Validation of the config refuses
+    # advantages that can differ within a row.
     if not uneven_T.is_cuda and bool((uneven_T & tokens.mask_T).any()):
         raise ValueError(
             "loss=gspo needs one advantage per row, but these differ within a row; use grpo or rloo"
@@ -146,16 +146,18 @@ def cispo(tokens: _Tokens, *, clip_low: float = 1.0, clip_high: float = 4.0) -> 
 
 
 def sapo(tokens: _Tokens, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Tensor:
-    """SAPO: -A (4 / tau) sigmoid(tau (ratio - 1)), a soft gate; tau depends on the sign of A. arXiv
-    2511.20347.
+    """SAPO: -A (4 / tau) sigmoid(tau (ratio - 1)), a soft gate; tau depends on the sign of A.
+
+    arXiv 2511.20347.
     """
     tau_T = torch.where(tokens.advantages_T > 0, tau_pos, tau_neg)
     return -tokens.advantages_T * torch.sigmoid(tau_T * (tokens.ratio_T - 1)) * 4 / tau_T
 
 
 def gmpo(tokens: _Tokens, *, clip_low: float = 0.4, clip_high: float = 0.4) -> LossAndClip:
-    """GMPO: -A e^(mean of l - o), each l - o clipped to [-low, high] on the side that A pushes it
-    towards. arXiv 2507.20673.
+    """GMPO: -A e^(mean of l - o), with each l - o clipped on the side that A pushes it towards.
+
+    The bounds are [-low, high]. arXiv 2507.20673.
     """
     rows = tokens.rows
     log_ratio_T = tokens.log_ratio_T
@@ -174,20 +176,21 @@ def clip_cov(
     clip_high: float = 0.2,
     select_T: Tensor | None = None,
 ) -> LossAndClip:
-    """Clip-Cov: PPO-clip without the tokens that SELECT["clip_cov"] chose. arXiv 2505.22617."""
+    """Clip-Cov: PPO-clip, but 0 for tokens that SELECT["clip_cov"] chose. arXiv 2505.22617."""
     loss_T, clipped_T = _clip(tokens.ratio_T, tokens.advantages_T, clip_low, clip_high)
     return loss_T if select_T is None else loss_T.masked_fill(select_T, 0), clipped_T
 
 
 def kl_cov(tokens: _Tokens, *, kl_coef: float = 0.1, select_T: Tensor | None = None) -> Tensor:
-    """KL-Cov: -A ratio, plus coef |l - o| on the tokens that SELECT["kl_cov"] chose. arXiv
-    2505.22617.
+    """KL-Cov: -A ratio, plus coef |l - o| on the tokens that SELECT["kl_cov"] chose.
+
+    arXiv 2505.22617.
     """
     loss_T = -tokens.advantages_T * tokens.ratio_T
     if select_T is None:
         return loss_T
     gap_T = tokens.log_ratio_T
-    # before the first update the gap is only rounding, whose sign would become the gradient
+    # before the first update the gap is only rounding; its sign would become the gradient
     gap_T = torch.where(gap_T.abs() < ROUNDING, gap_T.detach(), gap_T)
     return loss_T + clean(kl_coef * gap_T.abs(), select_T)
 
@@ -216,7 +219,7 @@ def _loss(rule: _Rule, *inputs: Tensor, **options: Any) -> Tensor:
     return _loss_and_clip(rule, *inputs, **options)[0]
 
 
-# The config reads this table (megarl/config/estimators.py): a loss is its function above and its
+# The config reads this table (megarl/config/estimators.py). A new loss needs a function above and a
 # line here.
 RULES: dict[str, _Rule] = {
     "ppo_clip": ppo_clip,
@@ -231,7 +234,7 @@ RULES: dict[str, _Rule] = {
     "sft": sft,
 }
 LOSSES = {name: partial(_loss, rule) for name, rule in RULES.items()}
-# with the tokens that it clips; none for a loss without a clip
+# functions that also return the clipped tokens, [T] bool; none for a loss without a clip
 LOSS_AND_CLIP = {name: partial(_loss_and_clip, rule) for name, rule in RULES.items()}
 
 
@@ -243,8 +246,9 @@ def clipped_value_loss(
     *,
     clip: float | None = 0.2,
 ) -> Tensor:
-    """max((V - R)^2, (V_old + clip(V - V_old) - R)^2) / 2 for each token; without `clip`, (V - R)^2
-    / 2.
+    """Returns [T]: max((V - R)^2, (V_old + clip(V - V_old) - R)^2) / 2.
+
+    If `clip` is None, it is (V - R)^2 / 2.
     """
     mask_T = mask_T.bool()
     values_T, old_T, returns_T = (
@@ -264,8 +268,8 @@ def clipped_value_loss(
 VALUE_LOSSES = {"clipped": clipped_value_loss}
 
 
-# --- selection, once per update: the tokens whose advantage and log-prob covary most lower entropy;
-# C = candidates ---
+# Selection, once per update: entropy falls because of the tokens whose advantage and log-prob
+# covary most. C = candidates.
 
 
 def select_clip_cov(
@@ -281,9 +285,9 @@ def select_clip_cov(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> Tensor:
-    """Selects at most `share` of the tokens, at least one.
+    """Returns [T] bool: a random choice of at most `share` of the tokens, or one if that is none.
 
-    They are drawn from those not clipped with covariance in (low, high).
+    The candidates are tokens that are not clipped and whose covariance is in (low, high).
     """
     mask_T = mask_T.bool()
     log_ratio_T = clean((logprobs_T - old_logprobs_T).detach(), mask_T)
@@ -305,7 +309,7 @@ def select_kl_cov(
     generator: torch.Generator | None = None,
     share: float = 2e-4,
 ) -> Tensor:
-    """The `share` of tokens with the largest covariance, at least one."""
+    """Returns [T] bool: the `share` of tokens with the largest covariance, at least one."""
     mask_T = mask_T.bool()
     num_tokens = int(mask_T.sum())
     num_chosen = min(max(int(share * num_tokens), 1), num_tokens)
@@ -314,7 +318,7 @@ def select_kl_cov(
 
 
 def _covariance(logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor) -> Tensor:
-    """(A - mean A)(l - mean l) over the True positions; -inf elsewhere."""
+    """Returns [T] fp64: (A - mean A)(l - mean l) on True positions, -inf elsewhere."""
     logprobs_T, advantages_T = (
         clean(x_T.detach(), mask_T).double() for x_T in (logprobs_T, advantages_T)
     )

@@ -46,9 +46,9 @@ class Objective:
     """The `algorithm` section of a config, as functions."""
 
     algorithm: Algorithm
-    max_tokens: int | None = None  # of a response: the divisor of Dr. GRPO's aggregation
-    value_lam: float | None = None  # lambda of the critic's targets; None: that of the advantage
-    # of responses cut by length: the value after the cut is part of their reward
+    max_tokens: int | None = None  # response budget, the divisor of Dr. GRPO's aggregation
+    value_lam: float | None = None  # GAE's lambda of the critic's targets; None: the advantages'
+    # add the value after the cut to the reward of responses that were cut by length
     bootstrap_truncated: bool = False
     couples_rows = False  # True: the rows of a prompt must share a micro-batch
 
@@ -62,10 +62,10 @@ class Objective:
     def advantages(
         self, batch: TrainBatch, scores: TokenScores, state: ObjectiveState
     ) -> tuple[ScoredBatch, ObjectiveState]:
-        """Clip and normalise outcome rewards, subtract a KL penalty if it is part of the reward,
-        estimate advantages.
+        """Estimates advantages from clipped and normalised outcome rewards.
 
-        Returns the state for the next batch; this batch uses the coefficient of `state`.
+        A KL penalty that is part of the reward is subtracted first. Returns the scored batch, which
+        uses the KL coefficient of `state`, and the state for the next batch.
         """
         algorithm = self.algorithm
         kl = algorithm.kl
@@ -113,7 +113,9 @@ class Objective:
     def after_updates(
         self, batch: ScoredBatch, report: StepReport, state: ObjectiveState
     ) -> ObjectiveState:
-        """Adapts the coefficient of a KL term against the old policy to KL(old || policy) in the
+        """Returns the state for the next batch.
+
+        It adapts the coefficient of a KL term against the old policy to KL(old || policy) in the
         last update.
         """
         kl = self.algorithm.kl
@@ -130,7 +132,7 @@ class Objective:
         return self.selects_tokens or (self.algorithm.needs_reference and is_kl_read)
 
     def weights(self, batch: ScoredBatch, plan: MicrobatchPlan) -> Tensor:
-        """[T] fp64: each token's share of the loss of its update."""
+        """Returns [T] fp64: each token's share of the loss of its update."""
         return loss_weights(
             batch, plan, self.algorithm.aggregation, group=batch.group, constant=self.max_tokens
         )
@@ -142,11 +144,10 @@ class Objective:
     def select(
         self, batch: ScoredBatch, logprobs_T: Tensor, plan: MicrobatchPlan, *, seed: int
     ) -> Tensor:
-        """Returns [T] bool: the tokens of this update that clip_cov and kl_cov select; the same on
-        every rank.
+        """Returns [T] bool: the tokens of this update that clip_cov or kl_cov selects.
 
-        `logprobs_T` are from the policy right before this update, `batch.old_logprobs` from before
-        the first one.
+        The result is the same on every rank. `logprobs_T` are from the policy right before this
+        update, `batch.old_logprobs` from before the first update.
         """
         algorithm = self.algorithm
         assert batch.old_logprobs is not None
@@ -161,8 +162,8 @@ class Objective:
         )
 
     def loss(self, batch: ScoredBatch, select_T: Tensor | None = None) -> Loss:
-        """Policy loss x correction weight, plus coefficient x KL, minus coefficient x entropy, for
-        each token.
+        """Returns the loss: for each token, policy loss x correction weight, plus coefficient x KL,
+        minus coefficient x entropy.
 
         With a teacher, coefficient x (log pi_old - log pi_teacher), the gradient of KL(policy ||
         teacher) on sampled prefixes, is subtracted from each token's advantage (on-policy
@@ -184,8 +185,8 @@ class Objective:
         new_M = clean(outputs.logprobs_T, mask_M)
         rollout_M = rows.select(batch.rollout_logprobs)
         advantages_M = rows.select(batch.advantages)
-        # without a forward pass before the update, its own log-probs are the old ones: the ratio is
-        # 1
+        # Without a forward pass before the update, the update's own log-probs are the old ones, and
+        # the ratio is 1.
         trainer_M = (
             new_M.detach()
             if batch.old_logprobs is None
@@ -260,10 +261,10 @@ class Objective:
         }
 
     def metrics(self, batch: ScoredBatch, means: Mapping[str, float]) -> dict[str, float]:
-        """Returns the metrics of an update, from the means that `loss` measures.
+        """Returns the metrics of an update, from the means of the sums that `loss` reports.
 
-        correction/ess is the effective sample size of uncorrected importance weights, over n: (sum
-        w)^2 / (n sum w^2).
+        correction/ess is the effective sample size of uncorrected importance weights, divided by n:
+        (sum w)^2 / (n sum w^2).
         """
         metrics = dict(means)
         weight = metrics.pop("importance_weight", 0.0)
@@ -275,7 +276,7 @@ class Objective:
         return metrics
 
     def _old(self, trainer_T: Tensor, rollout_T: Tensor, mask_T: Tensor) -> Tensor:
-        """Returns the denominator of ratios: the trainer's log-probs, or with
+        """Returns the log-probs in the denominator of ratios: the trainer's, or with
         `use_rollout_logprobs` the engine's.
         """
         if not self.algorithm.use_rollout_logprobs:
@@ -291,11 +292,10 @@ def loss_weights(
     group: Tensor | None = None,
     constant: float | None = None,
 ) -> Tensor:
-    """Returns [T] fp64: each token's share of the loss of its row's update; 0 where it is not
-    trained.
+    """Returns [T] fp64: each token's share of the loss of its row's update.
 
-    `group` [N] is for aggregations over prompts; `constant` is the response budget of Dr. GRPO's
-    aggregation.
+    It is 0 for tokens that are not trained. `group` [N] is for aggregations over prompts;
+    `constant` is the response budget of Dr. GRPO's aggregation.
     """
     weights_T = torch.zeros(batch.num_tokens, dtype=torch.float64)
     for update in plan.updates():
@@ -306,7 +306,7 @@ def loss_weights(
 
 
 def supervised_loss(outputs: TokenOutputs, rows: MicrobatchRows) -> TokenLosses:
-    """Cross-entropy of each label."""
+    """Computes the cross-entropy of each label; a types.Loss."""
     assert outputs.logprobs_T is not None
     sums = (
         {} if outputs.entropy_T is None else {"entropy": _sum(clean(outputs.entropy_T, rows.mask))}
@@ -334,7 +334,7 @@ def _sum(x_T: Tensor) -> Tensor:
 
 def _outcomes(batch: TrainBatch, algorithm: Algorithm, seen: Stats) -> tuple[Tensor, Tensor, Stats]:
     """Returns outcome rewards [N] and baselines [N], both clipped and normalised, and statistics of
-    all rewards.
+    all rewards so far.
     """
     clipped = partial(_clipped, algorithm)
     rewards_N, baseline_N = (clipped(x_N, "raw") for x_N in (batch.rewards, batch.baseline))
@@ -346,7 +346,7 @@ def _outcomes(batch: TrainBatch, algorithm: Algorithm, seen: Stats) -> tuple[Ten
 
 
 def _clipped(algorithm: Algorithm, x_N: Tensor, stage: str) -> Tensor:
-    """[N] fp64"""
+    """Returns [N] fp64, clipped to `reward_clip` if `stage` is the stage that clips."""
     x_N = x_N.double()
     if algorithm.reward_clip is None or stage != algorithm.reward_clip_stage:
         return x_N
@@ -354,8 +354,10 @@ def _clipped(algorithm: Algorithm, x_N: Tensor, stage: str) -> Tensor:
 
 
 def has_spread(batch: TrainBatch, algorithm: Algorithm) -> bool:
-    """Returns if rewards, clipped as for advantages, differ within a group by more than rounding:
-    scores, the rewards of steps where these are compared, or either with one advantage per token.
+    """Returns True if the rewards of some group differ by more than rounding.
+
+    Rewards are clipped as for advantages. Scores are compared for estimators per row, step rewards
+    for grpo_process, and both for other estimators per token.
     """
     rewards_T = _with_outcomes(batch, _clipped(algorithm, batch.rewards, "raw").float())
     rows = (batch.mask, batch.cu_seqlens, batch.group)
@@ -370,12 +372,13 @@ def has_spread(batch: TrainBatch, algorithm: Algorithm) -> bool:
 
 
 def _with_outcomes(batch: TrainBatch, rewards_N: Tensor) -> Tensor:
-    """Returns `token_rewards` with each row's outcome replaced, except the reward of a process step
-    there.
+    """Returns `token_rewards` with each row's outcome replaced by `rewards_N`.
+
+    The reward of a process step at the same position stays.
     """
     has_outcome_N = batch.outcome_at >= 0
     position_N = batch.outcome_at[has_outcome_N]
-    # exactly 0 without such a step
+    # reward of a process step at the outcome's position; exactly 0 without one
     step_N = batch.token_rewards[position_N] - batch.rewards[has_outcome_N]
     return batch.token_rewards.index_put((position_N,), step_N + rewards_N[has_outcome_N])
 
@@ -403,6 +406,6 @@ def _adapted(mean: float, batch: TrainBatch, term: KlTerm, coef: float) -> float
 
 
 def _mean_of_rows(kl_T: Tensor, batch: TrainBatch) -> float:
-    """Returns the mean over rows of each row's mean."""
+    """Returns the mean, over trained rows, of each row's mean."""
     rows = Rows.of(batch.mask, batch.cu_seqlens)
     return float(rows.mean(kl_T.double())[rows.num_tokens_N > 0].mean())

@@ -11,8 +11,7 @@ Z_95 = 1.959963984540054  # 97.5% quantile of the normal distribution
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """The probability that at least one of `k` samples, drawn from these without replacement, is
-    correct.
+    """Returns the probability that `k` samples, drawn without replacement, include a correct one.
 
     1 - C(n-c, k) / C(n, k) is unbiased for the probability that k new samples contain a correct one
     (Chen et al., arXiv 2107.03374, equation 1). Raises ValueError unless k is at most the number of
@@ -26,20 +25,21 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def ks_of(samples: int) -> list[int]:
-    """The k to report besides 1: the powers of two below `samples`, and `samples`."""
+    """Returns the k to report besides 1: the powers of two below `samples`, and `samples`."""
     powers = [2**power for power in range(1, (samples - 1).bit_length())]
     return powers + [samples] * (samples > 1)
 
 
 def mean_interval(scores: Sequence[float], samples: int | None) -> tuple[float, float]:
-    """The 95% interval of the mean score over problems like these, from each problem's score over
-    `samples` samples.
+    """Returns the 95% confidence interval of the mean score over problems like these.
 
-    Wilson's interval, with the effective number of independent samples (Franco et al., "Comparative
-    Study of Confidence Intervals for Proportions in Complex Sample Surveys", J. Surv. Stat.
-    Methodol. 7, 2019): that of problems, when the samples of each all agree, to `samples` times
-    that, when problems do not differ. Unlike the normal interval (arXiv 2411.00640), which
-    `samples` None gives, it stays within 0..1 and has a width when every score is 0 or 1.
+    `scores` has each problem's score over `samples` samples. The interval is Wilson's, with the
+    effective number of independent samples (Franco et al., "Comparative Study of Confidence
+    Intervals for Proportions in Complex Sample Surveys", J. Surv. Stat. Methodol. 7, 2019). That
+    number ranges from the number of problems, if all samples of a problem agree, to `samples` times
+    as many, if problems do not differ. Unlike the normal interval (arXiv 2411.00640), which is
+    returned if `samples` is None, Wilson's stays within 0..1 and has a width even if every score is
+    0 or 1.
     """
     n = len(scores)
     mean = fmean(scores)
@@ -57,5 +57,5 @@ def mean_interval(scores: Sequence[float], samples: int | None) -> tuple[float, 
     )
     centre = (mean + Z_95**2 / (2 * size)) / (1 + Z_95**2 / size)
     half = Z_95 / (1 + Z_95**2 / size) * math.sqrt(of_one / size + Z_95**2 / (4 * size**2))
-    # within bounds after rounding
+    # rounding must not leave the bounds
     return max(0.0, min(centre - half, mean)), min(1.0, max(centre + half, mean))

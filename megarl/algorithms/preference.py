@@ -1,9 +1,9 @@
 """Losses over pairs of responses: Bradley-Terry for reward models, DPO and its variants for
 policies.
 
-Rows of one prompt share a micro-batch, so each micro-batch has whole pairs. The loss of a pair lies
-at the last position of its better row, where `pair_weights` has its share of the loss of its
-update. N = rows of a batch, T = its positions, P = its pairs; R, M, Q = those of a micro-batch.
+Rows of one prompt share a micro-batch, so each micro-batch has whole pairs. A pair's loss is at the
+last position of its better row, where `pair_weights` has the pair's share of its update's loss.
+N = rows of a batch, T = positions, P = pairs; R, M, Q = the same of a micro-batch.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,9 +34,9 @@ from megarl.types import (
 def bradley_terry(
     scores_N: Tensor, pairs: Tensor, margins: Tensor, *, centre: float = 0.0
 ) -> Tensor:
-    """[P]: -log sigmoid(better - worse - margin) + centre x (better + worse)^2.
+    """Returns [P]: -log sigmoid(better - worse - margin) + centre x (better + worse)^2.
 
-    Margins are those of Llama 2 (arXiv 2307.09288, section 3.2.2); `centre` keeps scores near 0
+    Margins are as in Llama 2 (arXiv 2307.09288, section 3.2.2); `centre` keeps scores near 0
     (arXiv 2312.09244).
     """
     better_P, worse_P = scores_N.to(at_least_fp32(scores_N.dtype))[pairs].unbind(1)
@@ -47,11 +47,11 @@ def bradley_terry(
 DPO_LOSSES: dict[
     str, Callable[[Tensor, float, float], Tensor]
 ] = {  # log-ratio [P], beta, label smoothing -> loss [P]
-    # arXiv 2305.18290, equation 7; with label smoothing, the conservative one of its authors
+    # arXiv 2305.18290, equation 7; with label smoothing, its authors' conservative DPO
     "sigmoid": lambda h_P, beta, flipped: (
         -(1 - flipped) * logsigmoid(beta * h_P) - flipped * logsigmoid(-beta * h_P)
     ),
-    # unbiased where that share of labels is flipped: arXiv 2403.00409, section 3.2
+    # unbiased if this share of labels is flipped: arXiv 2403.00409, section 3.2
     "robust": lambda h_P, beta, flipped: (
         (flipped * logsigmoid(-beta * h_P) - (1 - flipped) * logsigmoid(beta * h_P))
         / (1 - 2 * flipped)
@@ -62,8 +62,9 @@ DPO_LOSSES: dict[
 
 
 def dpo(policy_N: Tensor, reference_N: Tensor, pairs: Tensor, options: Dpo) -> Tensor:
-    """[P]: the loss of each pair, from log-probs of responses, sums or means; its log-ratio is
-    (policy - reference) of the better response minus that of the worse one.
+    """Returns [P]: the loss of each pair, from log-probs of responses (sums or means over tokens).
+
+    A pair's log-ratio is policy - reference of the better response, minus that of the worse one.
     """
     better_P, worse_P = (policy_N - reference_N)[pairs].unbind(1)
     return DPO_LOSSES[options.loss](better_P - worse_P, options.beta, options.label_smoothing)
@@ -72,7 +73,7 @@ def dpo(policy_N: Tensor, reference_N: Tensor, pairs: Tensor, options: Dpo) -> T
 def response_logprobs(
     logprobs_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, *, average: bool = False
 ) -> Tensor:
-    """[N] fp64: the log-prob of each response, the sum over its tokens; or their mean."""
+    """Returns [N] fp64: the log-prob of each response, or with `average` its mean over tokens."""
     rows = Rows.of(mask_T, cu_seqlens)
     return (rows.mean if average else rows.sum)(logprobs_T.double())
 
@@ -84,12 +85,12 @@ def dpo_losses(
     outputs: TokenOutputs,
     rows: MicrobatchRows,
 ) -> TokenLosses:
-    """A types.Loss, once its first three arguments are bound.
+    """Computes the DPO loss of each pair; a types.Loss, once its first three arguments are bound.
 
-    A reward is beta x log-ratio; sums are over pairs.
+    Rewards to report are beta x (policy - reference); sums are over pairs.
 
-    `reference_N` fp64: `response_logprobs` under the reference; None: under the policy in this very
-    forward pass.
+    `reference_N` [N] fp64: `response_logprobs` under the reference; None: the reference is the
+    policy in this forward pass.
     """
     assert outputs.logprobs_T is not None
     pairs, _ = local_pairs(batch, rows)
@@ -119,8 +120,8 @@ def dpo_losses(
 
 
 def local_pairs(batch: PreferenceBatch, rows: MicrobatchRows) -> tuple[Tensor, Tensor]:
-    """The pairs of a micro-batch, [Q, 2] as places of its rows (0..R - 1), and their margins [Q],
-    on the device.
+    """Returns the pairs of a micro-batch, [Q, 2] as indices of its rows (0..R - 1), and their
+    margins [Q], on the device.
     """
     index_R = torch.tensor(rows.rows, dtype=torch.int64)
     places_N = torch.full((batch.num_rows,), -1)
@@ -134,7 +135,7 @@ def local_pairs(batch: PreferenceBatch, rows: MicrobatchRows) -> tuple[Tensor, T
 
 
 def ranked_right(scores_N: Tensor, pairs: Tensor) -> Tensor:
-    """[P]: 1 where the better row has the higher score, 0.5 where both have the same."""
+    """Returns [P]: 1 where the better row has the higher score, 0.5 where both have the same."""
     better_P, worse_P = scores_N[pairs].unbind(1)
     return ((better_P - worse_P).sign() + 1) / 2
 
@@ -142,8 +143,8 @@ def ranked_right(scores_N: Tensor, pairs: Tensor) -> Tensor:
 def pair_losses(
     loss_Q: Tensor, values: Mapping[str, Tensor], pairs: Tensor, rows: MicrobatchRows
 ) -> TokenLosses:
-    """The loss of each pair at the last position of its better row, 0 elsewhere; and sums over the
-    pairs.
+    """Returns the loss of each pair at the last position of its better row, 0 elsewhere, and sums
+    of `values` over pairs.
     """
     last_Q = (rows.cu_seqlens[1:] - 1)[pairs[:, 0]]
     loss_M = loss_Q.new_zeros(rows.mask.numel()).index_add(0, last_Q, loss_Q)
@@ -157,9 +158,9 @@ def pair_losses(
 def pair_weights(
     batch: PreferenceBatch, plan: MicrobatchPlan, *, by_prompt: bool = False
 ) -> Tensor:
-    """[T] fp64: the share of each pair in the loss of its update, at every position of its rows.
+    """Returns [T] fp64: each pair's share of the loss of its update, at every position of its rows.
 
-    All pairs of an update count equally; with `by_prompt` all prompts do, as in arXiv 2203.02155,
+    All pairs of an update count equally; with `by_prompt`, all prompts do, as in arXiv 2203.02155,
     equation 1.
     """
     weights_N = torch.zeros(batch.num_rows, dtype=torch.float64)
@@ -174,8 +175,9 @@ def pair_weights(
 
 
 def best_and_worst(batch: ScoredBatch) -> list[int]:
-    """Rows: of each prompt the best response and the worst, the first of equal ones; none if all
-    rewards are equal.
+    """Returns the rows of each prompt's best and worst response; none if all its rewards are equal.
+
+    Of equal responses, it takes the first.
     """
     is_trained_N = Rows.of(batch.mask, batch.cu_seqlens).num_tokens_N > 0
     rewards = Groups.of(batch.group, is_trained_N).centre(batch.rewards).tolist()
@@ -207,8 +209,10 @@ class DpoObjective(Objective):
         return pair_weights(_pairs_of(batch), plan)
 
     def loss(self, batch: ScoredBatch, select_T: Tensor | None = None) -> Loss:
-        """Where the reference is the policy of the previous round, these are its log-probs before
-        the first update.
+        """Returns the DPO loss of the batch's pairs.
+
+        If the reference is the policy of the previous round, its log-probs are those before the
+        first update.
         """
         logprobs_T = batch.ref_logprobs if self.needs_reference else batch.old_logprobs
         reference_N = None

@@ -1,8 +1,8 @@
 """Scores and losses of reward models: Bradley-Terry over ranked responses, cross-entropy over right
 and wrong steps.
 
-N = rows, T = positions, P = pairs of rows; R, M, Q = those of a micro-batch. Masks are those of
-batches: True at position t where the token at t + 1 belongs to the response.
+N = rows, T = positions, P = pairs of rows; R, M, Q = the same of a micro-batch. As in every
+batch, a mask is True at position t where the token at t + 1 belongs to the response.
 """
 
 from collections.abc import Callable
@@ -20,19 +20,21 @@ from megarl.algorithms.preference import (
 from megarl.algorithms.rows import Rows, clean
 from megarl.types import MicrobatchRows, PreferenceBatch, StepBatch, TokenLosses, TokenOutputs
 
-Scores = Callable[[TokenOutputs, MicrobatchRows], Tensor]  # of each row, [R]
+Scores = Callable[[TokenOutputs, MicrobatchRows], Tensor]  # -> score of each row, [R]
 
 
 def response_positions(mask_T: Tensor) -> Tensor:
-    """[T] bool: the response's own tokens, whose hidden states have seen them; the last position of
-    a row included.
+    """Returns [T] bool: the positions of the response's own tokens, including the row's last one.
+
+    The hidden state at such a position has seen its token.
     """
     return mask_T.roll(1)  # the last position of a row is False
 
 
 def row_scores(outputs: TokenOutputs, mask_T: Tensor, cu_seqlens: Tensor, aggregate: str) -> Tensor:
-    """[N]: one score per row, none of them empty; 0 for a row without a response, except with
-    "last".
+    """Returns [N]: one score per row; 0 for a row without a response, except with "last".
+
+    No row may be empty. `aggregate` is one of:
 
     last: the score `values_T` of the row's last token. sum, mean, max, min: over the response's
     tokens. weighted: their mean, weighted by the softmax of `gates_T` over the response's tokens.
@@ -47,7 +49,7 @@ def row_scores(outputs: TokenOutputs, mask_T: Tensor, cu_seqlens: Tensor, aggreg
     )
 
     def extreme(x_T: Tensor, kind: str) -> Tensor:
-        """[N]; a gradient is divided evenly among ties, which it is not by segment_reduce."""
+        """Returns [N]; unlike segment_reduce, it divides the gradient evenly among ties."""
         least = torch.inf if kind == "min" else -torch.inf
         masked_T = torch.where(rows.mask_T, x_T, least)
         extreme_N = x_T.new_full(rows.num_tokens_N.shape, least)
@@ -71,7 +73,7 @@ def ranking_losses(
     outputs: TokenOutputs,
     rows: MicrobatchRows,
 ) -> TokenLosses:
-    """A types.Loss, once its first three arguments are bound: the loss of every pair.
+    """Computes the Bradley-Terry loss of pairs; a types.Loss, once three arguments are bound.
 
     Sums are over pairs.
 
@@ -87,11 +89,10 @@ def ranking_losses(
 
 
 def step_losses(batch: StepBatch, outputs: TokenOutputs, rows: MicrobatchRows) -> TokenLosses:
-    """A types.Loss, once `batch` is bound: cross-entropy of "this step is right", whose log-odds
-    are its score.
+    """Computes the cross-entropy of "this step is right"; a types.Loss, once `batch` is bound.
 
-    The score is at the step's last token (Lightman et al., arXiv 2305.20050, section 2.6). Sums are
-    over steps.
+    The log-odds are the step's score, at the step's last token (Lightman et al., arXiv 2305.20050,
+    section 2.6). Sums are over steps.
     """
     assert outputs.values_T is not None
     is_right_M = rows.select(batch.is_right)

@@ -12,13 +12,14 @@ from torch import Tensor
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to compute in: fp32 for half precision, else `dtype`."""
+    """Returns the dtype to compute in: fp32 for half precision, otherwise `dtype`."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def clean(x_T: Tensor, mask_T: Tensor) -> Tensor:
-    """`x_T`, half precision as fp32, with exact zeros where `mask_T` is False; their gradient is
-    exactly 0 too.
+    """Returns `x_T` with exact zeros, whose gradient is exactly 0 too, where `mask_T` is False.
+
+    Half precision becomes fp32.
     """
     x_T = x_T.to(at_least_fp32(x_T.dtype)) if x_T.is_floating_point() else x_T
     return torch.where(mask_T, x_T, x_T.new_zeros(()))
@@ -28,8 +29,8 @@ def clean(x_T: Tensor, mask_T: Tensor) -> Tensor:
 class Rows:
     """The rows of a flat batch and their True positions.
 
-    A run is a maximal stretch of one row with equal mask; only True runs are summed, so what is at
-    False positions does not matter.
+    A run is a maximal stretch of one row with equal mask. Only True runs are summed, so the values
+    at False positions do not matter.
     """
 
     mask_T: Tensor  # [T] bool
@@ -52,45 +53,47 @@ class Rows:
         return cls(mask_T, cu_seqlens, num_tokens_N, cu_runlens, run_mask_R, first_run_N)
 
     def sum(self, x_T: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-        """[N]: the sum over the True positions of each row, in `dtype` (default: that of `x_T`, at
-        least fp32).
+        """Returns [N]: the sum over the True positions of each row.
+
+        It is computed in `dtype` (default: that of `x_T`, at least fp32).
         """
         x_T = x_T.to(at_least_fp32(x_T.dtype))
         sums_R = clean(_sums(x_T, self.cu_runlens, dtype or x_T.dtype), self.run_mask_R)
         return torch.segment_reduce(sums_R, "sum", offsets=self.first_run_N)
 
     def mean(self, x_T: Tensor) -> Tensor:
-        """[N]: the mean over the True positions of each row; 0 for a row without any."""
+        """Returns [N]: the mean over the True positions of each row; 0 for a row without any."""
         return self.sum(x_T) / self.num_tokens_N.clamp(min=1)
 
     def spread(self, x_N: Tensor) -> Tensor:
-        """[T]: each row's value on its True positions, 0 elsewhere."""
+        """Returns [T]: each row's value on its True positions, 0 elsewhere."""
         x_R = x_N.repeat_interleave(self.first_run_N.diff(), output_size=self.run_mask_R.numel())
         x_R = clean(x_R, self.run_mask_R)
         return x_R.repeat_interleave(self.cu_runlens.diff(), output_size=self.mask_T.numel())
 
     def sum_to_end(self, x_T: Tensor, *, decay: float = 1.0) -> Tensor:
-        """[T] fp64: y_t = x_t + decay y_(next t), next t being the row's next True position; 0 on
-        False positions.
+        """Returns [T] fp64: y_t = x_t + decay y_(next t); 0 on False positions.
+
+        next t is the row's next True position after t.
         """
         y_K = x_T[self.mask_T].double()
         for y_L in y_K.split(self.num_tokens_N.tolist()):
             if decay == 1.0:
                 y_L.copy_(y_L.flip(0).cumsum(0).flip(0))
                 continue
-            reach = 1  # positions that a sum covers
+            reach = 1  # number of positions that a sum covers
             while reach < len(y_L) and decay**reach:
                 y_L[:-reach] += decay**reach * y_L[reach:]
                 reach *= 2
         return self._scatter(y_K)
 
     def first(self, x_T: Tensor) -> Tensor:
-        """[N]: the value at each row's first True position; 0 for a row without any."""
+        """Returns [N]: the value at each row's first True position; 0 for a row without any."""
         first_N = self.num_tokens_N.cumsum(0) - self.num_tokens_N
         return torch.cat([x_T[self.mask_T], x_T.new_zeros(1)])[first_N] * (self.num_tokens_N > 0)
 
     def next(self, x_T: Tensor) -> Tensor:
-        """[T]: the value at the row's next True position, 0 on the last of a row and on False
+        """Returns [T]: the value at the row's next True position; 0 on the last one and on False
         positions.
         """
         next_K = x_T[self.mask_T].roll(-1)
@@ -98,7 +101,7 @@ class Rows:
         return self._scatter(next_K.index_fill(0, ends_N - 1, 0))
 
     def _scatter(self, x_K: Tensor) -> Tensor:
-        """[T]: `x_K` on the True positions, 0 elsewhere."""
+        """Returns [T]: `x_K` on the True positions, 0 elsewhere."""
         x_T = x_K.new_zeros(self.mask_T.numel())
         x_T[self.mask_T] = x_K
         return x_T
@@ -106,8 +109,9 @@ class Rows:
 
 @dataclass(frozen=True)
 class Groups:
-    """Statistics of each group's valid values, broadcast to the group's values: [V] fp64, in two
-    passes.
+    """Statistics of each group's valid values, as [V] fp64: each value gets its group's statistic.
+
+    They are computed in two passes.
     """
 
     group_V: Tensor  # [V] int64: 0..G - 1, and G for values that are not valid
@@ -124,8 +128,8 @@ class Groups:
         return x_V.new_zeros(x_V.numel() + 1).index_add(0, self.group_V, x_V)[self.group_V]
 
     def centre(self, x_V: Tensor) -> Tensor:
-        """x minus the group's mean; exactly 0 where the values of a group differ only
-        by rounding.
+        """Returns x minus the group's mean; exactly 0 where the values of a group differ only by
+        rounding.
         """
         size_V = self.size_V.clamp(min=1)
         mean_V = self.sum(x_V) / size_V
@@ -135,18 +139,20 @@ class Groups:
         return torch.where((self.size_V > 0) & (self.sum(differs_V) > 0), centred_V, 0)
 
     def differ(self, x_V: Tensor) -> Tensor:
-        """[V] bool: the group's values differ by more than rounding."""
+        """Returns [V] bool: True where the group's values differ by more than rounding."""
         return self.sum(self.centre(x_V) != 0) > 0
 
     def leave_one_out(self, centred_V: Tensor) -> Tensor:
-        """x minus the mean of the group's other values, from x minus that of all; 0 for a group of
-        one.
+        """Returns x minus the mean of the group's other values; 0 for a group of one.
+
+        `centred_V` is x minus the mean of all values of the group.
         """
         return centred_V * self.size_V / (self.size_V - 1).clamp(min=1)
 
     def std(self, centred_V: Tensor, *, biased: bool, leave_one_out: bool = False) -> Tensor:
-        """The standard deviation of the group's centred values, or of the others'; 0 for fewer than
-        two values.
+        """Returns the group's standard deviation, from centred values; 0 for fewer than two values.
+
+        With `leave_one_out`, it is that of the group's other values.
         """
         squares_V = centred_V.square()
         total_V = self.sum(squares_V)
@@ -160,7 +166,7 @@ class Groups:
 
 
 def _sums(x_T: Tensor, cu_seqlens: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sums of segments, none of them empty; numpy's are several times faster than torch's."""
+    """Sums segments, none of which may be empty; numpy is several times faster than torch."""
     if x_T.requires_grad or x_T.device.type != "cpu":
         return torch.segment_reduce(x_T.to(dtype), "sum", offsets=cu_seqlens)
     starts = cu_seqlens[:-1].numpy()

@@ -22,7 +22,7 @@ class Stats:
     m2: float
 
     def merge(self, other: "Stats") -> "Stats":
-        """Statistics of both sets of values together."""
+        """Returns the statistics of both sets of values together."""
         if self.n == 0:
             return other
         if other.n == 0:
@@ -36,16 +36,16 @@ class Stats:
         )
 
     def variance(self, *, biased: bool = False) -> float:
-        """0 for fewer than two values, and for values that differ only by rounding."""
+        """Returns the variance; 0 for fewer than two values or if they differ only by rounding."""
         variance = self.m2 / (self.n - (0 if biased else 1)) if self.n > 1 else 0.0
         rounding = 1e-6 * self.mean
         return 0.0 if variance <= rounding * rounding else variance
 
 
 def whiten_stats(x_T: Tensor, mask_T: Tensor) -> Stats:
-    """Statistics of `x_T` over the True positions, in two passes.
+    """Returns the statistics of `x_T` over the True positions, computed in two passes.
 
-    An integer mask says how often a value counts.
+    An integer mask gives the number of times that each value counts.
     """
     is_counted_T = mask_T.bool()
     x_K = x_T.detach()[is_counted_T].double()
@@ -67,10 +67,10 @@ def whiten(
     eps: float = 1e-8,
     biased: bool = False,
 ) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) on the True positions, 0 elsewhere; fp32 at least.
+    """Returns (x - mean) / sqrt(variance + eps) on the True positions, 0 elsewhere; fp32 at least.
 
-    `stats`: of the whole batch, where `x_T` is a part of it; `biased`: the variance divides by n,
-    not by n - 1. Values that are all equal, or too large to square, become exactly 0.
+    `stats`: those of the whole batch, if `x_T` is a part of it; `biased`: the variance divides by
+    n, not by n - 1. Values that are all equal, or too large to square, become exactly 0.
     """
     dtype = at_least_fp32(x_T.dtype)
     stats = stats or whiten_stats(x_T, mask_T)

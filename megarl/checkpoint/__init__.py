@@ -1,4 +1,4 @@
-"""Weights and run state on disk. Import it before megatron.core, to run that without a GPU."""
+"""Weights and run state on disk. Import this first, so that megatron.core runs without a GPU."""
 
 from megarl.patches import checkpoints
 from megarl.patches import megatron as megatron_on_cpu

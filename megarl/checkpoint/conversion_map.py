@@ -35,9 +35,9 @@ class OutputFile:
 class StoredTensors:
     """Where the tensors of a Megatron distributed checkpoint lie in a single rank's parameters."""
 
-    # by parameter, in order; `name` is the checkpoint's key
+    # parameter -> its slices, in order; their `name` is the checkpoint's key
     slices: SlicesByName
-    shapes: Mapping[str, Shape]  # by key
+    shapes: Mapping[str, Shape]  # key -> shape
     # keys whose row count depends on the layout they were saved in: the vocabulary's
     padded: frozenset[str]
     objects: Sequence[str]  # keys of Megatron's other state
@@ -56,9 +56,9 @@ class ConversionMap:
         slices: Iterable[ShardSlice],
         stored: StoredTensors,
     ) -> "ConversionMap":
-        """Combines a single rank's slices of the tables and of Megatron.
+        """Combines a single rank's slices of HF tensors with its slices of Megatron's tensors.
 
-        Both must cover every element.
+        Asserts that both cover every element.
         """
         by_param = defaultdict(list)
         elements = Counter()
@@ -87,7 +87,7 @@ class ConversionMap:
     def checksums(self, param: str, flat: Tensor) -> Counter[str]:
         """Returns the checksum of the parameter's part of each HF tensor.
 
-        Over all parameters they sum to the tensor's.
+        The checksums of all parameters add up to those of the HF tensors.
         """
         sums = Counter()
         for box in self.hf_slices[param]:
@@ -98,7 +98,7 @@ class ConversionMap:
 
 @dataclass(frozen=True)
 class TensorSource:
-    """Reads parameters from a folder whose tensors `slices` maps to them. Thread-safe."""
+    """Reads parameters from a folder; `slices` maps its tensors to parameters. Thread-safe."""
 
     conversion_map: ConversionMap
     slices: SlicesByName  # by parameter
@@ -108,9 +108,9 @@ class TensorSource:
         return self.folder.dtype(self.slices[param][0].name)
 
     def read(self, param: str) -> Tensor:
-        """Returns [numel], with zeros in rows that pad the vocabulary.
+        """Returns the flat parameter, [numel], with zeros in rows that pad the vocabulary.
 
-        Raises ValueError naming the tensor.
+        Raises ValueError, naming the tensor, if it cannot be read.
         """
         flat = torch.zeros(self.conversion_map.numel(param), dtype=self.dtype(param))
         for box in self.slices[param]:

@@ -3,10 +3,10 @@
     source --read ahead--> target's files in .NAME.part, each with a record
       --read back--> checksums agree --> NAME
 
-A record is written once its file is on disk, so a killed conversion resumes after the last one.
-Every HF tensor's checksum is computed while the source is read (as a block format rounds it), and
-again from the finished target. One process converts; a few parameters are in memory at a time, and
-the safetensors file that is being written.
+A record is written once its file is on disk, so a killed conversion resumes after the last record.
+Every HF tensor's checksum is computed while the source is read (after rounding to a block format),
+and again from the finished target. The conversion is a single process; it has a few parameters in
+memory at a time, and the safetensors file that is being written.
 """
 
 import pickle
@@ -31,7 +31,7 @@ from megarl.processes.files import causes, sync_path, write_atomic
 from megarl.types import CheckFailed
 from megarl.weights.plan.plan import first_few
 
-READERS = 2  # threads, and parameters read ahead of the writer
+READERS = 2  # number of threads, and of parameters read ahead of the writer
 RECORDS = ".records"
 CHECKSUMS = "checksums.megarl"
 
@@ -46,10 +46,10 @@ class Conversion:
     progress: Callable[[str, int], None]  # ("write" or "verify", additional bytes)
 
     def run(self, folder: Path) -> int:
-        """Writes and verifies `folder`; returns the number of bytes that an earlier, interrupted
+        """Writes and verifies `folder`. Returns the number of bytes that an earlier, interrupted
         conversion had written.
 
-        Raises ValueError if it exists, CheckFailed if the disk fails or data differs.
+        Raises ValueError if `folder` exists, CheckFailed if the disk fails or data differs.
         """
         if folder.exists():
             raise ValueError(f"{folder} already exists; remove it, or choose another folder")
@@ -73,7 +73,7 @@ class Conversion:
                 self.target.finish(staging, [records[file.name]["result"] for file in files])
             error = _changed_since_made(self.source_folder, _hexadecimal(sources))
             error = error or self._read_back(staging, checksums, readers)
-            shutil.rmtree(staging / RECORDS)  # after an error everything is rewritten
+            shutil.rmtree(staging / RECORDS)  # after an error, the next conversion starts over
             if error:
                 raise CheckFailed(error)
             lines = (f"{value}  {name}\n" for name, value in _hexadecimal(checksums).items())
@@ -108,7 +108,7 @@ class Conversion:
         return record
 
     def _read(self, param: str) -> tuple[Tensor, Counter[str], Counter[str]]:
-        """Returns the parameter, and its checksums in the target and in the source."""
+        """Returns (parameter, its checksums in the target, its checksums in the source)."""
         flat = self.source.read(param)
         checksums = self.source.conversion_map.checksums
         before = checksums(param, flat)
@@ -149,9 +149,9 @@ class Conversion:
 
 
 def _resume(staging: Path, identity: str) -> dict[str, dict[str, Any]]:
-    """Returns the records of files that an interrupted conversion completed.
+    """Returns {file name: record} for the files that an interrupted conversion completed.
 
-    Empties a folder with another identity.
+    Empties a folder whose conversion had another identity.
     """
     known = staging / RECORDS / "identity"
     if not known.is_file() or known.read_text() != identity:
@@ -167,7 +167,7 @@ def _resume(staging: Path, identity: str) -> dict[str, dict[str, Any]]:
 
 def _require_space(staging: Path, files: Sequence[OutputFile]) -> None:
     """Raises CheckFailed, before anything is written, if the disk has no room for these files."""
-    for file in files:  # what an interrupted conversion began
+    for file in files:  # files that an interrupted conversion began
         (staging / file.name).unlink(missing_ok=True)
     needed = sum(file.nbytes for file in files)
     free = shutil.disk_usage(staging).free

@@ -1,4 +1,4 @@
-"""A run's checkpoint folders, and how their files differ from the manifest. Reads no tensors.
+"""Lists a run's checkpoint folders, and compares their files with the manifest. Reads no tensors.
 
 runs/<name>/checkpoints/step_<n>/
     *.distcp, .metadata, common.pt, metadata.json
@@ -21,13 +21,13 @@ Sums = dict[str, dict[str, Any]]  # file name -> {"bytes": n, "sha256": hex}
 
 
 def steps(folder: Path) -> list[int]:
-    """Steps of the checkpoints, ascending; a folder still being written has another name."""
+    """Returns the steps of the checkpoints, ascending, without the one being written."""
     numbers = [path.name.removeprefix("step_") for path in folder.glob("step_*") if path.is_dir()]
     return sorted(int(number) for number in numbers if number.isdecimal())
 
 
 def sums(folder: Path, names: Iterable[str]) -> Sums:
-    """Returns size and checksum of files, read back from disk."""
+    """Returns the size and checksum of each file, read back from disk."""
     read = {}
     for name in names:
         with (folder / name).open("rb") as file:
@@ -41,9 +41,9 @@ def write_manifest(folder: Path, expected: Sums) -> None:
 
 
 def manifest(folder: Path) -> Sums:
-    """Reads the manifest.
+    """Reads a checkpoint's manifest.
 
-    Raises ValueError if it is missing or damaged, or lacks a file that a resume reads.
+    Raises ValueError if it is missing or damaged, or does not list a file that a resume reads.
     """
     try:
         expected = {

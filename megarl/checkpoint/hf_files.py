@@ -3,8 +3,8 @@
     tensors --split by size--> one file per rank at a time
       --Publisher (plan, checksums)--> safetensors + index
 
-No rank holds the whole model. In each round of an export the files stand in for the engine of an
-ordinary weight sync, so it is verified like one.
+No rank holds the whole model. Each round of an export is a weight sync in which files take the
+place of the engine, and is verified like a weight sync.
 """
 
 import shutil
@@ -49,11 +49,11 @@ def export_hf(
     parameters: Callable[[], Parameters],
     transport: Transport,
     storage: Storage = PLAIN,  # tensors that are quantised in the files
-    # file: keys that differ from the origin's
+    # file name -> JSON keys that differ from the origin's
     changes: Mapping[str, Mapping[str, Any]] | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Writes `folder` completely or not at all, replacing an older one. A collective.
+    """Writes `folder` completely or not at all, replacing an older folder. A collective.
 
     Raises CheckFailed, on all ranks, if a tensor is missing or arrives corrupted.
     """
@@ -69,7 +69,7 @@ def export_hf(
             write_json(file, old | dict(values))
         if not storage.names:
             drop_format(staging)
-    transport.gather(None)  # the folder exists, with all files but those of weights
+    transport.gather(None)  # wait until the folder has all files except the weights
     shapes = weights.shapes
     sizes = {name: prod(shape) * weights.dtype_of(name).itemsize for name, shape in shapes.items()}
     if origin is None:
@@ -84,10 +84,10 @@ def export_hf(
         tensors = _receive(round_, replace(weights, shapes=part), sources, parameters, transport)
         if tensors:
             stored = {}
-            for name in list(tensors):  # one tensor at a time in both formats
+            for name in list(tensors):  # only one tensor is in memory in both formats
                 stored |= storage.encode(name, tensors.pop(name))
             save_file(stored, staging / names[first + transport.rank], metadata={"format": "pt"})
-    transport.gather(None)  # all files are written
+    transport.gather(None)  # wait until all files are written
     if transport.rank == 0:
         write_index(staging)
         shutil.rmtree(folder, ignore_errors=True)
@@ -102,7 +102,7 @@ def _receive(
     parameters: Callable[[], Parameters],
     transport: Transport,
 ) -> dict[str, Tensor]:
-    """Moves the tensors of a file per rank; returns those of this rank's, if any."""
+    """Moves the tensors of one file to each rank. Returns this rank's tensors, or {}."""
     local = []
     for slices in sources:
         local.append([part for part in slices if part.name in weights.shapes])
@@ -140,9 +140,10 @@ def _receive(
 
 
 class HfTarget:
-    """Files of at most `file_bytes`, unless a single tensor or parameter is larger.
+    """A conversion target: safetensors files.
 
-    `storage`: of quantised tensors.
+    A file has at most `file_bytes`, unless a single tensor or parameter is larger. `storage`: the
+    tensors that are quantised, and their format.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class HfTarget:
         self._map = source.conversion_map
         self._storage = storage
         self._dtypes = {}
-        # by first tensor: a layer's experts may share a tensor, hence a file
+        # first tensor -> parameters: a layer's experts may share a tensor, and hence a file
         params = defaultdict(list)
         for param, boxes in self._map.hf_slices.items():
             params[boxes[0].name].append(param)
@@ -172,7 +173,7 @@ class HfTarget:
         return dict.fromkeys(box.name for box in boxes)
 
     def _parts(self, params: Iterable[str]) -> dict[str, tuple[str, Shape]]:
-        """Returns (dtype, shape) of the tensors that store those of these parameters."""
+        """Returns {stored name: (dtype, shape)} for the HF tensors of these parameters."""
         parts = {}
         for name in self._names(params):
             parts |= self._storage.parts(name, self._map.hf_shapes[name], self._dtypes[name])
@@ -215,7 +216,7 @@ class HfTarget:
     def _matrices(
         self, param: str, flat: Tensor
     ) -> Iterator[tuple[str, Shape, Tensor, list[ShardSlice]]]:
-        """Yields the quantised matrices in a parameter: tensor, index in it, matrix, slices."""
+        """Yields (tensor, index in it, matrix, slices) for a parameter's quantised matrices."""
         for name in self._names([param]):
             if name not in self._storage.names:
                 continue
@@ -244,7 +245,7 @@ def file_names(count: int) -> list[str]:
 
 
 def write_index(folder: Path) -> None:
-    """Writes the index of the folder's files, unless there is a single one."""
+    """Writes the index of the folder's files, unless there is a single file."""
     tensors = read_headers(folder)
     weight_map = {name: tensor.file.name for name, tensor in tensors.items()}
     if len(set(weight_map.values())) > 1:
@@ -270,7 +271,7 @@ def drop_format(folder: Path) -> None:
 
 
 def _inside(tensor: Tensor, box: ShardSlice, lead: int = 0) -> Tensor:
-    """Returns the slice as a view of its tensor, or of a part of it that lacks the `lead` first
+    """Returns the slice as a view of `tensor`: its HF tensor, or a part without the first `lead`
     dims.
     """
     start, shape = without_pairs(box, lead + tensor.dim())

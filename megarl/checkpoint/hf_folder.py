@@ -31,7 +31,7 @@ Entry = TypeVar("Entry")
 
 
 class HfFolder:
-    """A folder open for reading, also by several threads.
+    """A Hugging Face folder that is open for reading. Several threads may read.
 
     Weights in a block format are decoded while they are read. Raises ValueError if the folder is
     incomplete.
@@ -46,7 +46,7 @@ class HfFolder:
         self._files = {file: file.open("rb", buffering=0) for file in files}
 
     def check(self, shapes: Mapping[str, Shape], *, ignored: Collection[str] = ()) -> None:
-        """Raises the ValueErrors of `check_tensors`."""
+        """Raises ValueError like `check_tensors`, unless the folder has tensors of these shapes."""
         stored = self.storage.block_format
         check_tensors(self.folder, self.tensors, shapes, stored, ignored=ignored)
 
@@ -54,9 +54,9 @@ class HfFolder:
         return torch.bfloat16 if name in self.storage.names else DTYPES[self.tensors[name].dtype]
 
     def export_storage(self) -> Storage:
-        """Returns how this folder's tensors are stored.
+        """Returns the storage of this folder's tensors, for an export of other weights.
 
-        Raises ValueError if no other weights can be stored so.
+        Raises ValueError if other weights cannot be stored in this format.
         """
         storage = self.storage
         if not storage.names:
@@ -76,9 +76,9 @@ class HfFolder:
         return Storage(replace(storage.format, scale_dtype=scale_dtype), storage.names)
 
     def copy(self, box: ShardSlice, parameter: Tensor) -> None:
-        """Copies the slice to where it lies in `parameter`, block by block.
+        """Copies the slice from the folder to its place in `parameter`, block by block.
 
-        Raises ValueError if the folder lacks the tensor or it is smaller.
+        Raises ValueError if the folder's tensor is missing or too small.
         """
         if box.name in self.storage.names:
             fmt = self.storage.format
@@ -98,7 +98,7 @@ class HfFolder:
             self._read(block, strided_view(parameter, block))
 
     def _rectangle(self, name: str, *ranges: range) -> Tensor:
-        """Reads one range of each dim, or a tensor that has a single element."""
+        """Returns one range per dim of a stored tensor; one of a single element is read whole."""
         tensor = self.tensors[name]
         if prod(tensor.shape) == 1:
             ranges = (range(1),) * len(tensor.shape)
@@ -108,7 +108,10 @@ class HfFolder:
         return part
 
     def _read(self, box: ShardSlice, target: Tensor) -> None:
-        """Fills `target` from whole rows along the slice's lead axis, contiguous in the file."""
+        """Fills `target` from whole rows along the slice's lead axis, contiguous in the file.
+
+        Raises ValueError if the tensor is too small or its file is truncated.
+        """
         tensor = self.tensors[box.name]
         full = tensor.shape
         start, shape = without_pairs(box, len(full))
@@ -143,11 +146,11 @@ class HfFolder:
 
 @torch.no_grad()
 def load_hf(parameters: Mapping[str, Tensor], slices: Iterable[ShardSlice], folder: Path) -> None:
-    """Fills `parameters`, by local Megatron names.
+    """Fills `parameters` (local Megatron name -> tensor) from the folder.
 
-    Padding rows of the vocabulary become zero, and a value head (`score.`) that the folder lacks
-    stays as it is. Raises ValueError if another tensor is missing, has another shape or is
-    quantised in an unknown format.
+    Padding rows of the vocabulary become zero. A value head (`score.`) that the folder lacks keeps
+    its values. Raises ValueError if another tensor is missing, is too small or is quantised in an
+    unknown format.
     """
     by_param = defaultdict(list)
     for part in slices:
@@ -158,7 +161,7 @@ def load_hf(parameters: Mapping[str, Tensor], slices: Iterable[ShardSlice], fold
     source = HfFolder(folder)
     for name, parameter in parameters.items():
         assert parameter.is_contiguous(), f"{name} is not contiguous"
-        # of an element of the parameter: the HF elements; padding rows have none
+        # number of HF elements for each element of the parameter; 0 in padding rows
         count = torch.zeros(parameter.shape, dtype=torch.int8, device="cpu")
         for part in by_param[name]:
             strided_view(count, part).add_(1)
@@ -172,7 +175,7 @@ def load_hf(parameters: Mapping[str, Tensor], slices: Iterable[ShardSlice], fold
                 if part.name not in source.tensors:
                     continue
                 source.check({part.name: part.shape}, ignored=source.tensors)
-            # quantised: it needs its scales
+            # a quantised tensor needs its scales
             if part.name in source.tensors and source.dtype(part.name) not in _FLOATS:
                 stored = source.tensors[part.name].dtype
                 raise ValueError(
@@ -183,7 +186,10 @@ def load_hf(parameters: Mapping[str, Tensor], slices: Iterable[ShardSlice], fold
 
 
 def hf_source(conversion_map: ConversionMap, folder: HfFolder) -> TensorSource:
-    """Raises ValueError if tensors that Megatron stores as one have different dtypes."""
+    """Returns the source that reads parameters from an HF folder.
+
+    Raises ValueError if tensors that Megatron stores as one tensor have different dtypes.
+    """
     firsts = {}
     for param, boxes in conversion_map.stored.slices.items():
         stored = boxes[0].name
@@ -229,7 +235,7 @@ def split_by_size(
     limit: int,
     size_of: Callable[[Entry], int],
 ) -> list[list[Entry]]:
-    """Returns consecutive groups of at most `limit` in total; a larger item gets its own group."""
+    """Returns consecutive groups of at most `limit` in total size; a larger item stays alone."""
     groups = []
     filled = limit
     for item in items:

@@ -1,4 +1,4 @@
-"""Loads the pickles of a checkpoint safely (patches.checkpoints), before others load them."""
+"""Checks the pickles of a checkpoint before other code loads them (see patches.checkpoints)."""
 
 import io
 from pathlib import Path
@@ -15,7 +15,7 @@ def read_pickle(file: Path) -> Any:
 
 
 def check_pickles(folder: Path) -> None:
-    """Loads all but the tensors of a checkpoint.
+    """Loads all pickles of a checkpoint safely, but no tensors.
 
     Raises ValueError naming the file that is unsafe or damaged.
     """

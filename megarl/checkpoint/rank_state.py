@@ -1,13 +1,13 @@
 """The weights and optimizer state that one rank saves to a checkpoint and loads from it.
 
-Megatron's distributed optimizer splits a flat buffer of parameters over the data ranks, so that a
-rank has pieces:
+Megatron's distributed optimizer splits a flat buffer of parameters over the data-parallel ranks, so
+that a rank has pieces of tensors:
 
-    save   a tensor belongs to one of the ranks that have a piece; it gathers the others and writes
+    save   one of the ranks that have a piece of a tensor gathers the other pieces and writes it
     load   each rank reads its own pieces into its optimizer, and all weights into its model
 
-One tensor is gathered or read at a time. The files are Megatron's `fully_reshardable` ones, for any
-layout.
+One tensor is gathered or read at a time. The files have Megatron's `fully_reshardable` format,
+which any layout can load.
 """
 
 import re
@@ -28,25 +28,25 @@ from megarl.checkpoint.hf_folder import lead_axis, rows_of
 from megarl.checkpoint.torch_dist import MegatronFolder, stored_shards
 from megarl.models.shards import ShardSlice
 
-# what an optimizer of Megatron's OptimizerConfig keeps of each parameter, beside its main weight
+# optimizer in Megatron's OptimizerConfig -> its states per parameter, besides the main weight
 OPTIMIZER_STATES = {"adam": ("exp_avg", "exp_avg_sq")}
 
 
 @dataclass(frozen=True, eq=False)
 class _Stored:
-    """A tensor of the checkpoint, and where its elements are on the data ranks."""
+    """A tensor of the checkpoint, and its elements on each data-parallel rank."""
 
     tensor: Tensor  # the parameter or buffer
     box: ShardSlice
     shard: Any  # Megatron's ShardedTensor
     optimizer: Any  # Megatron's DistributedOptimizer; None: not trained
-    rank: int  # in its group
-    start: int  # of this rank's state in the flat parameter
-    # elements of the flat parameter whose state is on a rank, by rank
+    rank: int  # this rank in the optimizer's data-parallel group
+    start: int  # first element of the flat parameter whose state is on this rank
+    # rank -> [low, high) of the flat parameter whose state is on that rank
     parts: Mapping[int, tuple[int, int]]
 
     def state(self) -> dict[str, Tensor]:
-        """Returns this rank's piece of the optimizer state."""
+        """Returns {state: this rank's piece}, with the main weight as "param"."""
         tensors = self.optimizer._get_main_param_and_optimizer_states(self.tensor)
         names = OPTIMIZER_STATES[self.optimizer.config.optimizer]
         low, high = self.parts[self.rank]
@@ -57,32 +57,32 @@ class _Stored:
 
 
 def parts_of(optimizer: MegatronOptimizer | None) -> list[Any]:
-    """Returns one optimizer, or one for dense and one for expert parameters."""
+    """Returns the optimizers: a single one, or one for dense and one for expert parameters."""
     if not optimizer:
         return []
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def allocate(optimizer: MegatronOptimizer, step: float) -> None:
-    """Creates the state that loading writes into, and sets its step.
+    """Creates the optimizer state that `load` fills, and sets its step.
 
-    Otherwise it exists only after the first step.
+    Without this, the state exists only after the first step.
     """
     for part in parts_of(optimizer):
         if part.init_state_fn is not None:
             part.init_state_fn(part.optimizer, part.config)
         elif not part.optimizer.state:  # HybridDeviceOptimizer, of train.optimizer_cpu_offload
             part.optimizer.dummy_step()
-        for group in part.optimizer.param_groups:  # where Transformer Engine counts
+        for group in part.optimizer.param_groups:  # Transformer Engine counts steps here
             group["step"] = step
         for state in part.optimizer.state.values():
             if "step" in state or isinstance(part.optimizer, torch.optim.Adam):
-                # a separate tensor for each: it is incremented in place
+                # a separate tensor for each state, because it is incremented in place
                 state["step"] = torch.tensor(float(step))
 
 
 def allocate_unused(optimizer: MegatronOptimizer) -> None:
-    """Creates the state of an optimizer without steps, which Megatron cannot save otherwise."""
+    """Creates the state of an optimizer before its first step; Megatron needs it for saving."""
     for part in parts_of(optimizer):
         groups = part.optimizer.param_groups
         if not part.optimizer.state and not any(group.get("step") for group in groups):
@@ -96,7 +96,7 @@ def _stored(
 ) -> Iterator[_Stored]:
     """Yields the tensors of this rank.
 
-    `prefix`: of the names in the checkpoint, where it has several models.
+    prefix: prefix of the model's tensor names, in a checkpoint of several models
     """
     pieces = _pieces(optimizer)
     for chunk in chunks:
@@ -114,7 +114,7 @@ def _stored(
 
 
 def _pieces(optimizer: MegatronOptimizer | None) -> dict[Tensor, tuple[Any, int, list[int]]]:
-    """Returns each parameter's optimizer, this rank in its group, and where ranks' pieces begin."""
+    """Returns {parameter: (optimizer, this rank in its group, bounds of the ranks' pieces)}."""
     pieces = {}
     for part in parts_of(optimizer):
         group = part.data_parallel_group
@@ -137,9 +137,9 @@ def host_copies(
     *,
     prefix: str,
 ) -> list[ShardedTensor]:
-    """Returns the tensors that this rank saves of its pipeline chunks and their optimizer.
+    """Returns host copies of the tensors that this rank saves.
 
-    Copies on the host. A collective.
+    These are tensors of its pipeline chunks and of their optimizer. A collective.
     """
     copies = []
     shared = {part: [] for part in parts_of(optimizer)}
@@ -169,7 +169,7 @@ def _owners(tensors: Sequence[_Stored]) -> dict[_Stored, int]:
 
 
 def _copies(stored: _Stored, owner: int) -> Iterator[ShardedTensor]:
-    """Yields weights and optimizer state on the tensor's owner, nothing on the other ranks."""
+    """Yields the weights and optimizer state on the tensor's owner, nothing on other ranks."""
     weights = stored.shard.data
     whole = {}
     if stored.rank == owner:
@@ -193,7 +193,7 @@ def _gather(
     piece: Tensor,
     owner: int,
 ) -> Tensor:
-    """Returns [numel] on the owner's host."""
+    """Returns a host copy: the gathered state [numel] on the owner, `piece` on other ranks."""
     group = stored.optimizer.data_parallel_group
     piece = piece.to(stored.tensor.device)
     if len(stored.parts) == 1:
@@ -216,7 +216,7 @@ def _gather(
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
-    """Copies even on a CPU, because training changes the state."""
+    """Returns a contiguous host copy, even of a CPU tensor, because training changes the state."""
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
@@ -228,12 +228,12 @@ def load(
     *,
     prefix: str = "",
 ) -> None:
-    """Reads this rank's part of a checkpoint, saved in any layout.
+    """Loads this rank's part of a checkpoint that was saved in any layout.
 
-    Raises ValueError, naming what differs.
+    Raises ValueError, naming the tensor, if the checkpoint lacks it or has another shape.
     """
     checkpoint = MegatronFolder(folder)
-    # older checkpoints of experts number the optimizers of dense and of expert parameters
+    # in older checkpoints of MoE models, keys begin with the optimizer's index, `chained_<n>.`
     keys = {re.sub(r"^chained_\d+\.", "", key): key for key in checkpoint.tensors}
     for stored in _stored(chunks, optimizer, prefix):
         box = stored.box

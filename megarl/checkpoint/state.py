@@ -1,12 +1,12 @@
-"""Saves what resuming a run needs as a Megatron distributed checkpoint, which any layout can read.
+"""Saves the state of a run as a Megatron distributed checkpoint, from which any layout can resume.
 
     state --host copy--> [thread] .step_<n>.part
-      --all ranks wrote--> step_<n>, then `latest`; older ones are removed
+      --all ranks wrote--> step_<n>, then `latest`; older checkpoints are removed
 
 A checkpoint is the state between two steps: weights and optimizer, learning-rate schedule, the
 prompts' cursor, the objective's state, each rank's RNG states. The files are written during the
 next rollout, and their folder is renamed at a later boundary. If a check stops a run in the middle
-of a step, the boundary before it can still be saved.
+of a step, the boundary before that step can still be saved.
 """
 
 import math
@@ -42,29 +42,29 @@ class Trained(Protocol):
 
     model: list[Any]  # Megatron's DistributedDataParallel of each chunk of this stage
     optimizer: MegatronOptimizer
-    scheduler: Any  # its `step`
+    scheduler: Any  # only its `step` is saved
 
-    # of frozen weights, which are not saved: name -> (elements, checksum)
+    # name -> (elements, checksum) of the frozen weights, which are not saved
     @property
     def base_checksums(self) -> Any: ...
 
 
 @dataclass(frozen=True)
 class Further:
-    """What a stage saves beside the policy."""
+    """What a stage saves in addition to the policy."""
 
-    # by the prefix of their tensors' names
+    # prefix of the model's tensor names -> model
     models: Mapping[str, Trained] = field(default_factory=dict)
     states: Mapping[str, Stateful] = field(default_factory=dict)
-    # in it, `models` are on the device
+    # context in which `models` are on the device
     onloaded: Callable[[], AbstractContextManager[None]] = nullcontext
-    # in it, the policy's model has the reference's weights; None: they are not saved
+    # context in which the policy's model has the reference's weights; None: these are not saved
     reference: Callable[[], AbstractContextManager[None]] | None = None
 
 
 @dataclass(frozen=True)
 class _Boundary:
-    """The state after `step` steps, except the trainer's own."""
+    """The state after `step` steps, without the trainer's state."""
 
     step: int
     state: ObjectiveState
@@ -73,14 +73,14 @@ class _Boundary:
 
 @dataclass
 class Checkpoints:
-    """roles.Checkpoint. Every rank calls every method."""
+    """Implements roles.Checkpoint. Every rank calls every method."""
 
     folder: Path
     trained: Trained
     prompts: Stateful
     state: InitVar[ObjectiveState]  # before the first step
     _: KW_ONLY
-    every: int  # steps, and after the last one; 0: never
+    every: int  # steps between checkpoints; the last step is always saved. 0: never save
     keep: int
     last_step: int
     asynchronous: bool = True
@@ -89,13 +89,13 @@ class Checkpoints:
     further: Further = Further()
 
     def __post_init__(self, state: ObjectiveState) -> None:
-        self._models = {"": self.trained, **self.further.models}  # by prefix
+        self._models = {"": self.trained, **self.further.models}  # prefix -> model
         self._now = _Boundary(0, state, self.prompts.state())
         self._saved = 0  # step of the newest checkpoint; step 0 is the model itself
-        self._writing = None  # step
+        self._writing = None  # (step, Writing) while a checkpoint is written
 
     def maybe_save(self, step: int, state: ObjectiveState, *, last: bool = False) -> None:
-        """Saves if it is time. Called once a step, between update and publish.
+        """Saves a checkpoint if one is due. Call it once per step, between update and publish.
 
         Raises CheckFailed if an earlier checkpoint could not be written.
         """
@@ -107,7 +107,7 @@ class Checkpoints:
         self.export(step)
 
     def save(self) -> None:
-        """Starts saving the newest boundary, unless it is already saved or step 0.
+        """Starts saving the newest boundary, unless it is already saved or is step 0.
 
         `finish` waits for the files.
         """
@@ -144,18 +144,18 @@ class Checkpoints:
             self.finish()
 
     def hold(self) -> None:
-        """Saves the newest boundary before a stage changes more than a step does.
+        """Saves the newest boundary, before a stage changes more than a step does.
 
-        Until the next one, nothing is saved.
+        Nothing is saved until the next boundary.
         """
         if self.every:
             self.save()
         self._saved = self._now.step
 
     def finish(self) -> None:
-        """Waits for the files, and renames their folder; call at the end of a run.
+        """Waits for the files of the checkpoint being written, and renames their folder.
 
-        Raises CheckFailed if one failed.
+        Call it at the end of a run. Raises CheckFailed if a rank could not write.
         """
         if self._writing is None:
             return
@@ -175,8 +175,8 @@ class Checkpoints:
     def restore(self, resume: str) -> tuple[int, ObjectiveState]:
         """Resumes from "auto" (the newest complete checkpoint, if any), "never", or a folder.
 
-        Returns (steps done, objective's state). Raises ValueError if the named folder, or every
-        one, is incomplete.
+        Returns (steps done, objective's state). Raises ValueError if the given folder is
+        incomplete, or, with "auto", if there are checkpoints but all are incomplete.
         """
         if dist.get_rank() == 0:
             for unfinished in self.folder.glob(".step_*.part"):  # left by runs that were killed
@@ -200,7 +200,10 @@ class Checkpoints:
         return self._now.step, state
 
     def _load_tensors(self, source: Path, saved: Values) -> None:
-        """Loads weights and optimizers. Raises ValueError, on every rank, naming what differs."""
+        """Loads weights and optimizers.
+
+        Raises ValueError, on every rank, naming the first difference from this run's models.
+        """
         error = ""
         try:
             with self.further.onloaded():
@@ -219,7 +222,7 @@ class Checkpoints:
             )
 
     def _load_objects(self, source: Path, common: Values) -> Values:
-        """Loads FP8 and schedule states; returns random states, in a world of the same size."""
+        """Loads FP8 and schedule states. Returns the RNG states, or {} for another world size."""
         objects = self._objects()
         if common["world"] == dist.get_world_size():
             objects |= _sharded_random()
@@ -231,7 +234,10 @@ class Checkpoints:
         return loaded.get("random", {})
 
     def _find(self, resume: str) -> Path | None:
-        """Returns the same folder on every rank: rank 0 lists them, all verify."""
+        """Returns the folder to resume from, the same on every rank; None: start over.
+
+        Rank 0 lists the folders, all ranks verify them. Raises ValueError as `restore` does.
+        """
         if resume == "never":
             return None
         if resume != "auto":
@@ -261,7 +267,7 @@ class Checkpoints:
         return {name: stored_objects(x, prefix=prefix) for name, prefix, x in self._numbered()}
 
     def _numbered(self) -> Iterator[tuple[str, str, Any]]:
-        """Yields the chunks of all models, with the key of their objects and their prefix."""
+        """Yields (key of its objects, prefix, chunk) for every chunk of all models."""
         for prefix, trained in self._models.items():
             for number, chunk in enumerate(_chunks(trained)):
                 yield f"{prefix}objects{number}", prefix, chunk
@@ -277,7 +283,7 @@ def _load(
     saved: Values,
     prefix: str,
 ) -> None:
-    """Loads weights and optimizer. Raises ValueError, naming what differs from this model."""
+    """Loads weights and optimizer. Raises ValueError naming a difference from this model."""
     part = saved.get(f"{prefix}optimizer")
     if part is None:
         raise ValueError(f"it has no {prefix.removesuffix('.')}")
@@ -292,9 +298,9 @@ def _load(
 
 
 def _differ(one: tuple[int, int] | None, other: tuple[int, int] | None) -> bool:
-    """Returns if checksums are of other values.
+    """Returns True if two (elements, checksum) pairs are of different values.
 
-    A layout may have more copies of these, whose checksums add up.
+    A layout may hold several copies of the values, over which elements and checksums add up.
     """
     if one is None or other is None:
         return True
@@ -304,9 +310,9 @@ def _differ(one: tuple[int, int] | None, other: tuple[int, int] | None) -> bool:
 
 
 def _wrong(folder: Path) -> str:
-    """Describes how a checkpoint is damaged, "" if it is complete.
+    """Describes the damage to a checkpoint; "" if it is complete.
 
-    Each rank reads its share of the files.
+    A collective: each rank reads its share of the files.
     """
     expected = {}
     wrong = []

@@ -47,7 +47,7 @@ from megarl.models.shards import ShardSlice, whole_tensor
 from megarl.patches.checkpoints import UnsafePickleError
 from megarl.weights.sync.execute import strided_view
 
-# begin names of tensors
+# prefixes of the tensor names of models other than the policy
 CRITIC = "critic."
 REWARD_MODEL = "reward_model."
 REFERENCE = "reference."
@@ -58,12 +58,12 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def stored_shards(model: nn.Module) -> Iterator[tuple[Tensor, ShardedTensor, ShardSlice]]:
-    """Yields what Megatron saves of this rank's part of `model`.
+    """Yields (parameter or buffer, saved tensor, its slice of the parameter or buffer).
 
-    Items are (parameter or buffer, a tensor of it that is saved, where that lies in it); gate and
-    up of a fused linear are two tensors.
+    These are all tensors that Megatron saves of this rank's part of `model`. Gate and up of a fused
+    linear layer are two saved tensors.
     """
-    # of LoRA: its adapters only, under the names that they have in a PEFT folder
+    # LoRA saves only the adapters, under the names that they have in a PEFT folder
     if "stored_parts" in vars(model):
         for tensor, box, shape, replica in vars(model)["stored_parts"]:
             shard = ShardedTensor(
@@ -82,7 +82,7 @@ def stored_shards(model: nn.Module) -> Iterator[tuple[Tensor, ShardedTensor, Sha
     sharded = _sharded_state(model)
     apply_factories(sharded)
     for name, entry in sharded.items():
-        # 0.19's and 0.16's name of the same layer
+        # the names of the same layer in Megatron-Core 0.19 and 0.16
         param = name.replace(".mtp_model_layer.", ".transformer_layer.")
         for shard in nested_values({name: entry}):
             if isinstance(shard, ShardedTensor):
@@ -101,7 +101,7 @@ def stored_shards(model: nn.Module) -> Iterator[tuple[Tensor, ShardedTensor, Sha
 def _sharded_state(model: Any) -> dict[str, Any]:
     """Returns Megatron's `sharded_state_dict`.
 
-    It would look for an output layer also where a value head replaces it.
+    Megatron would look for an output layer even where a value head replaces it.
     """
     is_last = model.post_process
     is_tied = model.share_embeddings_and_output_weights
@@ -112,7 +112,7 @@ def _sharded_state(model: Any) -> dict[str, Any]:
 
 
 def stored_objects(model: nn.Module, *, prefix: str = "") -> dict[str, ShardedObject]:
-    """Returns Transformer Engine's FP8 state; `prefix`: of its names in the checkpoint."""
+    """Returns Transformer Engine's FP8 state. `prefix`: prefix of its names in the checkpoint."""
     return {
         name: replace(entry, key=prefix + entry.key)
         for name, entry in _sharded_state(model).items()
@@ -121,7 +121,10 @@ def stored_objects(model: nn.Module, *, prefix: str = "") -> dict[str, ShardedOb
 
 
 def stored_tensors(model: nn.Module) -> StoredTensors:
-    """Returns what Megatron saves of `model`, a single-rank GPTModel, also on the meta device."""
+    """Returns the tensors that Megatron saves of `model`.
+
+    The model is a single-rank GPTModel, which may be on the meta device.
+    """
     slices = defaultdict(list)
     shapes = {}
     padded = set()
@@ -156,7 +159,7 @@ class MegatronFolder:
             if isinstance(entry, TensorStorageMetadata)
         }
         self._num_stacked = {}  # leading dims that count layers or experts
-        # by key and layer, or expert
+        # (key, indices of the leading dims) -> chunks
         self._chunks = {}
 
     def expect(
@@ -166,9 +169,10 @@ class MegatronFolder:
         num_stacked: int,
         is_padded: bool,
     ) -> None:
-        """Raises ValueError unless the tensor is here; `copy` can read it then.
+        """Raises ValueError unless the checkpoint has the tensor; then `copy` can read it.
 
-        Padding changes a vocabulary's rows.
+        num_stacked: number of leading dims that count layers or experts
+        is_padded: the number of rows may differ, because a vocabulary is padded
         """
         metadata = self._folder / ".metadata"
         if key not in self.tensors:
@@ -187,13 +191,17 @@ class MegatronFolder:
                 f"{metadata}: the chunks of {key} do not add up to its shape {tuple(whole.size)}"
             )
         self._num_stacked[key] = num_stacked
-        for chunk in whole.chunks:  # torch searches the whole list
+        for chunk in whole.chunks:  # split the list, because torch searches all of it
             empty = TensorStorageMetadata(whole.properties, whole.size, [])
             layer = tuple(chunk.offsets[:num_stacked])
             self._chunks.setdefault((key, layer), empty).chunks.append(chunk)
 
     def check(self, stored: StoredTensors) -> None:
-        """Raises ValueError, naming tensor and file, unless these are here, in complete files."""
+        """Raises ValueError, naming tensor and file, unless the files are complete.
+
+        They must have the `stored` tensors. Tensors of optimizers and of other models than the
+        policy are ignored; any other tensor raises, too.
+        """
         for box in chain.from_iterable(stored.slices.values()):
             shape = stored.shapes[box.name]
             self.expect(box.name, shape, lead_axis(box.shape), box.name in stored.padded)
@@ -215,7 +223,10 @@ class MegatronFolder:
         return self.tensors[name].properties.dtype
 
     def copy(self, box: ShardSlice, parameter: Tensor) -> None:
-        """Copies the slice to where it lies in `parameter`. Padding rows may be absent."""
+        """Copies the slice to its place in `parameter`. Padding rows may be absent.
+
+        Raises ValueError, naming the file, if it cannot be read.
+        """
         chunks = self._chunks[box.name, box.start[: self._num_stacked[box.name]]]
         wanted = ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape))
         items = create_read_items_for_chunk_list(box.name, chunks, [wanted])
@@ -239,7 +250,7 @@ class _IntoTensor(DefaultLoadPlanner):
 
 
 class MegatronTarget:
-    """One file per value of `file_of(param)`, or several of at most `file_bytes`.
+    """A conversion target: a file per value of `file_of(param)`, split at `file_bytes`.
 
     Tensors are chunked by tensor-parallel rank.
     """
@@ -265,7 +276,7 @@ class MegatronTarget:
         self.files: list[OutputFile] = []
         self._plans = []
         for number, group in enumerate(groups):
-            name = f"__{number}_0.distcp"  # torch's name for a rank's
+            name = f"__{number}_0.distcp"  # torch's name for the file of a rank
             self.files.append(OutputFile(name, tuple(group), sum(map(self._nbytes, group))))
             boxes = chain.from_iterable(map(self._chunks, group))
             self._plans.append(SavePlan(list(map(self._item, boxes))))
@@ -314,7 +325,7 @@ class MegatronTarget:
 
 
 class _StreamedChunks(DefaultSavePlanner):
-    """Passes the writer the next chunk; it asks for them in the order of its plan."""
+    """Passes chunks to the writer, which asks for them in the order of its plan."""
 
     def __init__(self, chunks: Iterator[Tensor]) -> None:
         super().__init__()

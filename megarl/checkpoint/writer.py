@@ -1,4 +1,4 @@
-"""Writes a distributed checkpoint: plans it at once, then writes the files on a thread.
+"""Writes a distributed checkpoint: plans it immediately, then writes the files on a thread.
 
     host copies -> plan (collective) -> [thread: files, checksums]
       -> agree (collective) -> metadata -> manifest
@@ -32,27 +32,28 @@ from megarl.weights.sync.transports.values import gather_values
 
 
 class Writing:
-    """A write that starts on construction; `finish` completes it. Every rank does both."""
+    """A write that starts on construction and is completed by `finish`. Every rank calls both."""
 
     def __init__(self, common: dict[str, Any], sharded: dict[str, Any], folder: Path) -> None:
-        """Starts the thread.
+        """Plans the write and starts the thread. A collective.
 
-        `common`: plain data, the same on every rank; `sharded`: must not change until `finish`;
-        `folder`: empty.
+        common: plain data, the same on every rank
+        sharded: sharded tensors and objects, which must not change until `finish`
+        folder: an empty folder
         """
         self.folder = folder
         self._error = ""
         self._sums = {}
         options: dict[str, Any] = {}
-        # 0.19 delegates the write to another package by default
+        # Megatron-Core 0.19 delegates the write to another package by default
         if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:
             options = {"async_strategy": "mcore"}
         with _removing(folder), queue_of_a_write():
             self._request: Any = dist_checkpointing.save(
                 {**common, **sharded}, str(folder), async_sharded_save=True, **options
             )
-            # 0.19 keeps this among the tensors, but reads the file of older versions first;
-            # readers here know one place
+            # Megatron-Core 0.19 stores `common` among the tensors, but first looks for this file
+            # of older versions, which is the only place that megarl reads
             file = folder / "common.pt"
             if dist.get_rank() == 0 and not file.exists():
                 torch.save(common, file)
@@ -100,7 +101,7 @@ class Writing:
         self._buckets = []
 
     def _missing_bytes(self) -> int:
-        """Returns what this rank's files still lack."""
+        """Returns the number of bytes that this rank still has to write."""
         missing = 0
         for bucket in self._buckets:
             missing += sum(tensor.nbytes for _, tensor in bucket[2][1])
@@ -124,16 +125,16 @@ class Writing:
 
 @contextmanager
 def _removing(folder: Path) -> Iterator[None]:
-    """Removes `folder` if an exception passes, so that a full disk has room again.
+    """Removes `folder` on an exception, so that a full disk has room again.
 
-    A full disk becomes an OSError.
+    Raises OSError if the exception is due to a full disk.
     """
     try:
         yield
-    except BaseException as error:  # torch's CheckpointException is no Exception
+    except BaseException as error:  # torch's CheckpointException is not an Exception
         full = full_disk(error, folder, missing_bytes=1)
         if dist.get_rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
-        if full and not isinstance(error, CheckFailed):  # of this rank alone
+        if full and not isinstance(error, CheckFailed):  # only this rank failed
             raise OSError(errno.ENOSPC, full) from error
         raise

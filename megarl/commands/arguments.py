@@ -1,4 +1,4 @@
-"""Arguments that several commands share: a config with its overrides, and sizes. Fast to import."""
+"""Arguments shared by several commands: a config with overrides, and sizes. Fast to import."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def load(args: argparse.Namespace, env: Env) -> "Config":
-    """Returns the config with its overrides, and the model's revision as a commit."""
+    """Loads the config with its overrides, and resolves revisions of hub models to commits."""
     from megarl.commands.downloads import hub_models, pin_revisions
     from megarl.config.load import load_config
 

@@ -1,4 +1,4 @@
-"""`megarl audit RUN_DIR`: balances a run's ledger."""
+"""`megarl audit RUN_DIR`: verifies that a run's ledger accounts for every prompt."""
 
 import argparse
 from pathlib import Path

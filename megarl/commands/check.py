@@ -1,9 +1,10 @@
 """`megarl check CONFIG`: compares layouts, or trainer and engine; lists the precision of modules.
 
---layouts: compare_layouts --runs/<name>-check/layouts.json--> ranks --check.json--> a table
---parity, --sync: ranks
+--layouts         compare_layouts --layouts.json--> ranks --check.json--> table
+--parity, --sync  ranks
+--precision       this process (precision.py)
 
-The ranks run rank_checks.py.
+The ranks run rank_checks.py; the files are in runs/<name>-check.
 """
 
 import argparse
@@ -67,9 +68,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def compare_layouts(config: "Config", layouts: Sequence[str], env: Env) -> int:
-    """Compares one update under `layouts`, or those of USUAL that fit; returns the exit code.
+    """Compares one update in several layouts, prints a table, and returns the exit code.
 
-    Raises ValueError for a layout that does not fit.
+    Without `layouts`, compares the layouts of USUAL that fit the model. Raises ValueError if one of
+    `layouts` does not fit.
     """
     from megarl.commands.downloads import download_weights
     from megarl.commands.random_model import materialize_model
@@ -102,7 +104,7 @@ def compare_layouts(config: "Config", layouts: Sequence[str], env: Env) -> int:
 
 
 def _fitting(config: "Config", layouts: Sequence[str], env: Env) -> tuple[list[str], int, "Job"]:
-    """Returns the layouts that fit, the number of ranks, and the job of the last one."""
+    """Returns (layouts that fit the model, number of ranks, job of the last fitting layout)."""
     from megarl.commands.preflight import preflight
     from megarl.parity.layouts import parse_layout  # imports torch
 
@@ -122,7 +124,7 @@ def _fitting(config: "Config", layouts: Sequence[str], env: Env) -> tuple[list[s
 
 
 def _under(config: "Config", text: str, world: int) -> "Config":
-    """Returns the config with the layout `text` on `world` ranks."""
+    """Returns the config, changed to the layout `text` (for example "tp2,pp2") on `world` ranks."""
     from megarl.config.load import changed
     from megarl.parity.layouts import parse_layout
 

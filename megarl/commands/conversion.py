@@ -1,9 +1,9 @@
-"""`megarl convert`: detects format and model, converts with a progress bar, and reports one line.
+"""`megarl convert`: detects format and model, converts with a progress bar, and returns a summary.
 
     config.json -> ModelShape -> table (one rank), GPTModel on meta -> ConversionMap -> Conversion
 
-It needs neither a GPU nor a launcher, and holds a few parameters in memory, or one safetensors file
-that it writes. A converted Megatron folder includes the model's config and tokenizer, so it can be
+Needs neither a GPU nor a launcher. Keeps a few parameters in memory, or one safetensors file while
+it is written. A converted Megatron folder includes the model's config and tokenizer, so it can be
 the `model.path` of a training run, or be converted back.
 """
 
@@ -44,7 +44,7 @@ from megarl.weights.encode.quantize import PLAIN
 
 Format = Literal["megatron", "hf"]
 ALONE = Layout.of(Parallel(), 1, 0)
-M_MMAP_THRESHOLD = -3  # of malloc.h
+M_MMAP_THRESHOLD = -3  # option of mallopt, from malloc.h
 
 
 def run_convert(
@@ -60,13 +60,14 @@ def run_convert(
 ) -> str:
     """Converts `source` to `target`; returns a summary for the user.
 
-    `export_format`: "same" is the Hugging Face model's. Raises ValueError if the
-    input is wrong, CheckFailed if the disk fails or a file reads back differently.
+    `file_bytes` is the maximum size of a file. `export_format` is "bf16", or "same" to keep the
+    weight format of the Hugging Face model. Raises ValueError for invalid input, CheckFailed if the
+    disk fails or a file reads back differently.
     """
     began = time.perf_counter()
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt:
-        # memory is returned when freed; by default, each thread caches up to 32 MiB
+        # return freed memory to the system; by default, each thread caches up to 32 MiB
         mallopt(M_MMAP_THRESHOLD, 1 << 20)
     origin = _origin(source, config)
     shape = read_model(origin)
@@ -107,7 +108,7 @@ def run_convert(
 
 
 def _stats(source: Path) -> list[tuple[str, int, int]]:
-    """Returns name, bytes and time of every file with weights."""
+    """Returns (name, size in bytes, mtime in ns) of every weight file."""
     stats = []
     for file in source.iterdir():
         if file.suffix in (".safetensors", ".distcp") or file.name == ".metadata":
@@ -117,9 +118,10 @@ def _stats(source: Path) -> list[tuple[str, int, int]]:
 
 
 def _origin(source: Path, config: Path | None) -> Path:
-    """Returns the folder of config.json and the tokenizer.
+    """Returns the folder with config.json and the tokenizer.
 
-    It is `config`, the source, or the initial model of a training run.
+    This is `config` if given, the source, or the initial model of the training run that wrote the
+    checkpoint. Raises ValueError if there is none, FileNotFoundError if the source is not a folder.
     """
     if not source.is_dir():
         raise FileNotFoundError(
@@ -174,16 +176,16 @@ def _open(source: Path, shape: ModelShape) -> TensorSource:
     conversion_map = _conversion_map(shape, folder.tensors, mtp=has_mtp)
     ignored = ()
     if shape.tied:
-        ignored = (HEAD,)  # equal to the embedding
+        ignored = (HEAD,)  # same values as the embedding
     folder.check(conversion_map.hf_shapes, ignored=ignored)
     return hf_source(conversion_map, folder)
 
 
 def _conversion_map(shape: ModelShape, names: Collection[str], *, mtp: bool) -> ConversionMap:
-    """Returns the map of a source with these `names`; `mtp`: it has multi-token-prediction layers.
+    """Returns the map between HF tensors and Megatron parameters of a source with tensors `names`.
 
-    The names that repeat embedding and head for such a layer have no parameter in Megatron's
-    module, and are stored under their HF names.
+    `mtp`: the source has multi-token-prediction layers. HF copies of the embedding and the head in
+    such a layer have no parameter in Megatron's module, and are stored under their HF names.
     """
     shapes = dict(hf_shapes(shape, mtp=mtp))
     table = megatron_table(shape, spec="local", padded_vocab=padded_vocab(shape.vocab, 1))
@@ -210,7 +212,7 @@ def _conversion_map(shape: ModelShape, names: Collection[str], *, mtp: bool) -> 
 
 
 def _stored_tensors(shape: ModelShape, *, mtp: bool) -> StoredTensors:
-    """Returns the tensors of Megatron's module, built on the meta device in a world of one rank."""
+    """Returns the tensors of Megatron's model, built on the meta device with a world size of 1."""
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -230,9 +232,9 @@ def _stored_tensors(shape: ModelShape, *, mtp: bool) -> StoredTensors:
 
 
 def _file_of(shape: ModelShape, sizes: Parallel) -> Callable[[str], tuple[int, int | None]]:
-    """Returns a function of a parameter: its (pipeline stage, expert rank).
+    """Returns a function: parameter name -> (pipeline stage, expert rank or None).
 
-    Each such pair has its own files.
+    Each pair has its own files in the checkpoint.
     """
     stage_of = {}
     for stage in range(sizes.pipeline):

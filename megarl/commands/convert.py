@@ -1,4 +1,4 @@
-"""`megarl convert SRC DST --to FORMAT`: a checkpoint in another format; conversion.py does it."""
+"""`megarl convert SRC DST --to FORMAT`: converts a checkpoint to another format (conversion.py)."""
 
 import argparse
 from pathlib import Path

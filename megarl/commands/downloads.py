@@ -1,4 +1,4 @@
-"""Downloads what a config names on the Hugging Face hub, and sets each `revision` to its commit.
+"""Downloads a config's models and datasets from the Hugging Face hub, and pins their revisions.
 
     hub_models: model   --pin_revisions----> revision=commit  (small files)
                 others  --pin_revisions----> id@commit        (small files)
@@ -6,8 +6,9 @@
                         --preflight--------> checked
     all models          --download_weights-> the ranks read the files from the cache
 
-The run's config.yaml records the commits. A resumed run keeps those it began with, as `main` may
-have moved. Under torchrun every rank comes here: one rank per node downloads, the others wait.
+The run's config.yaml records the commits. A resumed run uses its original commits, because `main`
+may have moved. Under torchrun, every rank calls this module: one rank per node downloads while the
+others wait.
 """
 
 import fcntl
@@ -37,19 +38,22 @@ COMMIT = "{commit}"
 
 @dataclass(frozen=True)
 class HubEntry:
-    """A model or dataset of a config that is on the hub."""
+    """A hub model or dataset that a config refers to."""
 
-    name: str  # of its commit, and in messages
+    name: str  # identifies the entry across configs, and in messages
     revision: str | None
-    fetch: Callable[[str | None], Path]  # revision -> folder of its files, named by the commit
-    section: dict[str, Any]
-    pinned: Mapping[str, str]  # values of the section, with COMMIT in place of the commit
+    fetch: Callable[[str | None], Path]  # revision -> downloaded folder, whose name is the commit
+    section: dict[str, Any]  # the section of the config that refers to it
+    pinned: Mapping[str, str]  # new values of the section; COMMIT is replaced by the commit
 
 
 def download_weights(config: Config, env: Env, command: str) -> None:
-    """Downloads the *.safetensors of resolved hub ids. Raises ValueError."""
+    """Downloads the *.safetensors of all hub models, whose revisions must be pinned.
+
+    Raises ValueError if a download fails.
+    """
     for entry in hub_models(config.model_dump(), WEIGHTS):
-        # other commands need neither critic nor teacher
+        # only `train` needs critic, teacher and reference
         if command == "train" or "path" in entry.pinned:
             _in_turn(env, entry, entry.revision)
 
@@ -57,9 +61,10 @@ def download_weights(config: Config, env: Env, command: str) -> None:
 def pin_revisions(
     config: Config, env: Env, find: Callable[[dict[str, Any]], Iterator[HubEntry]]
 ) -> Config:
-    """Downloads what `find` returns, of models all but the weights, and sets revisions to commits.
+    """Downloads the entries that `find` yields (models without weights) and pins their revisions.
 
-    Without a revision: main, or what the run to be resumed began with. Raises ValueError.
+    An entry without a revision gets the commit recorded by the run to resume, or else `main`.
+    Returns the config with commits. Raises ValueError if a download fails.
     """
     values = config.model_dump()
     run = resumed_run(config)
@@ -125,10 +130,10 @@ def _fetch_dataset(name: str, options: Mapping[str, Any], revision: str | None) 
 
 
 def _in_turn(env: Env, entry: HubEntry, revision: str | None) -> Path:
-    """Downloads in one process of this node at a time.
+    """Downloads an entry in one process of this node at a time.
 
-    The first records the commit in a file that goes with the job's shared memory; the others find
-    the downloaded files.
+    The first process records the commit in a file, which is removed with the job's shared memory;
+    the others use this commit and find the files in the cache.
     """
     if env.local_world_size == 1:
         return entry.fetch(revision)

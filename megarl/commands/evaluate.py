@@ -1,4 +1,4 @@
-"""`megarl eval CONFIG`: accuracy on held-out problems. Its ranks run stages/evaluation.py."""
+"""`megarl eval CONFIG`: measures accuracy on held-out problems. Ranks run stages/evaluation.py."""
 
 import argparse
 

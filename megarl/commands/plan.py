@@ -1,4 +1,4 @@
-"""`megarl plan CONFIG --weights`: the bytes and time of a weight sync, without weights or a GPU."""
+"""`megarl plan CONFIG --weights`: predicts bytes and time of a sync, without weights or a GPU."""
 
 import argparse
 import json

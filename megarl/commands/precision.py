@@ -1,6 +1,7 @@
-"""`megarl check CONFIG --precision`: the format of each module's weights or products on both sides.
+"""`megarl check CONFIG --precision`: lists each module's precision in the trainer and the engine.
 
-A line of the table is a kind of module, by its Hugging Face name, and the layers that are alike.
+Each line of the table is a module, by its Hugging Face name, and the layers in which it has these
+formats.
 """
 
 import re
@@ -14,17 +15,17 @@ from megarl.models.registry import fp32_tensors, hf_shapes
 from megarl.models.shape import ModelShape
 
 HEADER = ("module", "layers", "trainer", "engine")
-OUTSIDE = -1  # the layer of what is in none
+OUTSIDE = -1  # layer index of modules outside the transformer layers
 
 
 def describe_precision(config: Config, shape: ModelShape) -> str:
-    """Returns the table; without the engine's column for a stage that samples nothing."""
+    """Returns the table as text, without the engine's column in stages without rollouts."""
     fp8 = config.precision.fp8
     engine_format = rollout_format(config, shape)
     dtype = config.train.dtype
     fp32 = fp32_tensors(shape)
     linear = linear_shapes(shape)
-    layers = {}  # (module, trainer's format, engine's format) -> numbers
+    layers = {}  # (module, trainer's format, engine's format) -> layer indices
     for name in hf_shapes(shape):
         layer = OUTSIDE
         number = re.search(r"layers\.(\d+)\.", name)
@@ -56,7 +57,7 @@ def describe_precision(config: Config, shape: ModelShape) -> str:
 
 
 def _recipe(fp8: Fp8, dtype: str) -> str:
-    """Describes the trainer's linear layers in FP8."""
+    """Describes the FP8 format of the trainer's linear layers."""
     emulated = ""
     if fp8.emulate:
         emulated = ", emulated"
@@ -67,7 +68,7 @@ def _recipe(fp8: Fp8, dtype: str) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """[0, 1, 2, 5] -> "0-2, 5"; [OUTSIDE] -> "-"."""
+    """Formats layer indices: [0, 1, 2, 5] -> "0-2, 5"; [OUTSIDE] -> "-"."""
     if numbers == [OUTSIDE]:
         return "-"
     ranges = ("-".join(map(str, dict.fromkeys(ends))) for ends in ranges_of(numbers))

@@ -1,8 +1,8 @@
-"""All checks of a config before any process starts, and the summary that --dry-run prints.
+"""Checks a config before any process starts, and describes the job for --dry-run.
 
-`megarl.config.validate` checks numbers; this module checks tokenizer, tasks, rewards and trackers.
-Neither imports torch, except for the tokenizer: that of a model's folder is always loaded, that of
-a random model if something needs it.
+`megarl.config.validate` checks numbers; this module checks weights, tokenizer, tasks, rewards and
+trackers. Neither imports torch, except to load a tokenizer: always for a model folder, and if
+needed for a random model.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,16 +27,19 @@ from megarl.platform.env import Env, require
 from megarl.rewards.catalog import check_problems, make_rewards
 from megarl.telemetry.trackers import check_trackers
 
-# columns besides prompt and answer, by what the stage learns
+# columns that a stage reads in addition to prompt and answer, by what the stage learns
 READ = {
     "answers": "completion",
     "feedback": "chosen rejected margin responses ranks scores completions labels",
 }
-MAX_TOKENIZED = 200  # problems of a source, evenly spaced, whose tokens are checked
+MAX_TOKENIZED = 200  # number of problems per source, evenly spaced, that are tokenized
 
 
 def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
-    """Raises ValueError or FileNotFoundError with a one-line message."""
+    """Checks the config for `command`; returns the job, with warnings.
+
+    Raises ValueError or FileNotFoundError, with a one-line message, for an invalid config.
+    """
     model = config.model
     folder = None
     if model.path is not None and model.create is None:
@@ -55,7 +58,7 @@ def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
     if folder is not None:
         if engine:
             check_architectures(folder)
-        # those of a hub id are not yet downloaded, and Megatron's are not safetensors
+        # weights of a hub model are not downloaded yet; Megatron checkpoints have no safetensors
         is_remote = is_hub_id(model.path or "") or _is_config_alone(folder)
         if not is_remote and not (folder / ".metadata").is_file():
             files = {tensor.file for tensor in check_weights(folder, job.model).values()}
@@ -75,16 +78,16 @@ def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
 
 
 def _is_config_alone(folder: Path) -> bool:
-    """Returns whether a folder is for dry runs and plans of the weight sync only."""
+    """Returns True if the folder has only config.json, for dry runs and plans of a weight sync."""
     return [file.name for file in folder.iterdir()] == ["config.json"]
 
 
 class ProblemCheck:
-    """Checks what each problem of a source has, and the tokens of some: `MAX_TOKENIZED`, and one of
-    each shape (roles of the messages, and types of what is learned); or of all, if the tokenizer
-    has tokens that the model does not have.
+    """Checks the columns and tokens of a source's problems; collects warnings in `notes`.
 
-    `notes` are warnings.
+    Reads every problem, but tokenizes only up to MAX_TOKENIZED problems and the first problem of
+    each shape (roles of the messages, types of answer and completion). If the tokenizer has tokens
+    beyond the model's vocabulary, tokenizes all problems.
     """
 
     def __init__(self, config: Config, folder: Path | None, command: str) -> None:
@@ -103,12 +106,15 @@ class ProblemCheck:
         self.is_tokenized = self.learns == "answers" or task.template == "chat" or any(settings)
         if self.is_tokenized:
             self.notes += end_warnings(self._tokenizer, config.rollout.stop)
-            self.encoder(self.learns)  # raises for settings
+            self.encoder(self.learns)  # raises for invalid settings
         if task.ignore_media:
             self.notes.append("task.ignore_media: images, audio and video are left out")
 
     def __call__(self, source: Source, is_eval_set: bool) -> None:
-        """Raises ValueError, with file and line. Of an evaluation set, only prompts are read."""
+        """Checks a source; raises ValueError with file and line.
+
+        Only the prompts of an evaluation set are checked.
+        """
         self.sources.append(source)
         config = self.config
         learns = "prompts" if is_eval_set else self.learns
@@ -122,7 +128,7 @@ class ProblemCheck:
         if self.is_tokenized and self._tokenizer.exceeds_model:
             every = 1
         shapes = set()
-        lengths = {}  # by place
+        lengths = {}  # place of a problem -> number of tokens
         limit = config.rollout.max_prompt_tokens
         is_long = True
         for number, problem in enumerate(source.problems()):
@@ -142,11 +148,11 @@ class ProblemCheck:
             from megarl.data.prompts import PromptStream  # imports torch
 
             stream = PromptStream([source], self.encoder(learns), limit)
-            stream.take(1)  # raises if all are too long
+            stream.take(1)  # raises if all prompts are too long
         self._check_lengths(lengths)
 
     def _check_columns(self, problem: Problem, learns: str) -> None:
-        """Notes the columns of a source's first row that no model sees."""
+        """Adds a warning for columns of a source's first row that are not part of any sequence."""
         names = {name for name, value in problem.extra.items() if not callable(value)}
         names.difference_update(READ.get(learns, "").split())
         if names - self.unread:
@@ -158,7 +164,9 @@ class ProblemCheck:
         self.unread |= names
 
     def _length(self, problem: Problem, learns: str) -> int:
-        """Returns the tokens of a problem with what is learned; 0 if its prompt is skipped."""
+        """Returns the number of tokens of a prompt and its longest response to learn; 0 if the
+        prompt is too long and therefore skipped.
+        """
         tokens, mask = self.encoder(learns)(problem)
         texts = []
         if learns == "feedback" and not self.config.reward_model.process:
@@ -208,7 +216,7 @@ class ProblemCheck:
 
 
 def describe(config: Config, job: Job) -> str:
-    """Returns the resolved config, the processes and the sizes of a step, as text."""
+    """Returns the resolved config, the model, the processes and the sizes of a step, as text."""
     train = config.train
     shape = job.model
     samples = engine = ""

@@ -1,10 +1,10 @@
-"""`model.create` -> a small random Hugging Face model on disk: config, weights, tokenizer.
+"""Writes the random Hugging Face model of `model.create` to disk: config, weights, tokenizer.
 
     Create --hash--> <run.dir>/.models/<hash>/model.safetensors, tokenizer*.json
                                               config.json, generation_config.json
 
-The folder is written under a temporary name and renamed: it is complete or absent, even if two runs
-create it at once. This module does not import torch.
+The folder is written under a temporary name and then renamed, so it is complete or absent, even if
+two runs create it at the same time. This module does not import torch.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.models.registry import hf_shapes, parse_model
 from megarl.processes.files import write_json
 
-FORMAT = 1  # incremented when the same section must produce different bytes
+FORMAT = 1  # increment if the same section must produce different bytes
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ '<eos>' }}{% endif %}{% endfor %}"
@@ -32,7 +32,7 @@ CHAT_TEMPLATE = (
 
 
 def materialize_model(config: Config) -> Config:
-    """Creates the model of `model.create`, if any; returns the config with its `model.path`."""
+    """Creates the model of `model.create`, if set; returns the config with its `model.path`."""
     if not config.model.create:
         return config
     folder = create_model(config.model.create, Path(config.run.dir) / ".models")
@@ -56,7 +56,7 @@ def create_model(create: Create, root: Path) -> Path:
         staging.chmod(0o755)
         try:
             staging.rename(folder)
-        except OSError:  # another run got there first and wrote the same bytes
+        except OSError:  # another run was faster, and wrote the same bytes
             if not folder.is_dir():
                 raise
     return folder
@@ -70,7 +70,7 @@ def random_tokenizer(create: Create) -> Tokenizer:
 
 
 def _write_settings(folder: Path, create: Create, values: Mapping[str, Any]) -> None:
-    """Writes everything but the weights."""
+    """Writes the config, the generation config and the tokenizer."""
     write_json(folder / "config.json", values)
     generation = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD, "do_sample": True}
     write_json(folder / "generation_config.json", generation)
@@ -79,9 +79,9 @@ def _write_settings(folder: Path, create: Create, values: Mapping[str, Any]) -> 
 
 
 def _write_weights(file: Path, values: Mapping[str, Any], seed: int) -> None:
-    """Writes normal weights with standard deviation 1/sqrt(fan-in).
+    """Writes normally distributed weights with standard deviation 1/sqrt(fan-in).
 
-    Hidden states keep unit scale, and logits vary.
+    With this scale, hidden states keep unit variance, and logits vary between tokens.
     """
     from safetensors.numpy import save_file
 
@@ -94,7 +94,7 @@ def _write_weights(file: Path, values: Mapping[str, Any], seed: int) -> None:
         elif name.endswith("bias"):
             weights = 0.02 * random.standard_normal(size)
         else:
-            # the embedding's fan-in as an output head is its last axis, as for every other matrix
+            # fan-in is the last axis of every matrix, even of a tied embedding
             weights = random.standard_normal(size) / size[-1] ** 0.5
         tensors[name] = weights.astype(np.float32)
     save_file(tensors, file, metadata={"format": "pt"})

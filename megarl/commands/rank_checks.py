@@ -1,4 +1,4 @@
-"""The ranks of `megarl check`: trainer against engine, one weight sync, several layouts."""
+"""The ranks of `megarl check`: compare trainer and engine, verify a sync, compare layouts."""
 
 import json
 import math
@@ -19,12 +19,12 @@ from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, TrainBatch
 
 PARITY_PROMPTS = 8
-CHECKED_ROWS = 8  # in the batch of `megarl check --layouts`
-RANDOM_TOKENS = 8  # that a row without an answer to train on gets after its prompt
+CHECKED_ROWS = 8  # rows in the batch of `megarl check --layouts`
+RANDOM_TOKENS = 8  # random tokens after the prompt in rows without an answer to train on
 
 
 def sync(rank: Rank) -> None:
-    """Runs `megarl check --sync` on this rank: one weight sync, verified as the first of a run."""
+    """Runs `megarl check --sync` on this rank: one weight sync, verified like a run's first one."""
     _, _, gate, report = synced(rank)
     worst = max(gate.probe()[1], key=lambda excess: excess.statistic)
     if not rank.env.is_main:
@@ -42,7 +42,7 @@ def parity(rank: Rank) -> None:
 
     Raises CheckFailed if rounding does not explain the differences.
     """
-    # the verdict is given here, not by the gate
+    # this function judges the difference: disable the bound of the probe
     rank = replace(rank, config=changed(rank.config, "checks", max_logprob_diff=math.inf))
     trainer, engine, gate, _ = synced(rank)
     batch = parity_batch(rank, engine)
@@ -79,7 +79,7 @@ def _report_choices(rank: Rank, trainer: Trainer, batch: TrainBatch) -> None:
 
 
 def parity_batch(rank: Rank, engine: Engine) -> TrainBatch:
-    """Returns the samples of a few prompts, as in a run and not scored."""
+    """Returns a batch of samples of PARITY_PROMPTS prompts, sampled as in a run, but not scored."""
     exchange = replace(make_exchange(rank, engine), rewards=make_scorer(()))
     rollouts = replace(make_rollouts(rank, exchange), filter_zero_std=False)
     rollout = rollouts.collect(make_prompts(rank), PARITY_PROMPTS, version=0)
@@ -87,7 +87,9 @@ def parity_batch(rank: Rank, engine: Engine) -> TrainBatch:
 
 
 def layouts(rank: Rank) -> None:
-    """Compares the layouts of layouts.json, one after another; rank 0 writes check.json."""
+    """Runs `megarl check --layouts` on this rank: compares the layouts listed in layouts.json, one
+    after another. Rank 0 writes the results to check.json.
+    """
     config = changed(rank.config, "train", updates_per_step=1, epochs_per_batch=1)
     rank = replace(rank, config=config)
     prompts = make_prompts(rank).take(CHECKED_ROWS)

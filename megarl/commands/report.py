@@ -1,4 +1,4 @@
-"""`megarl report RUN_DIR`: the curves of runs."""
+"""`megarl report RUN_DIR`: draws the metric curves of one or several runs."""
 
 import argparse
 from pathlib import Path

@@ -1,14 +1,15 @@
-"""`megarl serve-reward FOLDER`: a reward model behind HTTP; the protocol is rewards/remote.py's.
+"""The server of `megarl serve-reward FOLDER`: scores responses with a reward model over HTTP.
 
     rewards: [{name: "http://localhost:8000/score", options: {tokens: true}}]
 
-    clients --uvicorn, an event loop--> App: whole requests --a thread--> scores, one at a time
+    clients --uvicorn, event loop--> app: complete requests --one thread--> scores, one at a time
 
-It scores as the reward `model` does: the request's tokens, or else the prompt in the model's chat
-template and the response, with the end token if `finish` is "stop". One process, on its first GPU
-or the CPU, answers requests in turn, and a malformed one with status 400 and the reason. Size and
-time of a request are limited, so a slow client holds up no other. SIGTERM ends the server, after
-the request that is being scored, with exit code 0.
+The protocol is that of rewards/remote.py, and scores are those of the reward `model`. A row is the
+request's tokens, if given; otherwise the encoded prompt and response, with the end token if
+`finish` is "stop". One process, on its first GPU or the CPU, scores requests one after another. A
+malformed request gets status 400 and the reason. The size and the time of a request are limited, so
+a slow client does not delay others. SIGTERM ends the server with exit code 0 after the request that
+is being scored.
 """
 
 import asyncio
@@ -38,10 +39,10 @@ from megarl.run.models import make_trainer, model_reward
 from megarl.trainer.heads import load_head
 from megarl.types import Finish, Sample
 
-MAX_BYTES = 64 << 20  # of a request
-MAX_CONNECTIONS = 256  # at the same time; status 503 beyond, which a run tries again
-HEADERS_S = 10.0  # until a connection has sent its headers; at SIGTERM, until all have ended
-BODY_S = 60.0  # until it has sent its body, and again until it has read the answer
+MAX_BYTES = 64 << 20  # maximum size of a request
+MAX_CONNECTIONS = 256  # concurrent connections; others get status 503, which a run retries
+HEADERS_S = 10.0  # time limit to send headers, and after SIGTERM to finish all connections
+BODY_S = 60.0  # time limit to send the body, and again to read the answer
 
 
 class SampleToScore(BaseModel):
@@ -49,8 +50,8 @@ class SampleToScore(BaseModel):
     prompt: str
     response: str
     finish: Finish
-    tokens: list[NonNegativeInt] = []  # of prompt and response
-    prompt_length: NonNegativeInt | None = None  # of `tokens`
+    tokens: list[NonNegativeInt] = []  # prompt and response
+    prompt_length: NonNegativeInt | None = None  # number of prompt tokens in `tokens`
 
 
 class ScoreCall(BaseModel):
@@ -60,9 +61,9 @@ class ScoreCall(BaseModel):
 def score_rows(
     reward: ModelReward, tokenizer: Tokenizer, vocab: int, rows: list[SampleToScore]
 ) -> list[dict[str, Any]]:
-    """Returns the entries of an answer, in order.
+    """Scores rows; returns {"id", "score"} or {"id", "error"} for each, in order.
 
-    Raises ValueError for a row that cannot be scored.
+    `vocab` is the model's vocabulary size. Raises ValueError for a row with invalid tokens.
     """
     samples = []
     for index, row in enumerate(rows):
@@ -96,7 +97,7 @@ def score_rows(
 
 
 class Connection(H11Protocol):
-    """A connection for one request, which is closed if its client is late."""
+    """An HTTP connection for one request, closed if the client exceeds a time limit."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -107,7 +108,7 @@ class Connection(H11Protocol):
 
 
 def make_server(score: Callable[[list[SampleToScore]], list[dict[str, Any]]]) -> uvicorn.Server:
-    """Returns a server that reads requests side by side, and scores them in turn."""
+    """Returns a server that reads requests concurrently and scores them one after another."""
     worker = ThreadPoolExecutor(1)
 
     def answer(body: bytes) -> dict[str, Any]:
@@ -120,7 +121,7 @@ def make_server(score: Callable[[list[SampleToScore]], list[dict[str, Any]]]) ->
                 body = await _read(Request(scope, receive))
             content = await asyncio.get_running_loop().run_in_executor(worker, answer, body)
         except (ClientDisconnect, TimeoutError, ValueError) as error:
-            status = 400  # pydantic's text has several lines
+            status = 400  # pydantic's message has several lines: join them
             text = " ".join(str(error).split())[:500]
             content = {"error": text or f"the request did not arrive within {BODY_S:g} s"}
         await JSONResponse(content, status, {"connection": "close"})(scope, receive, send)
@@ -138,11 +139,11 @@ def make_server(score: Callable[[list[SampleToScore]], list[dict[str, Any]]]) ->
 
 
 async def _read(request: Request) -> bytes:
-    """Returns the body of a request. Raises ValueError if it is too large."""
+    """Returns the body of a request; raises ValueError if it exceeds MAX_BYTES."""
     body = bytearray()
     length = int(request.headers.get("content-length", 0))
     chunks = request.stream()
-    while length <= MAX_BYTES and (chunk := await anext(chunks)):  # the last one is empty
+    while length <= MAX_BYTES and (chunk := await anext(chunks)):  # the last chunk is empty
         body += chunk
         length = max(length, len(body))
     if length > MAX_BYTES:
@@ -151,9 +152,9 @@ async def _read(request: Request) -> bytes:
 
 
 def serve_reward(folder: Path, *, host: str, port: int, dtype: str) -> None:
-    """Serves until it is interrupted.
+    """Loads the reward model in `folder` and serves it until interrupted.
 
-    Raises ValueError if the folder has no reward model of whole responses.
+    Raises ValueError if the folder has no outcome reward model, or if the address is unavailable.
     """
     head = load_head(folder)
     if head.kind == "process":
@@ -172,7 +173,7 @@ def serve_reward(folder: Path, *, host: str, port: int, dtype: str) -> None:
                 f"--host={host} --port={port} is refused ({error.strerror}); choose others"
             ) from None
         with listener:
-            # uvicorn stops at the signal, and then raises it again
+            # uvicorn stops on the signal, and then raises it again
             signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit())
             bound_port = listener.getsockname()[1]
             print(f"megarl: {folder} is served at {host}:{bound_port}/score", flush=True)

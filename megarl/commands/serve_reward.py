@@ -1,4 +1,4 @@
-"""`megarl serve-reward FOLDER`: a reward model behind HTTP; reward_server.py serves it."""
+"""`megarl serve-reward FOLDER`: serves a reward model over HTTP (reward_server.py)."""
 
 import argparse
 from pathlib import Path

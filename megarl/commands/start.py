@@ -1,4 +1,4 @@
-"""Starts the ranks of `megarl train`, `eval` and `check`, from the config to the exit code.
+"""Starts the ranks of `megarl train`, `eval` and `check`: from the config to the exit code.
 
 config --preflight--> Job --launch--> run/rank_process.py | Ray (split/) --> report, exit code
 """
@@ -18,11 +18,14 @@ from megarl.processes.exit_codes import DEFECT, DONE, STOPPED, USER, Failure, sa
 
 
 def start(command: str, args: argparse.Namespace) -> int:
-    """Runs `command` on the ranks of a config; returns the exit code."""
+    """Checks the config, downloads models and data, runs `command`, and returns the exit code.
+
+    With --dry-run, prints the resolved config instead of running.
+    """
     env = Env.read()
     set_env(**{RESUME_CHANGED: int(args.resume_changed) or None})
     config = load_config(args.config, args.overrides)
-    if command != "train":  # its own folder, beside the run's
+    if command != "train":  # use a separate folder next to the run's
         config = changed(config, "run", name=f"{config.run.name}-{command}")
     try:
         config = pin_revisions(config, env, hub_models)
@@ -51,7 +54,7 @@ def start(command: str, args: argparse.Namespace) -> int:
 
 
 def launch(env: Env, config: Config, job: Job, command: str) -> int:
-    """Runs the ranks of a job, or this one if a launcher started it; returns the exit code."""
+    """Runs all ranks of a job, or only this rank under torchrun or Slurm; returns the exit code."""
     if env.has_launcher:
         from megarl.run.rank_process import run_external
 
@@ -66,23 +69,23 @@ def launch(env: Env, config: Config, job: Job, command: str) -> int:
 
 
 def _report(env: Env, config: Config, job: Job, code: int) -> None:
-    """Writes the report of a run; a run without a finished step has none."""
+    """Writes the run's report, unless no step has finished."""
     from megarl.telemetry.report import write_report
 
     try:
-        # the planner needs a table
+        # the planner needs a weight table, which bridged models lack
         if config.stage_spec.needs_engine and job.model.bridge is None:
             _write_plan(env, config, job.world)
         print(f"report: {write_report(config.run_dir)}")
     except FileNotFoundError:  # no step has finished
         pass
     except OSError as error:
-        if code == DONE:  # otherwise the run has ended by it, and said so
+        if code == DONE:  # otherwise the error has already ended the run and been reported
             raise OSError(error.errno, error.strerror, str(config.run_dir)) from None
 
 
 def _write_plan(env: Env, config: Config, world: int) -> None:
-    """Writes the figures of the run's weight sync, for its report."""
+    """Writes the plan of the run's weight sync, which the report draws."""
     from megarl.telemetry.report import PLAN
     from megarl.weights.plan.from_config import plan_weights
 

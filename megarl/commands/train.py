@@ -1,4 +1,4 @@
-"""`megarl train CONFIG`: trains a model, in any stage."""
+"""`megarl train CONFIG`: runs the training stage of a config."""
 
 import argparse
 

@@ -1,6 +1,6 @@
-"""`algorithm`: what is optimized.
+"""Section `algorithm`: the objective, and its checks.
 
-A preset (presets.py) is a set of these values; printed configs show them.
+A preset (presets.py) is a named set of these values; printed configs include them.
 """
 
 from collections.abc import Mapping
@@ -20,28 +20,30 @@ from megarl.config import estimators
 from megarl.config.presets import PRESETS
 from megarl.config.section import Config, Options, Section, check_options, one_of, refuse
 
-AT_LEAST = {"dual_clip": 1.0}  # a bound must exceed this; others are at least 0
+AT_LEAST = {"dual_clip": 1.0}  # bound -> value that it must exceed; other bounds must be >= 0
 
 
 class KlTerm(Section):
-    """KL(policy || reference). The default estimator is k1 in the reward and k3+ in the loss."""
+    """The KL(policy || reference) term. The default estimator is k1 in the reward, k3+ in the
+    loss."""
 
     against: Literal["reference", "old"] = "reference"
-    """Policy that KL is against; old: the one before a batch's updates (arXiv 1707.06347, 4)."""
+    """Second argument of KL: the reference model, or with old, the policy before the updates on a
+    batch (arXiv 1707.06347, section 4)."""
     estimator: Annotated[str, one_of(estimators.KL)] = "k3+"
     """Estimator of KL (megarl.algorithms.kl): k1, k2, k3, k3+ or abs."""
     where: Literal["reward", "loss"] = "loss"
-    """Place of the term: subtracted from the reward of each token, or added to the loss."""
+    """Use of the term: subtracted from the reward of each token, or added to the loss."""
     coef: NonNegativeFloat = 0.0
     """Coefficient; 0: no KL term."""
     target: float | None = Field(default=None, gt=0)
-    """Mean KL that the coefficient adapts to; null: it is fixed."""
+    """Target mean KL, to which the coefficient is adapted; null: the coefficient is fixed."""
     horizon: PositiveInt = 10000
-    """Samples over which the coefficient adapts."""
+    """Number of samples over which the coefficient adapts."""
     value_clamp: PositiveFloat | None = None
-    """Bound of the estimator's value; null: none. Several trainers use 10."""
+    """Bound on the absolute value of the estimator; null: none. Several trainers use 10."""
     importance_weighted: bool = False
-    """Weighs KL in the loss by pi / pi_old (DeepSeek-V3.2, arXiv 2512.02556)."""
+    """Multiplies KL in the loss by the ratio pi / pi_old (DeepSeek-V3.2, arXiv 2512.02556)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -55,13 +57,14 @@ class Overlong(Section):
     """Penalty for responses close to rollout.max_tokens (DAPO, arXiv 2503.14476, section 3.4)."""
 
     buffer: NonNegativeFloat = 0.0
-    """Tokens below the limit in which the penalty grows; under 1: a fraction of it."""
+    """Number of tokens before max_tokens over which the penalty grows linearly; a value below 1 is
+    a fraction of max_tokens."""
     factor: NonNegativeFloat = 1.0
     """Penalty for a response of max_tokens tokens."""
 
 
 def _bound(name: str) -> tuple[Any, Any]:
-    """Returns the type of a bound and its field, for create_model."""
+    """Returns (type, Field) of the loss bound `name`, for create_model."""
     text = f"Bound {name} of the loss (megarl.algorithms.losses); null: off, or its own default."
     if name in AT_LEAST:
         return float | None, Field(default=None, gt=AT_LEAST[name], description=text)
@@ -70,7 +73,7 @@ def _bound(name: str) -> tuple[Any, Any]:
 
 class _Estimators(Section):
     preset: Annotated[str, one_of(PRESETS)] = "grpo"
-    """Set of values that the others are added to (megarl.config.presets)."""
+    """Preset whose values apply unless set explicitly (megarl.config.presets)."""
     advantage: Annotated[str, one_of(estimators.ADVANTAGES)] = "grpo"
     """Advantage estimator (megarl.algorithms.advantages)."""
     advantage_options: Options = {}
@@ -78,69 +81,72 @@ class _Estimators(Section):
     loss: Annotated[str, one_of(estimators.LOSSES)] = "ppo_clip"
     """Policy loss (megarl.algorithms.losses)."""
     loss_options: Options = {}
-    """Keyword options of the loss, other than its bounds."""
+    """Keyword options of the loss, except its bounds."""
     token_selection_options: Options = {}
-    """Keyword options of the token selection of the losses clip_cov and kl_cov."""
+    """Keyword options of the token selection in the losses clip_cov and kl_cov."""
 
 
 if TYPE_CHECKING:
     _Bounds = _Estimators
-else:  # the keys are the bounds of all losses, as their functions name them
+else:  # one key per bound of any loss, named like the parameter of the loss function
     _Bounds = create_model(
         "_Bounds", __base__=_Estimators, **{name: _bound(name) for name in estimators.BOUND_NAMES}
     )
 
 
 class Algorithm(_Bounds):
-    """What is optimized. A preset is a set of these values; printed configs show them."""
+    """The objective. A preset is a named set of these values; printed configs include them."""
 
     aggregation: Annotated[str, one_of(estimators.AGGREGATIONS)] = "token-mean"
-    """Weights of the tokens in the loss of an update (megarl.algorithms.aggregation)."""
+    """Weighting of tokens in the loss of an update (megarl.algorithms.aggregation)."""
     kl: KlTerm = KlTerm()
     """KL term."""
     distill_coef: NonNegativeFloat = 0.0
-    """Coefficient of KL(policy || teacher), in each token's advantage, or with distill_top_k in the
+    """Coefficient of KL(policy || teacher): in each token's advantage, or with distill_top_k in the
     loss; 0: no distillation."""
     distill_top_k: NonNegativeInt = 0
-    """The teacher's likeliest tokens over which the divergence is computed, with all others as one
-    outcome; 0: sampled tokens only."""
+    """Number of the teacher's likeliest tokens over which the divergence is computed; all other
+    tokens are one outcome. 0: sampled tokens only."""
     distill_beta: float = Field(default=1.0, ge=0, le=1)
-    """Divergence with distill_top_k: 1 KL(policy || teacher), 0 KL(teacher || policy), between the
-    generalised Jensen-Shannon divergence."""
+    """Divergence with distill_top_k: KL(policy || teacher) for 1, KL(teacher || policy) for 0, the
+    generalised Jensen-Shannon divergence for values between."""
     correction: Annotated[str, one_of(estimators.CORRECTIONS)] = "none"
-    """Correction of the engine's deviation from the trainer (megarl.algorithms.corrections)."""
+    """Correction for mismatches of engine and trainer log-probs (megarl.algorithms.corrections)."""
     correction_options: Options = {}
     """Keyword options of the correction."""
     use_rollout_logprobs: bool = False
-    """Takes the engine's log-probs for the old ones, so that the loss's ratio covers
-    the mismatch.
+    """Uses the engine's log-probs as the old ones, so that the ratio in the loss includes the
+    mismatch of engine and trainer.
     """
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus."""
     filter_zero_std: bool = False
-    """Replaces groups of equal rewards, once clipped, with fresh prompts (DAPO's dynamic
-    sampling)."""
+    """Replaces groups whose (clipped) rewards are all equal with samples of new prompts (DAPO's
+    dynamic sampling)."""
     max_refills: NonNegativeInt = 4
-    """Batches of fresh prompts in a step, at most; then the step has fewer groups."""
+    """Maximum number of batches of replacement prompts in a step; if these are not enough, the step
+    has fewer groups."""
     overlong: Overlong = Overlong()
     """Penalty for long responses."""
     truncated: Literal["train", "mask", "penalise"] = "train"
-    """Treatment of responses cut at rollout.max_tokens."""
+    """Treatment of responses truncated at rollout.max_tokens: train on them, mask them in the loss,
+    or penalise them with truncated_reward."""
     truncated_reward: float = 0.0
-    """Reward that replaces that of penalised responses."""
+    """Reward of truncated responses with truncated=penalise; replaces their own reward."""
     reward_clip: tuple[float, float] | None = None
-    """Bounds of outcome rewards; null: none."""
+    """Lower and upper bound of outcome rewards; null: none."""
     reward_clip_stage: Literal["raw", "normalised"] = "raw"
-    """Rewards that are clipped: before or after normalisation."""
+    """Clips rewards before (raw) or after normalisation."""
     normalise_rewards: bool = False
     """Normalises rewards by the mean and std of all rewards since the start of training."""
 
     @model_validator(mode="before")
     @classmethod
     def _bounds_of_the_loss(cls, values: Any) -> Any:
-        """Fills in the loss's own bounds, so that a printed config shows them.
+        """Fills in the default bounds of the loss, so that a printed config includes them.
 
-        A bound whose default is not null can be off: an explicit null of it stays.
+        An explicit null of dual_clip is kept, because it turns the bound off; an explicit null of
+        another bound means its default.
         """
         if not isinstance(values, dict):
             return values
@@ -151,7 +157,7 @@ class Algorithm(_Bounds):
 
     @property
     def loss_bounds(self) -> dict[str, float | None]:
-        """The bounds that the loss takes."""
+        """The bounds of the selected loss, by name."""
         return {name: getattr(self, name) for name in estimators.BOUNDS[self.loss]}
 
     @property
@@ -172,7 +178,7 @@ class Algorithm(_Bounds):
 
 
 def check_algorithm(config: Config) -> None:
-    """Raises ValueError for unknown options, and for settings that contradict."""
+    """Raises ValueError for unknown options and contradictory settings."""
     algorithm = config.algorithm
     _check_options(algorithm, "advantage", "advantage", estimators.ADVANTAGES)
     _check_options(algorithm, "loss", "loss", estimators.LOSSES)
@@ -191,7 +197,9 @@ def check_algorithm(config: Config) -> None:
 def _check_options(
     algorithm: Algorithm, key: str, kind: str, table: Mapping[str, estimators.Estimator]
 ) -> None:
-    """Checks `algorithm.<kind>_options` of the function that `key` names, of those in `table`."""
+    """Raises ValueError if `algorithm.<kind>_options` has an option that the function named by
+    `algorithm.<key>` does not take. `table` has the known functions.
+    """
     name = getattr(algorithm, key)
     known = table.get(name, estimators.Estimator()).options
     options = getattr(algorithm, f"{kind}_options")
@@ -199,7 +207,7 @@ def _check_options(
 
 
 def _check_group(config: Config) -> None:
-    """Raises ValueError if a sample would be compared with a group of which it is alone."""
+    """Raises ValueError if samples are compared within groups that have a single sample."""
     algorithm = config.algorithm
     singleton = estimators.ADVANTAGES[algorithm.advantage].options.get("singleton")
     scores_steps = any(reward.name in ("process", "model") for reward in config.rewards)
@@ -218,7 +226,7 @@ def _check_group(config: Config) -> None:
 
 
 def _check_bounds(algorithm: Algorithm) -> None:
-    """Raises ValueError for bounds that the loss would ignore."""
+    """Raises ValueError for bounds that the loss does not have."""
     bounds = estimators.BOUNDS[algorithm.loss]
     for key in estimators.BOUND_NAMES:
         value = getattr(algorithm, key)
@@ -237,7 +245,7 @@ def _check_bounds(algorithm: Algorithm) -> None:
 
 
 def _check_objective(config: Config) -> None:
-    """Raises ValueError for settings that contradict each other."""
+    """Raises ValueError for contradictory settings of advantage, loss, correction and rewards."""
     algorithm = config.algorithm
     kl = algorithm.kl
     has_steps = algorithm.advantage == "grpo_process"
@@ -292,7 +300,7 @@ def _check_objective(config: Config) -> None:
 
 
 def _check_kl_term(config: Config) -> None:
-    """Raises ValueError for a KL term that would have no effect, or a wrong one."""
+    """Raises ValueError for a KL term without effect or with a wrong gradient."""
     kl = config.algorithm.kl
     num_updates = config.train.updates_per_step * config.train.epochs_per_batch
     refuse(

@@ -1,4 +1,4 @@
-"""`checkpoint`: what is saved, how often, and what a run resumes."""
+"""Section `checkpoint`: saving, exporting and resuming, and its check."""
 
 from pathlib import Path
 from typing import Literal
@@ -9,25 +9,26 @@ from megarl.config.section import Config, Section
 
 
 class Checkpoint(Section):
-    """Checkpoints, and exports in Hugging Face's format."""
+    """Checkpoints, and exports in Hugging Face format."""
 
     every: NonNegativeInt = 50
-    """Steps from one checkpoint to the next, and one at the end; 0: none is saved."""
+    """Steps between checkpoints; one is also saved at the end. 0: no checkpoints."""
     keep: PositiveInt = 3
-    """Checkpoints that are kept, the newest."""
+    """Number of newest checkpoints to keep."""
     asynchronous: bool = True
-    """Writes in the background, from a copy in host memory."""
+    """Writes checkpoints in the background, from a copy in host memory."""
     resume: str = "auto"
-    """auto: the newest checkpoint of the run directory, if any; never; or a checkpoint's folder."""
+    """Checkpoint to resume from. auto: the newest one in the run directory, if any; never: start
+    over; or the folder of a checkpoint."""
     export_hf: Literal["never", "end"] | PositiveInt = "never"
     """Exports a Hugging Face model: never, at the end, or every N steps and at the end."""
     export_format: Literal["bf16", "same"] = "bf16"
-    """bf16: the weights as trained (in train.dtype); same: rounded to the block format of
-    model.path, if it has one."""
+    """Format of exported weights. bf16: as trained (in train.dtype); same: rounded to the block
+    format of model.path, if it has one."""
 
 
 def check_resume(config: Config) -> None:
-    """Raises FileNotFoundError if checkpoint.resume is not a checkpoint."""
+    """Raises FileNotFoundError if checkpoint.resume names a folder that is not a checkpoint."""
     resume = config.checkpoint.resume
     if resume in ("auto", "never") or (Path(resume) / "metadata.json").is_file():
         return

@@ -1,6 +1,4 @@
-"""`dpo`: settings of the stages dpo and iterative_dpo; and the checks of stages that compare
-samples.
-"""
+"""Section `dpo` (stages dpo and iterative_dpo), and the checks of stages that compare samples."""
 
 from typing import Literal
 
@@ -10,7 +8,7 @@ from megarl.config.algorithm import Algorithm
 from megarl.config.presets import PRESETS
 from megarl.config.section import Config, Section, refuse
 
-# of `algorithm`: what shapes the samples before they are compared
+# keys of `algorithm` that apply before samples are compared
 READ_BEFORE = {"truncated", "truncated_reward", "overlong", "filter_zero_std", "max_refills"}
 
 
@@ -18,19 +16,19 @@ class Dpo(Section):
     """Direct preference optimization (megarl.algorithms.preference)."""
 
     beta: PositiveFloat = 0.1
-    """Strength of the tie to the reference."""
+    """Coefficient of the log-ratio to the reference; higher values stay closer to the reference."""
     loss: Literal["sigmoid", "ipo", "hinge", "robust"] = "sigmoid"
-    """Loss of a pair: sigmoid is DPO's own, ipo regresses the margin, robust assumes flipped
-    labels.
+    """Loss of a pair: sigmoid is the loss of the DPO paper, ipo regresses the margin, robust
+    assumes flipped labels.
     """
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """Share of labels that are assumed to be flipped, for the losses sigmoid and robust."""
+    """Assumed fraction of flipped labels, for the losses sigmoid and robust."""
     average: bool | None = None
-    """Log-probs are averaged over the tokens of a response, instead of summed; null:
-    for ipo only.
+    """Averages log-probs over the tokens of a response instead of summing them; null: only for
+    ipo.
     """
     reference: Literal["initial", "previous"] = "initial"
-    """Reference of iterative_dpo: the first model, or that of the previous round."""
+    """Reference of iterative_dpo: the initial model, or the model of the previous round."""
 
     @property
     def averages(self) -> bool:
@@ -38,7 +36,7 @@ class Dpo(Section):
 
 
 def check_dpo_section(config: Config) -> None:
-    """Raises ValueError for a setting that the loss would ignore."""
+    """Raises ValueError for label smoothing with a loss that ignores it."""
     dpo = config.dpo
     if dpo.label_smoothing and dpo.loss not in ("sigmoid", "robust"):
         raise ValueError(

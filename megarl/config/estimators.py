@@ -1,10 +1,11 @@
-"""The estimators that a config names, with their options and defaults: read from the source of
-megarl/algorithms.
+"""The estimators that a config can name, with their options and defaults, parsed from the source
+of megarl/algorithms.
 
     LOSSES = table("losses", "RULES")     {"ppo_clip": Estimator(options={...: 0.2, ...}), ...}
 
-A table there is a dict of names and functions; the keyword-only parameters of a function are its
-options. They are stated nowhere else, and no torch is imported to read them.
+A table in megarl/algorithms is a dict of names and functions; the keyword-only parameters of a
+function are its options. The source is the only place that defines them, and it is parsed without
+importing torch.
 """
 
 import ast
@@ -20,21 +21,21 @@ FOLDER = Path(__file__).parents[1] / "algorithms"
 
 @dataclass(frozen=True)
 class Estimator:
-    """One function of a table."""
+    """The options and inputs of one function of a table."""
 
     options: Mapping[str, Any] = field(default_factory=dict)  # keyword -> default
-    inputs: tuple[str, ...] = ()  # tensors that it takes besides those of all functions
+    inputs: tuple[str, ...] = ()  # positional parameters after the first
 
 
 def table(file: str, name: str, *passed: str) -> dict[str, Estimator]:
-    """Returns the table `name` of megarl/algorithms/<file>.py, in its order.
+    """Returns the table `name` of megarl/algorithms/<file>.py, in source order.
 
-    `passed`: options that the loop passes, so they are none of the config.
+    `passed` names keyword parameters that callers pass, which are therefore not config options.
     """
     nodes = _module(file)
     entries = nodes[name]
     return {
-        # neither a partial nor a lambda has options
+        # entries that are a partial or a lambda have no options
         key.value: _estimator(nodes.get(ast.unparse(value)), *passed)
         for key, value in zip(entries.keys, entries.values, strict=True)
     }
@@ -42,7 +43,9 @@ def table(file: str, name: str, *passed: str) -> dict[str, Estimator]:
 
 @cache
 def _module(file: str) -> dict[str, Any]:
-    """Returns the functions of a module, and the values of its annotated names, as nodes."""
+    """Parses a module of megarl/algorithms; returns AST nodes of its functions, and of the values
+    of its annotated assignments, by name.
+    """
     nodes = {}
     for node in ast.parse((FOLDER / f"{file}.py").read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef):
@@ -65,14 +68,14 @@ def _estimator(function: ast.FunctionDef | None, *passed: str) -> Estimator:
 
 
 PER_ROW = table("advantages", "PER_ROW")
-PER_TOKEN = table("advantages", "PER_TOKEN")  # an advantage may differ within a response
+PER_TOKEN = table("advantages", "PER_TOKEN")  # advantages can differ within a response
 _COMMON = _estimator(_module("advantages")["_advantages"], "values_T", "step_ends_T", "baseline_N")
 ADVANTAGES = {
     name: Estimator({**_COMMON.options, **estimator.options}, estimator.inputs)
     for name, estimator in (PER_ROW | PER_TOKEN).items()
 }
 LOSSES = table("losses", "RULES", "select_T")
-# options that are keys of `algorithm` itself, with their defaults
+# loss -> its bounds, which are keys of `algorithm`, with their defaults
 BOUNDS = {
     name: {key: default for key, default in loss.options.items() if "clip" in key}
     for name, loss in LOSSES.items()

@@ -1,4 +1,4 @@
-"""`iterative`: settings of the stage iterative_grpo; and the checks of the reward `model`."""
+"""Section `iterative` (stage iterative_grpo), and the checks of the reward `model`."""
 
 from typing import Literal
 
@@ -10,41 +10,43 @@ from megarl.config.section import Config, Section, refuse
 
 
 class RewardModelUpdates(Section):
-    """How the model of the reward `model` is trained on at the start of each iteration."""
+    """Training of the reward `model` at the start of each iteration."""
 
     train: bool = True
-    """Trains the reward model; false: it stays as it is."""
+    """Trains the reward model; false: the reward model is frozen."""
     prompts: PositiveInt = 32
-    """Prompts sampled afresh in an iteration; the responses to each are ranked."""
+    """Number of new prompts sampled in an iteration; the responses to each prompt are ranked."""
     labels: tuple[Reward, ...] = ()
     """Rewards that rank the responses; empty: the run's rewards other than `model`."""
     pairs: Literal["all", "best_worst"] = "all"
-    """Pairs of a ranking that are learned."""
+    """Pairs of a ranking to train on."""
     updates: PositiveInt = 4
     """Optimizer steps in an iteration, each on an equal share of the rankings."""
     lr: NonNegativeFloat = 1.0e-5
     """Learning rate of the reward model."""
     replay: float = Field(default=0.1, ge=0, lt=1)
-    """Share of the rankings of an update that are of earlier iterations."""
+    """Fraction of the rankings of an update that come from earlier iterations."""
     history: PositiveInt = 1024
-    """Rankings kept for the replay, the newest."""
+    """Number of newest rankings kept for replay."""
 
 
 class Iterative(Section):
     """Iterative GRPO: reference and reward model follow the policy."""
 
     iterations: PositiveInt = 1
-    """Iterations of a run, each of train.steps / iterations steps of the policy."""
+    """Number of iterations of a run, each with train.steps / iterations policy steps."""
     reset_reference: bool = True
-    """Makes the policy at the start of an iteration its reference; false: the first
-    model stays it.
+    """Copies the policy to the reference at the start of each iteration; false: the initial model
+    remains the reference.
     """
     reward_model: RewardModelUpdates = RewardModelUpdates()
     """Training of the reward model."""
 
 
 def check_model_reward(config: Config) -> None:
-    """Raises ValueError for a reward `model` that cannot be loaded or would not score."""
+    """Raises ValueError for a reward `model` that cannot be loaded, does not fit the layout, or
+    does not work with the sleep level.
+    """
     model = next((reward for reward in config.rewards if reward.name == "model"), None)
     if model is None:
         return
@@ -67,8 +69,8 @@ def check_model_reward(config: Config) -> None:
 
 
 def check_iterative_grpo(config: Config) -> None:
-    """Raises ValueError for iterations that do not fit, or a reward model that cannot
-    be trained.
+    """Raises ValueError if iterations do not divide train.steps, or the reward model cannot be
+    trained.
     """
     steps = config.train.steps
     iterations = config.iterative.iterations

@@ -1,4 +1,4 @@
-"""`run` and `launch`: the name of a run, its processes, and its topology."""
+"""Sections `run` and `launch`: a run's name, processes and topology, and their checks."""
 
 from operator import attrgetter
 from typing import Literal
@@ -19,46 +19,46 @@ SPLIT_ONLY = """
 
 
 class RunSection(Section):
-    """Where a run writes, and its seed."""
+    """Output folder and seed of a run."""
 
     name: str = Field(default="run", pattern=NAME, max_length=200)
-    """Name of the run, and of its folder."""
+    """Name of the run and of its folder."""
     dir: str = "runs"
-    """Folder of all runs."""
+    """Parent folder of all runs."""
     seed: int = Field(default=0, ge=0, lt=2**31)
-    """Seed of sampling, and of all that is drawn in training."""
+    """Seed of sampling and of all random numbers in training."""
 
 
 class FallbackLayout(Section):
-    """A layout of fewer ranks, for a run that has lost a node."""
+    """A layout with fewer ranks, used after the loss of a node."""
 
     processes: PositiveInt
-    """Ranks of the trainer."""
+    """Number of trainer ranks."""
     parallel: ParallelSizes = ParallelSizes()
-    """How they split the model."""
+    """Parallel sizes of the trainer."""
 
 
 class Launch(Section):
-    """Processes, time-outs, and what happens when one is lost."""
+    """Processes, time limits, and restarts after failures."""
 
     topology: Literal["colocated", "split"] = "colocated"
-    """Trainer and engine on the same devices, or on separate ones (Ray)."""
+    """Placement of trainer and engine: on the same devices, or on separate ones (Ray)."""
     processes: PositiveInt | None = None
-    """Ranks on this node, or of the trainer in the split topology; null: all GPUs, or on a CPU the
-    fewest that fit the layout."""
+    """Number of ranks on this node, or of trainer ranks in the split topology; null: all GPUs, or
+    on a CPU the smallest number that fits the layout."""
     processes_per_node: PositiveInt | None = None
-    """Ranks of a node; null: LOCAL_WORLD_SIZE in a run, 8 in a plan of more than 8."""
+    """Number of ranks per node; null: LOCAL_WORLD_SIZE in a run, 8 in a plan of more than 8."""
     timeout_s: PositiveInt = 600
-    """Time-out of collectives, in seconds; 0.9 of it for a silent rank, half of it for one that is
-    stopped or stuck."""
+    """Time limit of collectives, in seconds. The limit is 0.9 of this value for a silent rank, and
+    half of it for a stopped or stuck rank."""
     max_restarts: NonNegativeInt = 3
-    """Restarts in all of a lost engine, or of the trainer from its last checkpoint, in the split
-    topology; then exit code 3."""
+    """Split topology: maximum number of restarts in total, of lost engines and of the trainer from
+    its last checkpoint; beyond it, the run ends with exit code 3."""
     fallback_layouts: tuple[FallbackLayout, ...] = ()
-    """Layouts that take the place of `processes` and `parallel` when a node is gone, in the split
-    topology: the first that has room."""
+    """Split topology: layouts that replace `processes` and `parallel` after the loss of a node; the
+    first layout that fits is used."""
     dashboard: bool = False
-    """Starts Ray's dashboard, on this machine's loopback, in the split topology."""
+    """Split topology: starts Ray's dashboard, on the loopback interface of this machine."""
 
     @property
     def is_split(self) -> bool:
@@ -66,7 +66,9 @@ class Launch(Section):
 
 
 def check_topology(config: Config, env: Env, shape: ModelShape, command: str) -> None:
-    """Refuses what the split topology does not do, and what only it does."""
+    """Raises ValueError for settings that the split topology does not support, or that only the
+    split topology supports.
+    """
     if not config.launch.is_split:
         usual = type(config)()
         remedy = "launch.topology=split; remove it, or set the topology"
@@ -109,7 +111,7 @@ def check_topology(config: Config, env: Env, shape: ModelShape, command: str) ->
 
 
 def smallest_trainer(config: Config) -> int:
-    """Returns the smallest number of trainer ranks that fits the layouts."""
+    """Returns the smallest number of trainer ranks that fits the layouts of trainer and engine."""
     replica = 1 if config.launch.is_split else config.rollout.ranks_per_replica
     return smallest_world(config.parallel.sizes, replica)
 
@@ -117,10 +119,11 @@ def smallest_trainer(config: Config) -> int:
 def fleet_of(
     config: Config, trainers: int | None = None, *, ranks_per_node: int = RANKS_PER_NODE
 ) -> Fleet:
-    """Returns the ranks of a run. Raises ValueError if their number does not fit the layouts.
+    """Returns the ranks of trainer and engines.
 
-    `trainers`: None: as `launch.processes`. `ranks_per_node` applies where
-    `launch.processes_per_node` is null.
+    `trainers` defaults to launch.processes, or else the smallest number that fits.
+    `ranks_per_node` applies if launch.processes_per_node is null. Raises ValueError if the number
+    of ranks does not fit the layouts.
     """
     rollout = config.rollout
     launch = config.launch
@@ -156,7 +159,7 @@ def fleet_of(
 
 
 def fallbacks(config: Config) -> list[Config]:
-    """Returns the configs of launch.fallback_layouts, in their order."""
+    """Returns one config for each of launch.fallback_layouts, in order."""
     configs = []
     for layout in config.launch.fallback_layouts:
         values = {"processes": layout.processes, "fallback_layouts": ()}

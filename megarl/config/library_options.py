@@ -1,8 +1,9 @@
-"""Options passed on to vLLM (`rollout.engine_options`) and to Megatron-Core
+"""Checks the options passed through to vLLM (`rollout.engine_options`) and Megatron-Core
 (`trainer.megatron_options`).
 
-They must be fields of the library's own dataclasses, which are read from their source. What may
-break a guarantee is refused, with that guarantee, unless `unsafe: true` is among the options.
+Options must be fields of the library's dataclasses, which are parsed from its source. An option
+that may break a guarantee is refused, and the error names the guarantee, unless `unsafe: true` is
+among the options.
 """
 
 import ast
@@ -16,8 +17,8 @@ from typing import Any
 
 from megarl.config.section import did_you_mean
 
-# key: package, files that define its dataclasses, what these are; guarantees, and the fields that
-# may break each
+# key of the config -> (package, files that define its dataclasses, their name in messages,
+# {guarantee: fields that may break it})
 LIBRARIES = {
     "rollout.engine_options": (
         "vllm",
@@ -109,9 +110,9 @@ LIBRARIES = {
 
 
 def check_library_options(config: Any) -> Iterator[str]:
-    """Yields a warning for each option that `unsafe` lets through.
+    """Yields a warning for each option that only `unsafe` allows.
 
-    Raises ValueError for one that is refused.
+    Raises ValueError for an unknown option, and for one that may break a guarantee.
     """
     for key, (package, files, owner, breaks) in LIBRARIES.items():
         options = dict(attrgetter(key)(config))
@@ -133,8 +134,9 @@ def check_library_options(config: Any) -> Iterator[str]:
 
 @cache
 def _fields(package: str, files: str) -> list[str]:
-    """Returns the fields of its dataclasses; none if the package is not installed, where a job is
-    only planned.
+    """Returns the names of the fields of all classes in these files of a package.
+
+    Empty if the package is not installed, as on a machine that only plans jobs.
     """
     spec = find_spec(package)
     roots = (spec and spec.submodule_search_locations) or ()

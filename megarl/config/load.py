@@ -1,11 +1,11 @@
-"""YAML file + preset values + `key=value` overrides -> frozen `Config`.
+"""Builds the frozen `Config` from a YAML file, preset values and `key=value` overrides.
 
     file ---+
     preset -+-> nested dict --pydantic--> Config --resolved_yaml--> runs/<name>/config.yaml
     k=v ----+
 
-Explicit values take precedence over the preset's. Errors are one line: key, value, where it is set,
-what is allowed.
+Explicit values take precedence over those of the preset. An error is one line with the key, the
+value, where it is set, and what is allowed.
 """
 
 import re
@@ -23,8 +23,8 @@ from megarl.config.presets import PRESETS
 from megarl.config.schema import Config, Task
 from megarl.config.section import Options, did_you_mean, message_of
 
-MAX_NODES = 100_000  # of a YAML text, counting what its aliases stand for
-REFUSED_SCALARS = (  # patterns of a tag and of a value, and what is wrong with a value of both
+MAX_NODES = 100_000  # maximum number of nodes in a YAML text, with aliases expanded
+REFUSED_SCALARS = (  # (pattern of the tag, pattern of the value, problem if both match)
     (
         "int|float",
         "^[-+]?0[0-9xob_]|:",
@@ -37,7 +37,7 @@ REFUSED_SCALARS = (  # patterns of a tag and of a value, and what is wrong with 
 class _YamlLoader(yaml.SafeLoader):
     """A safe YAML loader that reads 1e-6 as a number.
 
-    What Python cannot represent, such as 2001-02-30, is an error.
+    Raises YAMLError for values that Python cannot represent, such as 2001-02-30.
     """
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
@@ -56,9 +56,10 @@ _YamlLoader.add_implicit_resolver(
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads a config and applies `overrides` ("section.key=value").
+    """Reads a config file and applies `overrides` ("section.key=value").
 
-    Raises ValueError or FileNotFoundError.
+    Raises FileNotFoundError if the file does not exist, ValueError if its content or an override is
+    invalid.
     """
     file = Path(path)
     if not file.is_file():
@@ -75,9 +76,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def parse_config(values: Options, lines: Mapping[str, str] | None = None) -> Config:
-    """Builds a config from nested dicts; `lines`: dotted key -> where it is set, for errors.
+    """Builds a config from nested dicts, and adds the values of the preset.
 
-    Raises ValueError.
+    `lines` maps a dotted key to the place where it is set, for errors. Raises ValueError for an
+    invalid value or an unknown key.
     """
     merged = deepcopy(values)
     lines = lines or {}
@@ -92,19 +94,19 @@ def parse_config(values: Options, lines: Mapping[str, str] | None = None) -> Con
 
 
 def resolved_yaml(config: Config) -> str:
-    """Returns all values as YAML, including the preset's; parsing it gives the same config."""
+    """Returns all values, including those of the preset, as YAML that parses to the same config."""
     return yaml.safe_dump(
         config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110
     )
 
 
 def changed(config: Config, section: str, **values: Any) -> Config:
-    """Returns the config with other values in a section, which are not validated."""
+    """Returns a copy of the config with new values in a section; the values are not validated."""
     return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the dotted keys of nested settings, with their values."""
+    """Yields (dotted key, value) of nested settings."""
     for name, value in values.items():
         if isinstance(value, dict) and value:
             yield from flat(value, f"{prefix}{name}.")
@@ -113,8 +115,8 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _origin(key: str, lines: Mapping[str, str]) -> str:
-    """Returns where a dotted key, or the section around it, is set: `in FILE line N` or `on the
-    command line`.
+    """Returns the place where a dotted key, or else the nearest section around it, is set: `in FILE
+    line N` or `on the command line`.
     """
     while key and key not in lines:
         key = key.rpartition(".")[0]
@@ -122,7 +124,10 @@ def _origin(key: str, lines: Mapping[str, str]) -> str:
 
 
 def _read_yaml(file: Path) -> tuple[Options, dict[str, str]]:
-    """Returns the nested values of a YAML file, and the line of each dotted key."""
+    """Returns the nested values of a YAML file, and {dotted key: place}.
+
+    Raises ValueError if the file is not valid YAML in UTF-8, or not a mapping.
+    """
     lines = {"": f"in {file}"}
     try:
         values = parse_yaml(file.read_text(encoding="utf-8"), lines)
@@ -141,11 +146,11 @@ def _read_yaml(file: Path) -> tuple[Options, dict[str, str]]:
 
 
 def parse_yaml(text: str, lines: dict[str, str]) -> Any:
-    """Returns the value of a YAML text, whose place is `lines[""]`; adds the place of every dotted
-    key to `lines`.
+    """Returns the value of a YAML text, and adds the place of every dotted key to `lines`.
 
-    Raises ValueError for a key that is set twice, and YAMLError, also for a text that is nested too
-    deeply, or too large once its aliases are expanded.
+    `lines[""]` must be the place of the text. Raises ValueError for a key that is set twice, and
+    YAMLError for invalid YAML, too deep nesting, or more than MAX_NODES nodes with aliases
+    expanded.
     """
     numbers = count(1)
 
@@ -202,7 +207,7 @@ def _parse_override(text: str) -> tuple[str, Any]:
 
 
 def _drop_replaced(values: Options, overrides: Mapping[str, Any]) -> None:
-    """Removes the settings of a model or task that the command line replaces with another."""
+    """Removes the settings of a model or task that the command line replaces with another one."""
     model = values.get("model")
     task = values.get("task")
     if "model.path" in overrides and isinstance(model, dict):
@@ -223,14 +228,14 @@ def _assign(values: Options, key: str, value: Any) -> None:
     *path, last = key.split(".")
     for name in path:
         if not isinstance(values.get(name), dict):
-            values[name] = {}  # replaces a null or plain value; pydantic validates the result
+            values[name] = {}  # replaces a null or scalar value; pydantic validates the result
         values = values[name]
     values[last] = value
 
 
 def _with_preset(explicit: Options) -> Options:
     preset = deepcopy(PRESETS.get(str(explicit.get("preset", "grpo")), {}))
-    # the preset's options belong to the preset's function
+    # options of the preset apply only to the function that the preset selects
     for part, bounds in (("advantage", ()), ("loss", BOUND_NAMES), ("correction", ())):
         if part in explicit and explicit[part] != preset.get(part):
             for key in (f"{part}_options", *bounds):
@@ -239,7 +244,7 @@ def _with_preset(explicit: Options) -> Options:
 
 
 def _merge(below: Options, above: Mapping[str, Any]) -> Options:
-    """Merges recursively; `above` takes precedence."""
+    """Merges `above` into `below` recursively, in place; `above` takes precedence."""
     for key, value in above.items():
         old = below.get(key)
         below[key] = (
@@ -249,8 +254,8 @@ def _merge(below: Options, above: Mapping[str, Any]) -> Options:
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
-    """Returns the section class inside an annotation such as `Create | None` or `tuple[Reward,
-    ...]`.
+    """Returns the section class in an annotation such as `Create | None` or `tuple[Reward, ...]`;
+    None if there is none.
     """
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
@@ -265,8 +270,8 @@ def _known_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def _explain(error: ValidationError, lines: Mapping[str, str]) -> str:
-    """Returns pydantic's error for an unknown key, else its first, as one line: key, value, where
-    it is set, remedy.
+    """Formats pydantic's error for an unknown key, or else its first error, as one line with the
+    key, the value, where it is set, and the remedy.
     """
     errors = error.errors()
     for each in errors:
@@ -290,7 +295,9 @@ def _short(value: Any) -> str:
 
 
 def _explain_unknown(path: list[str], lines: Mapping[str, str]) -> str:
-    """Suggests the same name of other sections, else similar names of the same section."""
+    """Formats the error for an unknown key; suggests the same name in other sections, or else
+    similar names in the same section.
+    """
     *parents, name = path
     section = ".".join(part for part in parents if not part.isdecimal())
     known = [key.rpartition(".") for key in _known_keys(Config)]

@@ -1,4 +1,4 @@
-"""`lora`: low-rank adapters of the policy."""
+"""Section `lora`: low-rank adapters of the policy, and its checks."""
 
 from pathlib import Path
 from typing import Literal
@@ -14,14 +14,14 @@ from megarl.models.shape import ModelShape
 from megarl.models.shards import Table, is_expert, shapes_of
 from megarl.models.weights import check_tensors
 
-MAX_ENGINE_RANK = 512  # vLLM 0.32
-# PEFT's keys that are read here, or do not change what an adapter computes
+MAX_ENGINE_RANK = 512  # limit of vLLM 0.32
+# keys of PEFT's config that are supported, or do not change what an adapter computes
 ACCEPTED = """
     r lora_alpha target_modules lora_dropout task_type auto_mapping peft_version
     base_model_name_or_path revision inference_mode layers_pattern megatron_core
     qalora_group_size runtime_config
 """
-# key: supported values; of others, some change the base model (pissa, olora, corda, loftq)
+# key -> supported values; some of the others change the base model (pissa, olora, corda, loftq)
 SUPPORTED = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -30,26 +30,29 @@ SUPPORTED = {
 
 
 class Lora(Section):
-    """Low-rank adapters of linear layers. Only they are trained; the base model is the reference
-    policy."""
+    """Low-rank adapters of linear layers. Only adapters are trained; the base model is the
+    reference policy."""
 
     rank: PositiveInt = 16
     """Rank of an adapter."""
     alpha: PositiveFloat = 32.0
     """Scale: an adapter adds alpha / rank * B A x."""
     targets: tuple[str, ...] = ("all-linear",)
-    """Layers that are adapted, by Hugging Face's names such as q_proj; all-linear: all but router
-    and head."""
+    """Layers with adapters, by Hugging Face names such as q_proj; all-linear: all except router and
+    head."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout of an adapter's input, in the stages sft and dpo."""
+    """Dropout on the input of an adapter, in the stages sft and dpo."""
     sync: Literal["merged", "adapter"] = "merged"
-    """What a sync moves: merged weights; or adapters, while the engine keeps the base."""
+    """Weights that a sync sends: merged weights, or only adapters while the engine keeps the base
+    model."""
     path: str | None = None
-    """Folder of a PEFT adapter to begin with; null: B = 0, so the base model."""
+    """Folder of a PEFT adapter to start from; null: B = 0, which equals the base model."""
 
 
 def check_lora(config: Config, shape: ModelShape, *, has_engine: bool) -> None:
-    """Raises ValueError with the values and the remedy."""
+    """Raises ValueError if the model, the stage or other settings do not support `lora`, or the
+    adapter in lora.path differs from it; FileNotFoundError if lora.path is not an adapter.
+    """
     lora = config.lora
     if lora is None:
         return

@@ -1,4 +1,4 @@
-"""`model` and `parallel`: the policy, and how it is split over ranks."""
+"""Sections `model` and `parallel`: the policy and its parallel layout, and their checks."""
 
 from typing import Literal
 
@@ -12,38 +12,38 @@ from megarl.models.shape import ModelShape
 
 
 class Create(Section):
-    """A small random model, written once to <run.dir>/.models/<hash>."""
+    """A small random model, written to <run.dir>/.models/<hash> unless it exists there."""
 
     family: str = "qwen3"
     """Model family, a name in megarl.models.registry.FAMILIES."""
     layers: PositiveInt = 2
-    """Decoder layers."""
+    """Number of decoder layers."""
     hidden: PositiveInt = 128
-    """Width of the hidden state."""
+    """Hidden size."""
     heads: PositiveInt = 4
-    """Attention heads."""
+    """Number of attention heads."""
     kv_heads: PositiveInt = 2
-    """Key-value heads."""
+    """Number of key-value heads."""
     head_dim: PositiveInt | None = None
-    """Width of a head; null: hidden / heads."""
+    """Size of a head; null: hidden / heads."""
     intermediate: PositiveInt | None = None
-    """Width of the MLP; null: 3 x hidden."""
+    """Hidden size of the MLP; null: 3 x hidden."""
     vocab: PositiveInt | None = None
     """Size of the vocabulary; null: the tokenizer's."""
     experts: NonNegativeInt = 0
-    """Experts of a layer; 0 for dense families."""
+    """Number of experts per layer; 0 for dense families."""
     experts_per_token: PositiveInt = 2
-    """Experts that a token is routed to."""
+    """Number of experts that a token is routed to."""
     moe_intermediate: PositiveInt | None = None
-    """Width of an expert; null: hidden."""
+    """Hidden size of an expert; null: hidden."""
     tied: bool = True
-    """Shares the weights of embedding and head."""
+    """Ties the weights of embedding and output head."""
     max_position: PositiveInt = 4096
-    """Longest sequence, in tokens."""
+    """Maximum sequence length, in tokens."""
     tokenizer: Literal["characters", "none"] = "characters"
     """Tokenizer: one token per character, or none."""
     phrases: tuple[str, ...] = ()
-    """Texts that are one token each, in addition to the characters."""
+    """Texts that are one token each, in addition to single characters."""
     seed: int = 0
     """Seed of the weights."""
 
@@ -52,30 +52,30 @@ class Model(Section):
     """The model to train."""
 
     path: str | None = None
-    """Hugging Face model: its folder, or its id on the hub."""
+    """Hugging Face model: its folder, or its hub id."""
     revision: str | None = None
     """Branch, tag or commit of a hub id; null: main. A run records the commit."""
     create: Create | None = None
-    """Random model to create, instead of a path."""
+    """Random model to create, instead of `path`."""
     trust_remote_code: bool = False
-    """Runs the Python code of its tokenizer; the model itself is always megarl's."""
+    """Allows Python code of the model's tokenizer to run; the model code is always megarl's."""
 
 
 class ParallelSizes(Section):
-    """Sizes of the trainer's parallelism; data parallelism is what is left of the world."""
+    """Parallel sizes of the trainer. The data-parallel size is the world size divided by them."""
 
     tensor: PositiveInt = 1
-    """Tensor-parallel ranks; sequence parallelism follows them."""
+    """Tensor-parallel size; sequence parallelism has the same size."""
     pipeline: PositiveInt = 1
-    """Pipeline stages."""
+    """Pipeline-parallel size (number of stages)."""
     virtual_pipeline: PositiveInt = 1
-    """Model chunks of a pipeline stage (interleaved schedule)."""
+    """Number of model chunks per pipeline stage (interleaved schedule)."""
     context: PositiveInt = 1
-    """Context-parallel ranks, which share the tokens of a sequence."""
+    """Context-parallel size; the tokens of a sequence are divided among these ranks."""
     expert: PositiveInt = 1
-    """Expert-parallel ranks."""
+    """Expert-parallel size."""
     expert_tensor: PositiveInt = 1
-    """Tensor-parallel ranks of an expert."""
+    """Tensor-parallel size of experts."""
 
     @property
     def sizes(self) -> Parallel:
@@ -83,7 +83,7 @@ class ParallelSizes(Section):
 
 
 def check_model(config: Config, shape: ModelShape) -> None:
-    """Raises ValueError if the model cannot be split over the trainer's or the engine's layout."""
+    """Raises ValueError if the model does not fit the parallel layout of the trainer or engine."""
     sizes = config.parallel
     virtual = sizes.virtual_pipeline
     engine = config.rollout.tensor
@@ -94,7 +94,7 @@ def check_model(config: Config, shape: ModelShape) -> None:
             _check_divides("intermediate", shape.intermediate, axis, ranks)
     _check_divides("kv_heads", shape.kv_heads, "parallel.tensor", sizes.tensor)
     refuse(
-        # vLLM replicates key-value heads
+        # vLLM can replicate key-value heads
         (
             shape.kv_heads % engine and engine % shape.kv_heads,
             f"rollout.tensor={engine} is neither a divisor nor a multiple of "
@@ -143,7 +143,7 @@ def _check_experts(config: Config, shape: ModelShape) -> None:
             f"num_experts_per_tok={chosen}, topk_group={router.groups_per_token} and "
             f"n_group={router.groups} do not fit {shape.experts} experts; correct config.json",
         ),
-        # each rank would add the bias to the sum
+        # each tensor-parallel rank would add the bias before the all-reduce
         (
             shape.out_bias and sizes.expert_tensor > 1,
             f"parallel.expert_tensor={sizes.expert_tensor}, but the experts of {shape.family} have "
@@ -181,7 +181,10 @@ def _check_divides(name: str, size: int, by: str, count: int) -> None:
 
 
 def read_and_check(config: Config, key: str, name: str) -> ModelShape:
-    """Returns the shape of the model that `key` names, which must fit the policy's layout."""
+    """Reads the shape of another model, `name`, which the setting `key` refers to.
+
+    Raises ValueError if there is no such model, or if it does not fit the policy's layout.
+    """
     folder = model_folder(name)
     if not (folder / "config.json").is_file():
         raise ValueError(

@@ -1,4 +1,4 @@
-"""`critic`, `teacher` and `reference`: models beside the policy."""
+"""Sections `critic`, `teacher` and `reference`: models in addition to the policy; their checks."""
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
@@ -9,46 +9,48 @@ from megarl.models.shape import ModelShape
 
 
 class FrozenModel(Section):
-    """A model with the policy's tokenizer that scores its samples, in turn on the same devices or
-    behind a URL."""
+    """A frozen model with the policy's tokenizer that computes log-probs of the policy's samples,
+    either on the trainer's devices or behind a URL."""
 
     model: str | None = None
     """Folder or hub id (id@revision) of a Hugging Face model."""
     url: str | None = None
     """URL of a server that returns prompt_logprobs, such as vLLM: http://host:8000/v1."""
     served_name: str | None = None
-    """Name of the model in requests to the server; null: its only one."""
+    """Name of the model in requests to the server; null: the server's only model."""
     options: Options = {}
     """Settings of the requests (megarl.rewards.remote.HttpOptions): timeout_s, concurrency ..."""
 
 
 class Critic(Section):
-    """The value model of advantage gae. What is not set here, such as schedule and clip_grad, is as
-    in `train`."""
+    """The value model of advantage gae. Settings without a key here, such as schedule and
+    clip_grad, are those of `train`."""
 
     model: str | None = None
-    """Folder or hub id (id@revision) to start from, for example a reward model; null:
-    the policy's.
+    """Folder or hub id (id@revision) of the initial model, for example a reward model; null: the
+    policy's.
     """
     lr: NonNegativeFloat = 9.0e-6
-    """Learning rate; the default is that of REINFORCE++'s experiments (arXiv 2501.03262), with 5e-7
-    for the policy."""
+    """Learning rate. The default is from the experiments of REINFORCE++ (arXiv 2501.03262), which
+    use 5e-7 for the policy."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of the schedule."""
     warmup_steps: NonNegativeInt = 0
-    """First steps, in which only the critic is updated; the policy's schedule goes on."""
+    """Number of initial steps in which only the critic is updated; the policy's schedule advances
+    meanwhile."""
     clip: PositiveFloat | None = 0.2
-    """Bound of the change of a value in a step's updates (VALUE_LOSSES); null: off."""
+    """Bound on the change of a value during the updates of a step (VALUE_LOSSES); null: off."""
     lam: float | None = Field(default=None, ge=0, le=1)
-    """Lambda of its targets (VAPO, arXiv 2504.05118: 1, with 0.95 for the advantage); null: as the
-    advantage's."""
+    """Lambda of the value targets (VAPO, arXiv 2504.05118, uses 1, and 0.95 for the advantage);
+    null: the lambda of the advantage."""
     bootstrap_truncated: bool = False
-    """Takes the value after the cut for the remaining reward of a response cut by length, not 0."""
+    """Uses the value after the last token of a response truncated by length as its remaining
+    reward, instead of 0."""
 
 
 def check_critic(config: Config, shape: ModelShape) -> None:
-    """Raises ValueError for a critic that is unused, or that cannot be trained beside
-    the policy.
+    """Raises ValueError for critic settings without a critic, invalid schedules, or a critic whose
+    layout or vocabulary does not fit the policy's.
     """
     critic = config.critic
     steps = config.train.steps
@@ -80,9 +82,7 @@ def check_critic(config: Config, shape: ModelShape) -> None:
 
 
 def check_frozen(config: Config, shape: ModelShape) -> None:
-    """Raises ValueError for a teacher or reference model that is missing, unused, or cannot be
-    asked.
-    """
+    """Raises ValueError for a teacher or reference that is missing, unused or misconfigured."""
     algorithm = config.algorithm
     coef = algorithm.distill_coef
     top_k = algorithm.distill_top_k
@@ -116,8 +116,11 @@ def check_frozen(config: Config, shape: ModelShape) -> None:
 
 
 def _check(config: Config, key: str, coef: str, is_read: bool, vocab: int) -> int:
-    """Returns the smaller of `vocab` and the vocabulary of the model that the section `key` names;
-    `vocab` without one, or behind a URL.
+    """Checks the section `key` ("teacher" or "reference"); `coef` is the key of its coefficient,
+    `is_read` is True if the objective uses the model.
+
+    Returns the smaller of `vocab` and the model's vocabulary size; `vocab` without a model or for a
+    model behind a URL. Raises ValueError for a contradiction.
     """
     part: FrozenModel | None = getattr(config, key)
     if part is None:

@@ -1,4 +1,4 @@
-"""`precision`: training in FP8; and the checks of FP8 on both sides."""
+"""Section `precision`: FP8 training, and the checks of FP8 in trainer and engine."""
 
 from typing import Literal
 
@@ -12,20 +12,20 @@ from megarl.platform.env import has_bf16_products
 
 
 class Fp8(Section):
-    """Training in FP8 (megarl.trainer.fp8): the linear layers' products, forward and backward."""
+    """FP8 training (megarl.trainer.fp8): matrix products of linear layers, forward and backward."""
 
     recipe: Literal["blockwise", "tensorwise", "mxfp8", "delayed"] = "blockwise"
     """Scaling recipe of Transformer Engine."""
     params: bool = False
-    """Rounds parameters to FP8 after each update; main weights are fp32. Emulated only."""
+    """Rounds parameters to FP8 after each update; main weights are fp32. Only with `emulate`."""
     first_last_bf16: NonNegativeInt = 0
-    """Layers at each end that stay in train.dtype."""
+    """Number of layers at each end of the model that stay in train.dtype."""
     emulate: bool = False
-    """Rounds as the recipe does, in plain torch, on a CPU."""
+    """Emulates the rounding of the recipe in plain torch, on a CPU."""
 
 
 class Precision(Section):
-    """Precision of the trainer's products; the rest is in train.dtype."""
+    """Precision of the trainer's matrix products; everything else is in train.dtype."""
 
     fp8: Fp8 | None = None
     """FP8 training; null: off."""
@@ -36,13 +36,13 @@ class Precision(Section):
 
 
 def is_in_fp8(layer: int, layers: int, fp8: Fp8) -> bool:
-    """Returns True if the linear layers of `layer`, of `layers`, compute in FP8."""
+    """Returns True if the linear layers of transformer layer `layer` (of `layers`) use FP8."""
     return fp8.first_last_bf16 <= layer < layers - fp8.first_last_bf16
 
 
 def rollout_format(config: Config, shape: ModelShape) -> BlockFormat | None:
-    """Returns the block format of the engine's linear layers; None: it keeps the trainer's dtype.
-    Raises the ValueErrors of `engine_format`.
+    """Returns the block format of the engine's linear layers; None if they have the trainer's
+    dtype. Raises ValueError if `engine_format` does.
     """
     rollout = config.rollout
     if rollout.quantization == "none":
@@ -51,8 +51,8 @@ def rollout_format(config: Config, shape: ModelShape) -> BlockFormat | None:
 
 
 def check_rollout_format(config: Config, shape: ModelShape, gpus: int) -> None:
-    """Raises ValueError where vLLM has no FP8 kernel, or would cut the blocks that
-    share a scale.
+    """Raises ValueError if vLLM has no FP8 kernel for this device and dtype, or if its shards would
+    split blocks that share a scale.
     """
     rollout = config.rollout
     dtype = config.train.dtype
@@ -81,7 +81,7 @@ def check_rollout_format(config: Config, shape: ModelShape, gpus: int) -> None:
 
 
 def check_products(config: Config, shape: ModelShape, gpus: int) -> None:
-    """Raises ValueError for what FP8 training lacks here."""
+    """Raises ValueError for FP8 training that this machine, recipe or model does not support."""
     fp8 = config.precision.fp8
     if fp8 is None:
         return

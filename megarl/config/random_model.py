@@ -1,6 +1,6 @@
-"""`model.create` as a model's two Hugging Face JSON files, and the vocabulary of its tokenizer.
+"""The config.json of the random model of `model.create`, and the vocabulary of its tokenizer.
 
-No torch.
+Imports no torch.
 """
 
 import string
@@ -14,23 +14,23 @@ from megarl.models.shape import Family
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>", "<|system|>", "<|user|>", "<|assistant|>")
 PAD, BOS, EOS, UNK = range(4)
 
-# Most useful first: a small vocabulary covers arithmetic and lower-case words, and all else is
-# <unk>
+# most useful characters first: a small vocabulary covers arithmetic and lower-case words; all other
+# characters are <unk>
 _COMMON = string.digits + " \n+-*/=().,:?!'\"%$<>[]" + string.ascii_letters
 _CHARACTERS = _COMMON + "".join(sorted(set(string.punctuation) - set(_COMMON))) + "\t"
 
 
 def characters(create: Create) -> tuple[str, ...]:
-    """Returns the character tokenizer's tokens (special, phrases, characters), truncated to
-    `create.vocab`.
+    """Returns the tokens of the character tokenizer (special tokens, phrases, characters),
+    truncated to `create.vocab`.
     """
     return (*SPECIAL, *create.phrases, *_CHARACTERS)[: create.vocab]
 
 
 def hf_config(create: Create) -> dict[str, Any]:
-    """Returns the config.json of a random model.
+    """Returns the content of a random model's config.json.
 
-    Raises ValueError for sizes that do not fit together.
+    Raises ValueError for an unknown family or sizes that do not fit together.
     """
     head_dim = create.head_dim or create.hidden // create.heads
     family = _check_sizes(create, head_dim)

@@ -1,4 +1,4 @@
-"""`reward_model`: settings of the stage reward_model."""
+"""Section `reward_model` (stage reward_model), and its check."""
 
 from typing import Literal
 
@@ -9,28 +9,27 @@ from megarl.models.shape import ModelShape
 
 
 class RewardModel(Section):
-    """Reward models: Bradley-Terry over compared responses, or with `process`, right and wrong
-    steps.
+    """Training of reward models: Bradley-Terry on preference pairs, or with `process`, on reasoning
+    steps labelled right or wrong.
     """
 
     head: Literal["scalar", "token"] = "scalar"
-    """Score of a response: that of its last token, or aggregated from all tokens."""
+    """Score of a response: the score of its last token, or aggregated from all tokens."""
     aggregate: Literal["last", "sum", "mean", "max", "min", "weighted"] = "last"
-    """Aggregation of a token head's scores; weighted: by a second output."""
+    """Aggregation of the token scores of a token head; weighted: with weights from a second
+    output."""
     centre: NonNegativeFloat = 0.0
     """Coefficient of (better + worse)^2, which keeps scores near 0."""
     average: Literal["pairs", "prompts"] = "pairs"
-    """Unit that counts equally in the loss of an update."""
+    """Unit with equal weight in the loss of an update."""
     process: bool = False
-    """Trains a process reward model: one score at the last token of each step."""
+    """Trains a process reward model: one score at the last token of each reasoning step."""
     separator: str = "\n"
-    """Text that follows every step, and ends it."""
+    """Text that ends every reasoning step."""
 
 
 def check_reward_model(config: Config, shape: ModelShape) -> None:
-    """Raises ValueError for settings of `reward_model` that contradict each other, and for a model
-    that the stage cannot train.
-    """
+    """Raises ValueError for contradictory settings, or a model that the stage cannot train."""
     options = config.reward_model
     is_plain = options.head == "scalar" and options.centre == 0 and options.average == "pairs"
     refuse(

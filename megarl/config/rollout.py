@@ -1,4 +1,4 @@
-"""`rollout`: the engine, and how it samples."""
+"""Section `rollout`: the engine and its sampling parameters, and its checks."""
 
 from typing import Literal
 
@@ -7,55 +7,60 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from megarl.config.section import Config, Options, Section, refuse
 from megarl.models.shape import ModelShape
 
-CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vLLM 0.32
-CPU_LATENT = (512, 64)  # kv_lora_rank and qk_rope_head_dim: the only size its kernel supports
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.32's CPU attention
+CPU_LATENT = (512, 64)  # (kv_lora_rank, qk_rope_head_dim): the only sizes of its CPU MLA kernel
 
 
 class Rollout(Section):
-    """The engine replicas, and what they sample."""
+    """Engine replicas and sampling."""
 
     tensor: PositiveInt = 1
-    """Tensor-parallel ranks of an engine replica."""
+    """Tensor-parallel size of an engine replica."""
     expert: PositiveInt = 1
-    """vLLM's expert parallelism, over the data x tensor ranks of a replica; `megarl plan` only."""
+    """Expert-parallel size of an engine replica (vLLM: over its data x tensor ranks); only for
+    `megarl plan`."""
     replicas: PositiveInt | None = None
-    """Engine replicas, in the split topology only; colocated: processes / ranks per replica."""
+    """Number of engine replicas, only in the split topology; colocated: processes / ranks per
+    replica."""
     samples_per_prompt: PositiveInt = 8
-    """Responses to a prompt: a group."""
+    """Number of responses to a prompt; they form a group."""
     max_tokens: PositiveInt = 256
-    """Longest response, in tokens."""
+    """Maximum length of a response, in tokens."""
     stop: tuple[str, ...] = ()
-    """Texts of one token each that end a response, like EOS, and stay in it."""
+    """Texts of one token each that end a response like EOS, and remain part of the response."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling; other than 1 in evaluation only."""
+    """Nucleus sampling; values other than 1 only in evaluation."""
     top_k: int = -1
-    """Likeliest tokens that are sampled from; other than -1 (all) in evaluation only."""
+    """Number of likeliest tokens to sample from; values other than -1 (all) only in evaluation."""
     min_p: float = Field(default=0.0, ge=0, le=1)
-    """Least probability relative to the likeliest token; other than 0 in evaluation only."""
+    """Minimum probability relative to the likeliest token; values other than 0 only in
+    evaluation."""
     max_staleness: NonNegativeInt = 0
-    """Versions that a trained token's weights may be behind, in the split topology."""
+    """Split topology: maximum number of policy versions between the sampling of a token and the
+    training on it."""
     update_in_flight: bool = True
-    """Weights change within responses at a staleness above 0; false: between them."""
+    """Updates the engine's weights within responses if max_staleness is above 0; false: only
+    between responses."""
     max_model_len: PositiveInt | None = None
-    """Longest sequence of the engine, in tokens; null: max_prompt_tokens + max_tokens."""
+    """Maximum sequence length of the engine, in tokens; null: max_prompt_tokens + max_tokens."""
     max_prompt_tokens: PositiveInt = 1024
-    """Longest prompt, in tokens; longer ones are left out."""
+    """Maximum length of a prompt, in tokens; longer prompts are skipped."""
     gpu_memory_utilization: float = Field(default=0.6, gt=0, lt=1)
-    """Share of the GPU's memory for the engine, with what train.offload leaves there."""
+    """Fraction of GPU memory for the engine, including what train.offload leaves on the GPU."""
     cpu_kv_cache_gb: PositiveFloat = 1.0
-    """KV cache of a rank on a CPU, in GB."""
+    """Size of the KV cache of a rank on a CPU, in GB."""
     enforce_eager: bool | None = None
-    """Runs the engine without CUDA graphs and compilation; null: on a CPU."""
+    """Runs the engine without CUDA graphs and compilation; null: only on a CPU."""
     sleep_level: Literal[0, 1, 2] = 0
-    """Engine while training: 0 keeps it on the GPU, 1 frees its cache and moves its weights to the
-    host, 2 frees both."""
+    """State of the engine during training: 0 keeps it on the GPU, 1 frees the KV cache and offloads
+    the weights to the host, 2 frees both."""
     quantization: Literal["none", "fp8"] = "none"
-    """Format of the engine's linear layers; fp8: a scale per 128 x 128 weights."""
+    """Format of the engine's linear layers; fp8: one scale per block of 128 x 128 weights."""
     router_replay: Literal["none", "engine", "trainer"] = "none"
-    """Choice of experts that the trainer replays: the engine's, or that of its own forward pass
-    before the updates."""
+    """Expert choices that the trainer replays: the engine's, or those of the trainer's own forward
+    pass before the updates."""
     engine_options: Options = {}
     """Fields of vLLM's EngineArgs (megarl.config.library_options)."""
 
@@ -65,16 +70,16 @@ class Rollout(Section):
 
     @property
     def ranks_per_replica(self) -> int:
-        """Ranks of an engine replica; only vLLM itself needs to know along which axes."""
+        """Number of ranks of an engine replica; only vLLM uses their parallel axes."""
         return max(self.tensor, self.expert)
 
 
 def check_cpu_engine(config: Config, shape: ModelShape) -> None:
-    """Raises ValueError for sizes that vLLM's CPU kernels reject only once they run."""
+    """Raises ValueError for sizes that vLLM's CPU kernels would reject, but only when they run."""
     sizes = {}
     if shape.is_moe:
         sizes["hidden"] = shape.hidden
-    if shape.is_moe and shape.swiglu_limit:  # vLLM pads the others
+    if shape.is_moe and shape.swiglu_limit:  # without a limit, vLLM pads this size
         engine = config.rollout.tensor
         sizes[f"moe_intermediate / {engine}"] = shape.moe_intermediate // engine
     for name, size in sizes.items():
@@ -100,7 +105,7 @@ def check_cpu_engine(config: Config, shape: ModelShape) -> None:
 
 
 def check_sampling(config: Config) -> None:
-    """Raises ValueError for sampling settings that training does not account for."""
+    """Raises ValueError for top_p, top_k or min_p, which training does not account for."""
     for key, off in (("top_p", (1.0,)), ("top_k", (-1, 0)), ("min_p", (0.0,))):
         value = getattr(config.rollout, key)
         if value not in off:
@@ -111,7 +116,7 @@ def check_sampling(config: Config) -> None:
 
 
 def check_lengths(config: Config, shape: ModelShape) -> None:
-    """Raises ValueError if rows can be longer than the engine's or the model's limit."""
+    """Raises ValueError if rows can exceed the maximum length of the engine or the model."""
     rollout = config.rollout
     longest = rollout.max_prompt_tokens + rollout.max_tokens
     sums = (
@@ -129,7 +134,7 @@ def check_lengths(config: Config, shape: ModelShape) -> None:
 
 
 def check_routing(config: Config, shape: ModelShape, gpus: int) -> None:
-    """Raises ValueError where no choices of experts can be recorded or replayed."""
+    """Raises ValueError if router_replay is set but routes cannot be recorded or replayed."""
     mode = config.rollout.router_replay
     if mode == "none":
         return

@@ -1,10 +1,9 @@
-"""The configs of a run directory: one for each part of a run that was resumed with other settings.
+"""The configs in a run directory: the first one, and one for each resume with changed settings.
 
-    config.yaml, config_2.yaml, ... --the newest--> compared with the new config
-                                                    --> refused, or config_<n>.yaml
+    config.yaml, config_2.yaml, ... --newest--> compared with the new config
+                                                --> refused, or written to config_<n>.yaml
 
-A resumed run continues what it has begun, so a setting that changes what is trained may not change
-by accident.
+When a run is resumed, settings that change the training result must not change by accident.
 """
 
 import json
@@ -19,10 +18,10 @@ from megarl.config.load import flat, load_config, resolved_yaml
 from megarl.config.schema import Config
 from megarl.platform.json_text import read_json
 
-LEDGER = "ledger.jsonl"  # what became of every prompt (data/ledger.py)
+LEDGER = "ledger.jsonl"  # the outcome of every prompt (data/ledger.py)
 
-# Keys and sections that may change when a run is resumed, a line each: names; length of the run;
-# what is recorded, and how often; refusals; layout, memory and speed (the same result to rounding).
+# Keys and sections that may change when a run is resumed. One line each for: names; length of the
+# run; recording and its intervals; checks; then layout, memory and speed (equal up to rounding).
 FREE = """
     run.name run.dir
     train.steps sft.until_accuracy sft.patience
@@ -36,7 +35,7 @@ FREE = """
 
 
 def make_run_dir(config: Config) -> None:
-    """Raises ValueError unless the run directory can be written to."""
+    """Creates the run directory; raises ValueError if it is not writable."""
     folder = config.run_dir
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -49,9 +48,7 @@ def make_run_dir(config: Config) -> None:
 
 
 def resumed_run(config: Config) -> Path | None:
-    """Returns the directory of the run whose checkpoint a run of `config` would resume; None if it
-    starts afresh.
-    """
+    """Returns the directory of the run that `config` would resume; None if it would start over."""
     resume = config.checkpoint.resume
     folder = config.run_dir
     if resume not in ("auto", "never"):
@@ -60,7 +57,7 @@ def resumed_run(config: Config) -> Path | None:
 
 
 def check_resumed(config: Config) -> None:
-    """Raises ValueError if a run of `config` would resume a run that began with other settings."""
+    """Raises ValueError if `config` would resume a run that has different settings, except FREE."""
     run = resumed_run(config)
     if run is None or (file := _newest(run)) is None:
         return
@@ -83,8 +80,8 @@ def check_resumed(config: Config) -> None:
 
 
 def prepare_run_dir(config: Config, command: str) -> Path:
-    """Write the resolved config, and remove the exit record of an earlier run; returns the config's
-    file.
+    """Writes the resolved config, removes the exit record of an earlier run, and returns the path
+    of the config.
     """
     folder = config.run_dir
     text = resolved_yaml(config)
@@ -119,15 +116,15 @@ def _number(file: Path) -> int:
 
 
 def _changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
-    """{dotted key: (old, new)}; for a model in another folder, the values of its config.json as
-    well.
+    """Returns {dotted key: (old, new)} of changed settings; if the model is in another folder, also
+    of changed values in its config.json.
     """
     before, after = (dict(flat(config.model_dump(mode="json"))) for config in (old, new))
     old_model, new_model = (Path(config.model.path or "") for config in (old, new))
     if old_model.resolve() == new_model.resolve() or (
         old_model.parent.name == new_model.parent.name == ".models"
         and old_model.name == new_model.name
-    ):  # of model.create, named by its values
+    ):  # a model of model.create, whose folder is named by a hash of its settings
         before["model.path"] = after["model.path"]
     else:
         before |= _model_values(old_model)

@@ -1,7 +1,7 @@
-"""Every setting, with its type; an unknown key is an error. Imports no torch.
+"""The config: every setting with its type and default. Imports no torch.
 
-A section is in the file of its concern, with its checks. The defaults train with GRPO: clip 0.2 /
-0.28, token-mean, no KL. A default that another module needs is read from here.
+Unknown keys are errors. Each section is defined in its own module, with its checks. The defaults
+train with GRPO: clip 0.2 / 0.28, token-mean, no KL. Other modules read defaults from here.
 """
 
 from pathlib import Path
@@ -28,7 +28,7 @@ from megarl.config.task import AnswerPlace, Eval, EvalSet, Task
 from megarl.config.telemetry import SampleFiles, Telemetry
 from megarl.config.train import Train, Trainer
 
-# parts of sections, which users of a section import from here too
+# parts of sections, which other modules also import from here
 __all__ = [
     "AnswerPlace",
     "Create",
@@ -40,36 +40,36 @@ __all__ = [
 
 
 class Config(Section):
-    """A whole config."""
+    """The config of a run."""
 
     stage: Annotated[str, one_of(STAGES)] = "rl"
-    """What the run does, a name in megarl.config.stages.STAGES."""
+    """Training stage, a name in megarl.config.stages.STAGES."""
     run: RunSection = RunSection()
     """Name, folder and seed."""
     model: Model = Model()
     """Model to train."""
     checks: Checks = Checks()
-    """Refusals to continue."""
+    """Checks that stop a run if trainer and engine disagree."""
     task: Task = Task()
     """Problems to train on."""
     rewards: tuple[Reward, ...] = (Reward(name="accuracy"),)
-    """Scores of a sample, added up with their weights."""
+    """Rewards of a sample, summed with their weights."""
     algorithm: Algorithm = Algorithm()
     """Objective of the policy."""
     critic: Critic = Critic()
     """Value model of advantage gae."""
     teacher: FrozenModel | None = None
-    """Teacher of algorithm.distill_coef."""
+    """Teacher model for algorithm.distill_coef."""
     reference: FrozenModel | None = None
-    """Reference of algorithm.kl; null: the policy before the first step."""
+    """Reference model of algorithm.kl; null: the policy before the first step."""
     parallel: ParallelSizes = ParallelSizes()
-    """Layout of the trainer."""
+    """Parallel layout of the trainer."""
     rollout: Rollout = Rollout()
     """Engine and sampling."""
     train: Train = Train()
     """Steps, optimizer and memory of the trainer."""
     trainer: Trainer = Trainer()
-    """Options that are passed on to Megatron-Core."""
+    """Options passed through to Megatron-Core."""
     lora: Lora | None = None
     """Low-rank adapters; null: all weights are trained."""
     precision: Precision = Precision()
@@ -93,7 +93,7 @@ class Config(Section):
     reward_model: RewardModel = RewardModel()
     """Settings of the stage reward_model."""
     telemetry: Telemetry = Telemetry()
-    """Trackers and files of samples."""
+    """Trackers and sample files."""
 
     @property
     def run_dir(self) -> Path:
@@ -102,5 +102,5 @@ class Config(Section):
 
     @property
     def stage_spec(self) -> Stage:
-        """What the launcher and the checks know of the stage."""
+        """The properties of the stage that the launcher and the checks need."""
         return STAGES[self.stage]

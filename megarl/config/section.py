@@ -1,4 +1,4 @@
-"""The base of all sections of a config, and what their checks share."""
+"""The base class of config sections, and helpers of their checks."""
 
 import re
 from collections.abc import Collection, Iterable
@@ -17,17 +17,17 @@ from pydantic_core import ErrorDetails
 
 if TYPE_CHECKING:
     from megarl.config.schema import Config as Config
-else:  # schema.py imports the sections, whose checks name its class in annotations only
+else:  # schema.py imports the sections; their checks use its class only in annotations
     Config = Any
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
-MULTILINE = "system_prompt stop separator phrases pattern template"  # fields
+MULTILINE = "system_prompt stop separator phrases pattern template"  # fields that allow line breaks
 Options = dict[str, Any]
 AnySection = TypeVar("AnySection", bound=BaseModel)
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str, *, most: int = 1) -> str:
-    """Suggests up to `most` similar names; `otherwise` is the remedy if none is."""
+    """Returns a suggestion of up to `most` similar names, or `otherwise` if there are none."""
     near = get_close_matches(name, [*known], n=most)
     return f"did you mean {' or '.join(near)}?" if near else otherwise
 
@@ -35,7 +35,9 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str, *, most: int =
 def check_options(
     owner: str, options: Iterable[str], known: Collection[str], prefix: str = ""
 ) -> None:
-    """Raises ValueError for an option, written after `prefix`, that its `owner` does not have."""
+    """Raises ValueError for an option that is not in `known`; the message names `owner`, and the
+    option with `prefix`.
+    """
     for name in options:
         if name not in known:
             remedy = did_you_mean(name, known, f"it takes {', '.join(known) or 'none'}; remove it")
@@ -43,7 +45,9 @@ def check_options(
 
 
 def validate_options(section: type[AnySection], options: Options, owner: str) -> AnySection:
-    """Returns the options of `owner`. Raises ValueError with the value and the remedy."""
+    """Returns the options of `owner` as a validated `section`; raises ValueError for an invalid
+    one, with the value and the remedy.
+    """
     check_options(owner, options, section.model_fields)
     try:
         return section.model_validate(options)
@@ -57,7 +61,7 @@ def validate_options(section: type[AnySection], options: Options, owner: str) ->
 
 
 def message_of(error: ErrorDetails) -> str:
-    """Returns pydantic's text of an error, as the end of a sentence."""
+    """Returns the message of a pydantic error, phrased as the end of a sentence."""
     text = error["msg"].removeprefix("Value error, ").replace("Input should be", "it should be")
     return text.replace("a valid tuple", "a list")
 
@@ -81,7 +85,7 @@ Pattern = Annotated[str, AfterValidator(_check_pattern)]
 
 
 def one_of(names: Iterable[str]) -> AfterValidator:
-    """Returns the validator of a name that is not known to type checkers as a Literal."""
+    """Returns a validator that accepts only `names`, for names that cannot be a Literal."""
     *others, last = map(repr, names)
 
     def check(name: str) -> str:
@@ -97,7 +101,7 @@ def _refuse_misread(cls: type[BaseModel], value: Any, info: ValidationInfo) -> A
     kind = str(cls.model_fields[field].annotation)
     is_line = (
         field not in MULTILINE.split() and not cls.model_fields[field].metadata
-    )  # such as a pattern
+    )  # metadata, for example a pattern, restricts the text already
     for item in value if isinstance(value, list | tuple) else (value,):
         if isinstance(item, bool) and "bool" not in kind and "Any" not in kind:
             raise ValueError("it should be a number or text, not true or false")
@@ -112,16 +116,19 @@ def _refuse_misread(cls: type[BaseModel], value: Any, info: ValidationInfo) -> A
     return value
 
 
-# for classes of options: booleans are no numbers, 1.10 is no text, and names have no line breaks
+# validator for classes of options: booleans are not numbers, 1.10 is not text, and names have no
+# line breaks
 not_misread = field_validator("*", mode="before")(classmethod(_refuse_misread))
 
 
 class Section(BaseModel):
-    """A section of a config: closed, frozen; the text under a field describes it."""
+    """Base class of config sections: frozen, without unknown keys. A string below each field
+    documents the field.
+    """
 
     _not_misread = not_misread
 
-    # run.name=7 is a name
+    # numbers are accepted as text: run.name=7
     model_config = ConfigDict(
         extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False
     )

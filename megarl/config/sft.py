@@ -1,4 +1,4 @@
-"""`sft`: settings of the stage sft."""
+"""Section `sft` (stage sft), and its check."""
 
 from pydantic import Field, PositiveInt
 
@@ -6,18 +6,19 @@ from megarl.config.section import Config, Section, refuse
 
 
 class Sft(Section):
-    """Supervised fine-tuning: when to stop, and whose turns are learned."""
+    """Supervised fine-tuning: stopping criteria, and the turns to train on."""
 
     until_accuracy: float | None = Field(default=None, gt=0, lt=1)
-    """Sampled accuracy at which training stops; null: it never does."""
+    """Sampled accuracy at which training stops; null: no such limit."""
     roles: tuple[str, ...] = Field(default=("assistant",), min_length=1)
-    """Roles of a conversation whose turns are learned."""
+    """Roles whose turns in a conversation are trained on."""
     patience: PositiveInt | None = None
-    """Evaluations without a lower held-out loss after which training stops; null: it never does."""
+    """Number of evaluations without a lower held-out loss after which training stops; null: no
+    such limit."""
 
 
 def check_sft(config: Config) -> None:
-    """Raises ValueError for settings that the stage would ignore or cannot follow."""
+    """Raises ValueError for settings that stage sft would ignore, or that lack another setting."""
     patience = config.sft.patience
     evaluated = config.eval
     epochs = config.train.epochs_per_batch

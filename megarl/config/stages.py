@@ -1,7 +1,7 @@
-"""The stages, and the commands that run on ranks: what each needs, and where its code is. No torch.
+"""The training stages and the commands that run on ranks: entry points and requirements. No torch.
 
-Adding a stage: its file in megarl/stages/, its section and check in megarl/config/, and its line
-here.
+To add a stage, add its module in megarl/stages/, its section and check in megarl/config/, and an
+entry here.
 """
 
 from collections.abc import Callable
@@ -16,16 +16,18 @@ from megarl.config.sft import check_sft
 
 @dataclass(frozen=True)
 class Stage:
-    """What the launcher and the checks of a config must know of a stage before a rank starts."""
+    """The properties of a stage or command that the launcher and the config checks need before a
+    rank starts.
+    """
 
-    entry: str  # "module:function", called with the rank's run.context.Rank
+    entry: str  # "module:function", called with a run.context.Rank
     needs_engine: bool = False
-    in_split: bool = False  # it also runs with launch.topology=split
-    sections: tuple[str, ...] = ()  # of the config: others than its readers are warned
+    in_split: bool = False  # also supports launch.topology=split
+    sections: tuple[str, ...] = ()  # config sections for this stage; other stages warn about them
     check: Callable[[Config], None] = lambda config: None  # raises ValueError
-    learns: Literal["prompts", "answers", "feedback"] = "prompts"  # what it reads of a task
-    compares: bool = False  # it learns from comparing the samples of a prompt
-    trains_second: bool = False  # it trains a second head or model
+    learns: Literal["prompts", "answers", "feedback"] = "prompts"  # part of a task that is read
+    compares: bool = False  # trains on comparisons of a prompt's samples
+    trains_second: bool = False  # trains a second head or model
 
 
 STAGES = {
@@ -59,7 +61,7 @@ STAGES = {
         compares=True,
     ),
 }
-RANK_COMMANDS = {  # other commands than train, whatever the stage is
+RANK_COMMANDS = {  # commands other than train; independent of the stage
     "eval": Stage("megarl.stages.evaluation:run", needs_engine=True),
     "parity": Stage("megarl.commands.rank_checks:parity", needs_engine=True),
     "sync": Stage("megarl.commands.rank_checks:sync", needs_engine=True),
@@ -68,10 +70,10 @@ RANK_COMMANDS = {  # other commands than train, whatever the stage is
 
 
 def program(stage: str, command: str) -> Stage:
-    """Returns what a rank runs: the stage, or another command than `train`."""
+    """Returns the program of a rank: the stage for `train`, otherwise the command."""
     return STAGES[stage] if command == "train" else RANK_COMMANDS[command]
 
 
 def needs_engine(stage: str, command: str) -> bool:
-    """Returns True if the stage samples, or the command does whatever the stage is."""
+    """Returns True if the stage or the command needs an engine."""
     return STAGES[stage].needs_engine or program(stage, command).needs_engine

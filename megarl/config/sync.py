@@ -1,4 +1,4 @@
-"""`sync` and `checks`: how weights move to the engine, and when a run refuses to continue."""
+"""Sections `sync` and `checks`: the weight sync, and the checks of trainer against engine."""
 
 from typing import Literal
 
@@ -11,18 +11,18 @@ class Sync(Section):
     """The weight sync."""
 
     atomic: bool = True
-    """Stages received weights until all ranks' checksums match, so that a failed sync leaves the
-    engine's weights intact. They are on the device while it has room, else on the host. False saves
-    memory: after a failed sync the engine refuses prompts."""
+    """Stages received weights until the checksums of all ranks match, so that a failed sync leaves
+    the engine's weights intact. Staged weights are on the device while there is room, then on the
+    host. False saves memory, but after a failed sync the engine refuses prompts."""
     round_bytes: PositiveInt = 512 << 20
-    """Bytes that a rank sends and receives at most in one round."""
+    """Maximum number of bytes that a rank sends or receives in one round."""
 
 
 class Checks(Section):
-    """Refusals to continue when trainer and engine disagree."""
+    """Checks that stop a run if trainer and engine disagree."""
 
     max_logprob_diff: PositiveFloat | None = None
-    """Largest difference of a token's log-prob between trainer and engine, in nats; null: what
-    rounding explains, measured for the model."""
+    """Maximum difference of a token's log-prob between trainer and engine, in nats; null: the
+    difference that rounding explains, measured for the model."""
     probe: Literal["first", "always"] = "first"
-    """Syncs after which the engine scores a probe: the first one, or all."""
+    """Syncs after which the engine scores a probe: the first sync, or every sync."""

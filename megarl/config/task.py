@@ -1,4 +1,4 @@
-"""`task` and `eval`: the problems that are trained on, and those that measure the policy."""
+"""Sections `task` and `eval`: the problems to train on and to evaluate on, and their check."""
 
 from typing import Literal
 
@@ -15,54 +15,57 @@ class MixturePart(Section):
     name: str
     """Task, as in task.name."""
     options: Options = {}
-    """Settings of this task."""
+    """Options of this task."""
     weight: PositiveFloat = 1.0
-    """Share of the prompts, relative to the other parts."""
+    """Weight of this task in the mixture, relative to the other parts."""
 
 
 class Task(Section):
-    """Where prompts and answers come from, and how they become text."""
+    """Source of prompts and answers, and their formatting."""
 
     name: str = "reasoning_gym:chain_sum"
     """reasoning_gym:NAME, jsonl:FILE, hf:DATASET, or package.module:function
     (megarl.data.tasks).
     """
     options: Options = {}
-    """Settings that are passed to the task, for example reasoning-gym's."""
+    """Options passed to the task, for example those of reasoning-gym."""
     mixture: tuple[MixturePart, ...] = ()
-    """Several tasks, interleaved by weight; instead of name and options."""
+    """Several tasks, interleaved by weight; replaces name and options."""
     template: Literal["chat", "plain"] | None = None
     """Template of prompts; null: chat if the tokenizer has one."""
     system_prompt: str | None = Field(default=None, min_length=1)
-    """System message, unless a problem's messages have one."""
+    """System message for problems whose messages have none."""
     template_args: Options = {}
     """Variables of the chat template, for example {enable_thinking: false}."""
     answer: AnswerPlace = "auto"
-    """Part of a response, after any thinking, that `accuracy` judges. tag: between <answer> and
-    </answer>; boxed: within \\\\boxed{}; last_line: alone on it; last_number: with all that is
-    written onto it, as 3/7; whole; auto: tag or boxed if present, else whole."""
+    """Part of a response, after any thinking, that `accuracy` judges. tag: the text between
+    <answer> and </answer>; boxed: the content of \\\\boxed{}; last_line: the whole last line;
+    last_number: the last number with adjacent characters, for example 3/7; whole: the whole
+    response; auto: tag or boxed if present, otherwise whole."""
     seed: int = 0
-    """Seed of generated problems, and of the order of stored ones."""
+    """Seed of generated problems, and of the order of stored problems."""
     size: PositiveInt | None = None
-    """Problems that are used; null: the whole task."""
+    """Number of problems to use; null: the whole task."""
     ignore_media: bool = False
-    """Train on the text of rows, and of models, that also have images, audio or video; false: they
-    are refused."""
+    """Trains on the text of data and models that also have images, audio or video; false: such data
+    and models are refused."""
 
 
 class EvalSet(Section):
-    """More problems to evaluate on. Stored problems (jsonl:, hf:) are then never trained on."""
+    """An additional set of evaluation problems. Stored problems (jsonl:, hf:) in such a set are
+    never trained on."""
 
     name: str = Field(pattern=NAME)
-    """Name in its metrics: <name>/mean@4."""
+    """Prefix of the metrics of this set: <name>/mean@4."""
     task: str | None = None
-    """Task as in task.name, all its problems; null: the held-out problems of `task`."""
+    """Task, as in task.name, all of whose problems are used; null: the held-out problems of
+    `task`."""
     options: Options = {}
-    """Settings of this task."""
+    """Options of this task."""
     size: PositiveInt = 256
-    """Problems, at most."""
+    """Maximum number of problems."""
     samples: PositiveInt = 1
-    """Samples of each problem."""
+    """Number of samples per problem."""
     temperature: NonNegativeFloat | None = None
     """Sampling temperature; null: rollout.temperature."""
 
@@ -71,17 +74,19 @@ class Eval(Section):
     """Evaluation on held-out problems."""
 
     every: NonNegativeInt = 0
-    """Steps from one evaluation to the next, and one at the start and the end; 0: none."""
+    """Steps between evaluations; one also runs at the start and at the end. 0: no evaluation."""
     size: NonNegativeInt = 256
-    """Held-out problems of `task`, at most; 0: only those of `sets`."""
+    """Maximum number of held-out problems of `task`; 0: only evaluate on `sets`."""
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature of the held-out problems; 0: greedy."""
     sets: tuple[EvalSet, ...] = ()
-    """Problems in addition to the held-out ones of `task`."""
+    """Problem sets in addition to the held-out problems of `task`."""
 
 
 def check_problems(config: Config) -> None:
-    """Raises ValueError if the mixture or the evaluation sets contradict other settings."""
+    """Raises ValueError if the mixture or the evaluation sets contradict other settings, or there
+    is nothing to evaluate.
+    """
     for key in ("name", "options", "size") if config.task.mixture else ():
         value = getattr(config.task, key)
         if value != getattr(Task(), key):

@@ -1,4 +1,4 @@
-"""`telemetry`: what a run records besides its metrics."""
+"""Section `telemetry`: trackers and sample files, in addition to the metrics of a run."""
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
@@ -6,22 +6,22 @@ from megarl.config.section import Section
 
 
 class SampleFiles(Section):
-    """The best, the worst and random samples of a step, in rollouts/step_<n>.jsonl."""
+    """Files rollouts/step_<n>.jsonl with the best, the worst and random samples of a step."""
 
     every: NonNegativeInt = 1
-    """Steps from one file to the next; 0: none is written."""
+    """Steps between files; 0: no files."""
     max_samples: PositiveInt = 64
-    """Samples in a file."""
+    """Maximum number of samples in a file."""
     keep: PositiveInt = 100
-    """Files that are kept, the newest."""
+    """Number of newest files to keep."""
 
 
 class Telemetry(Section):
-    """Trackers, and files of samples."""
+    """Trackers and sample files."""
 
     tensorboard: bool = False
-    """Writes event files to the run directory."""
+    """Writes TensorBoard event files to the run directory."""
     wandb: str | None = Field(default=None, pattern=r"^[^/\\#?%:[:cntrl:]]{1,128}$")
     """Weights & Biases project; null: off. WANDB_MODE, WANDB_ENTITY and WANDB_DIR set the rest."""
     rollouts: SampleFiles = SampleFiles()
-    """Files of samples."""
+    """Sample files."""

@@ -1,4 +1,4 @@
-"""`train` and `trainer`: the optimizer, the size of a step, and memory."""
+"""Sections `train` and `trainer`: optimizer, step size and memory of the trainer; their check."""
 
 from typing import Literal
 
@@ -12,56 +12,57 @@ class Train(Section):
     """Steps, updates, learning rate, precision and memory of the trainer."""
 
     steps: NonNegativeInt = 100
-    """Rollout batches (or batches of examples) of the run."""
+    """Number of rollout batches (or batches of examples) in the run."""
     prompts_per_step: PositiveInt = 32
-    """Prompts of a step."""
+    """Number of prompts per step."""
     updates_per_step: PositiveInt = 1
-    """Optimizer steps in one pass over a batch."""
+    """Number of optimizer steps in one pass over a batch."""
     epochs_per_batch: PositiveInt = 1
-    """Passes over a batch; from the second on, its prompts are shuffled among updates."""
+    """Number of passes over a batch; from the second pass on, prompts are shuffled between
+    updates."""
     lr: NonNegativeFloat = 1.0e-6
     """Learning rate after the warm-up."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of the schedule."""
     warmup_steps: NonNegativeInt = 0
-    """Steps in which the learning rate rises from 0."""
+    """Number of steps in which the learning rate rises from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate after the warm-up."""
+    """Learning-rate schedule after the warm-up."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay of Adam."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of Adam's moments."""
     eps: NonNegativeFloat = 1e-8
-    """Term in the denominator of Adam's update."""
+    """Epsilon in the denominator of Adam's update."""
     clip_grad: NonNegativeFloat = 1.0
-    """Largest norm of the gradient; 0: no clipping."""
+    """Maximum norm of the gradient; 0: no clipping."""
     max_tokens_per_microbatch: PositiveInt = 16384
-    """Tokens of a micro-batch, at most; a longer row forms its own."""
+    """Maximum number of tokens in a micro-batch; a longer row forms its own micro-batch."""
     dtype: Literal["fp32", "bf16"] = "bf16"
-    """Format of weights and activations on both sides; main weights and moments are fp32."""
+    """Dtype of weights and activations in trainer and engine; main weights and moments are fp32."""
     logprob_chunk: PositiveInt = 1024
-    """Tokens per chunk of the log-prob computation."""
+    """Number of tokens per chunk of the log-prob computation."""
     entropy_every: NonNegativeInt = 1
-    """Steps between measurements of `entropy`, if no loss needs it; 0: never."""
+    """Steps between measurements of the metric `entropy`, if no loss needs entropy; 0: never."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Recomputation of activations in the backward pass."""
     recompute_modules: tuple[str, ...] = ("core_attn",)
     """Modules that `selective` recomputes, by Megatron-Core's names (mlp, moe, layernorm ...)."""
     offload: tuple[Literal["gradients", "optimizer", "weights"], ...] = ()
-    """State that is moved to the host while the engine samples."""
+    """Trainer state that is offloaded to the host while the engine samples."""
     optimizer_cpu_offload: bool = False
     """Runs Adam on the CPU (Megatron-Core's hybrid optimizer)."""
 
 
 class Trainer(Section):
-    """Options that are passed on to Megatron-Core."""
+    """Options passed through to Megatron-Core."""
 
     megatron_options: Options = {}
     """Fields of Megatron-Core's config dataclasses (megarl.config.library_options)."""
 
 
 def check_train(config: Config, shape: ModelShape, gpus: int) -> None:
-    """Raises ValueError for settings that contradict each other, or lack a kernel on a GPU."""
+    """Raises ValueError for contradictory settings, or if the model lacks support for a setting."""
     train = config.train
     betas = list(train.betas)
     offloads = train.optimizer_cpu_offload

@@ -1,10 +1,10 @@
 """Checks a config before any process starts; every error is one line with the values and the
 remedy.
 
-    Config, Env --check_config--> Job (world arithmetic, model shape, warnings) | ValueError
+    Config, Env --check_config--> Job (world size, layout, model shape, warnings) | ValueError
 
-The checks are beside the sections that they are about; here is their order. Without torch, so a
-mistake surfaces in a second. Checks that import a task or a reward are in
+Each check is defined next to its section; this module calls them in order. It does not import
+torch, so errors appear within a second. Checks that import a task or a reward are in
 megarl.commands.preflight.
 """
 
@@ -50,20 +50,23 @@ from megarl.platform.env import Env, count_gpus, has_bf16_products
 
 @dataclass(frozen=True)
 class Job:
-    """Sizes derived from a config on this machine."""
+    """The sizes of a job, derived from a config on this machine."""
 
-    world: int  # processes on all nodes
-    gpus: int  # on this node; 0: CPU
-    layout: Layout  # of rank 0
-    replicas: int  # of the engine
+    world: int  # number of ranks on all nodes
+    gpus: int  # GPUs on this node; 0: CPU
+    layout: Layout  # layout of this rank, or rank 0 before launch
+    replicas: int  # engine replicas
     model: ModelShape
     rows: int  # samples per step
-    longest_row: int  # tokens, prompt and response
+    longest_row: int  # maximum tokens of prompt and response together
     warnings: tuple[str, ...]
 
 
 def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
-    """Raises ValueError or FileNotFoundError with a one-line message."""
+    """Checks the config for `command`; returns the sizes of the job, with warnings.
+
+    Raises ValueError or FileNotFoundError, with a one-line message, for an invalid config.
+    """
     rollout = config.rollout
     if rollout.expert > 1:
         raise ValueError(
@@ -81,7 +84,7 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
     check_moe(config, shape)
     check_routing(config, shape, gpus)
     if has_engine and not gpus and not is_split:
-        # split engines may be on another machine: split.entry asks it
+        # engines of the split topology may be on another machine: split.entry checks them
         check_cpu_engine(config, shape)
     if has_engine:
         check_rollout_format(config, shape, gpus)
@@ -107,7 +110,7 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
 
 
 def _check_learning(config: Config, shape: ModelShape, *, has_engine: bool) -> None:
-    """Raises ValueError if the settings of what is learned contradict each other."""
+    """Raises ValueError for contradictory settings of data, objective, models or rewards."""
     check_problems(config)
     check_algorithm(config)
     if config.stage_spec.needs_engine:
@@ -124,7 +127,10 @@ def _check_learning(config: Config, shape: ModelShape, *, has_engine: bool) -> N
 
 
 def model_shape(config: Config) -> ModelShape:
-    """Returns the shape of the model to train, from model.path or model.create."""
+    """Returns the shape of the model to train, from model.path or model.create.
+
+    Raises ValueError if both or neither is set, or for a revision without a hub id.
+    """
     model = config.model
     if model.path is not None and model.create is not None:
         raise ValueError(f"model.path={model.path} and model.create are both set; keep one")
@@ -188,7 +194,7 @@ def _warnings(
 
 
 def _unread(config: Config) -> Iterator[str]:
-    """Yields a warning for each section that only other stages read."""
+    """Yields a warning for each section with settings that only other stages use."""
     sections = set(chain.from_iterable(stage.sections for stage in STAGES.values()))
     unread = sections.difference(config.stage_spec.sections)
     for key, values in config.model_dump(include=unread, exclude_defaults=True).items():

@@ -1,6 +1,6 @@
 """Collates groups of samples, or prompts with answers, into a flat batch.
 
-Tokens are shifted into labels only here.
+Only this module shifts tokens into labels.
 
 tokens     p0 p1 r0 r1 r2         labels   p1 r0 r1 r2  0
 trainable   F  F  T  T  T         mask      F  T  T  T  F       an outcome reward sits at the last T
@@ -24,8 +24,8 @@ AnyBatch = TypeVar("AnyBatch", bound=TrainBatch)
 
 
 def token_batch(rows: Sequence[tuple[Tensor, Tensor]], *, temperature: float = 1.0) -> TokenBatch:
-    """Returns the batch of `rows`, each (tokens [L] int64, trainable [L] bool: True where the token
-    is learned).
+    """Returns the flat batch of `rows`: pairs (tokens [L] int64, trainable [L] bool), where
+    trainable marks the tokens to learn.
     """
     cu_seqlens = torch.tensor([0, *(tokens.numel() for tokens, _ in rows)]).cumsum(0)
     tokens_T = _flat([tokens for tokens, _ in rows], torch.int64)
@@ -39,7 +39,10 @@ def token_batch(rows: Sequence[tuple[Tensor, Tensor]], *, temperature: float = 1
 
 
 def supervised_batch(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> TokenBatch:
-    """Returns one row per example, or per prompt, whose answer and end token are learned."""
+    """Returns one row per prompt.
+
+    The learned tokens are those that `prompt.learned` marks, or else the answer and the end token.
+    """
     rows = []
     for prompt in prompts:
         if prompt.learned:
@@ -50,8 +53,8 @@ def supervised_batch(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> TokenBa
 
 
 def answer_row(tokenizer: Tokenizer, prompt: Prompt, answer: str) -> tuple[Tensor, Tensor]:
-    """The tokens [L] of prompt, answer and end token, and which are learned [L]: all but the
-    prompt's.
+    """Returns the tokens [L] of prompt, answer and end token, and a mask [L] of learned tokens,
+    which is False for the prompt.
     """
     tokens = torch.tensor([*prompt.tokens, *tokenizer.encode_answer(answer)])
     return tokens, torch.arange(tokens.numel()) >= len(prompt.tokens)
@@ -60,12 +63,10 @@ def answer_row(tokenizer: Tokenizer, prompt: Prompt, answer: str) -> tuple[Tenso
 def collate(
     groups: Sequence[Group], *, temperature: float, mask_truncated: bool = False
 ) -> TrainBatch:
-    """Returns one row per sample, in order: N samples with T tokens in all.
+    """Returns a batch with one row per sample, in order: N samples with T tokens in all.
 
-    Every sample must be scored.
-
-    With `mask_truncated`, the mask of samples that reached the token limit is False, so they are
-    not trained on.
+    Every sample must have a reward. With `mask_truncated`, the mask of samples that reached the
+    token limit is False, so they are not trained on.
     """
     samples = list(chain.from_iterable(group.samples for group in groups))
     rows = []
@@ -102,7 +103,7 @@ def collate(
 
 
 def take_rows(batch: AnyBatch, rows: Sequence[int]) -> AnyBatch:
-    """Returns the batch of these rows alone, in this order."""
+    """Returns a batch of the given rows, in the given order."""
     rows_N = torch.tensor(rows, dtype=torch.int64)
     lengths_N = batch.cu_seqlens.diff()
     cu_seqlens = torch.cat([lengths_N.new_zeros(1), lengths_N[rows_N].cumsum(0)])
@@ -145,13 +146,13 @@ def _shifted(x_T: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def _place_rewards(samples: Sequence[Sample], tokens: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns rewards [T], step ends [T] and the positions [N] of the outcome rewards, -1 where
-    there is none.
+    """Returns rewards [T], step ends [T] and the positions [N] of the outcome rewards (-1 for rows
+    without an outcome reward).
 
-    The reward of a masked position moves to the trained one before it. If there is none, the row is
-    not trained on: its mask is set to False in place. The outcome is a step that ends at the last
-    trained position, even if it is 0; a process step that ends there as well is merged with it, and
-    their rewards add up.
+    The reward of a masked position moves to the nearest trained position before it. If the row has
+    no such position, the row is not trained on: its mask is set to False in place. The outcome is a
+    step that ends at the last trained position, even if its reward is 0. A process step that ends
+    at the same position is merged with the outcome: their rewards add up.
     """
     outcomes = []
     steps = []

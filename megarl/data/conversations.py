@@ -1,16 +1,17 @@
-"""Examples to learn from (stage sft) that have several turns, or a completion: their tokens, and
-which are learned.
+"""Encodes examples of stage sft that have several turns or a completion, and marks the tokens to
+learn.
 
-    {"messages": [...]}                       the turns of sft.roles
-    {"prompt": [...], "completion": [...]}    those in it; of texts, it and the end token
+    {"messages": [...]}                       learns the turns of sft.roles
+    {"prompt": [...], "completion": [...]}    learns the completion's turns of sft.roles
+    {"prompt": "...", "completion": "..."}    learns the completion and the end token
 
 As in TRL, a completion, or messages that end with the assistant's, are learned instead of `answer`.
+Rows without a token to learn are refused.
 
-A row of which no token would be learned is refused.
-
-A template may render a turn differently once others follow. So the rendered turns before, and up
-to, a learned one must begin the rendered conversation; the text between is encoded by itself, as an
-engine samples it. A template with {% generation %} tags marks the assistant's turns itself.
+A template may render a turn differently if other turns follow it. So the conversation, rendered as
+a whole, must begin with the turns before a learned turn as rendered alone, and also with those up
+to its end. The text in between is encoded by itself, as an engine samples it. A template with
+{% generation %} tags marks the assistant's turns itself.
 """
 
 import re
@@ -29,7 +30,7 @@ GENERATION_TAG = re.compile(r"\{%-?\s*generation\b")
 def example_encoder(
     tokenizer: Tokenizer, task: Task, roles: Sequence[str] = ()
 ) -> Callable[[Problem], Example]:
-    """Returns the encoder of prompts; with `roles` (stage sft), also of whole examples."""
+    """Returns an encoder of prompts or, with `roles` (stage sft), of whole examples."""
     encode = prompt_encoder(tokenizer, task)
 
     def example(problem: Problem) -> Example:
@@ -88,7 +89,7 @@ def example_encoder(
 
 
 def _check_thoughts(tokenizer: Tokenizer, prompt: Sequence[int], answer: str) -> None:
-    """Raises ValueError if thoughts that the prompt opens are opened again, or never closed."""
+    """Raises ValueError if the answer reopens, or never closes, thoughts that the prompt opens."""
     tag = opened_tag(tokenizer.decode(prompt[-PROMPT_TOKENS:]))
     if tag and (answer.lstrip().startswith(tag) or after_thoughts(tag + answer) is None):
         raise ValueError(
@@ -98,7 +99,10 @@ def _check_thoughts(tokenizer: Tokenizer, prompt: Sequence[int], answer: str) ->
 
 
 def _learned(tokens: tuple[int, ...], mask: tuple[bool, ...]) -> Example:
-    """Returns both. Raises ValueError if no token is learned; the first never is."""
+    """Returns (tokens, mask). Raises ValueError if no token is learned.
+
+    The first token does not count, because nothing predicts it.
+    """
     if not any(mask[1:]):
         raise ValueError(
             "no token of it would be learned: the template's {% generation %} tags enclose none, "
@@ -136,7 +140,7 @@ def _by_turns(
     mask = []
     for number, (start, end) in enumerate(pairwise([*cuts, len(whole)])):
         part = tokenizer.encode(whole[start:end])
-        # nothing is sampled after an end token, so nothing is learned there
+        # an engine samples nothing after an end token, so the tokens after it are not learned
         last = max(
             (place for place, token in enumerate(part) if token in tokenizer.eos), default=len(part)
         )

@@ -1,15 +1,15 @@
-"""What people or judges say of responses, as rows of a task.
+"""Reads human or model feedback on responses from the rows of a task: preferences and step labels.
 
-No torch: all rows are checked before ranks start.
+Does not import torch: all rows are checked before ranks start.
 
-    {"prompt": ..., "chosen": ..., "rejected": ..., "margin": 1.0}   one pair; the margin: optional
+    {"prompt": ..., "chosen": ..., "rejected": ..., "margin": 1.0}   one pair; margin is optional
     {"prompt": ..., "responses": [...]}                              a ranking, best first
     {"prompt": ..., "responses": [...], "ranks": [2, 1, 1]}          1 is best; equal ranks: no pair
     {"prompt": ..., "responses": [...], "scores": [0.1, 0.9, 0.9]}   the highest is best
     {"prompt": ..., "completions": ["step 1", "step 2"], "labels": [true, false]}   steps, as in TRL
 
-A response is text or a list of chat messages that ends with the assistant's; it may repeat the
-prompt's messages. Empty responses are refused; of equal ones nothing is learned.
+A response is text or a list of chat messages that ends with the assistant's. The list may begin
+with the prompt's messages. Empty responses are refused. Equal responses form no pair.
 """
 
 import math
@@ -20,10 +20,11 @@ from megarl.data.rows import Problem, Source, messages_of, read_content, short
 
 
 def check_feedback(source: Source, *, steps: bool, ignore_media: bool = False) -> list[str]:
-    """Returns a warning of problems that teach nothing, as no response is better than another.
+    """Returns a list of at most one warning: that in some problems all responses are tied, so that
+    nothing is learned.
 
-    Raises ValueError, with file and line, for a problem without rankings, or without `steps`; and
-    if all teach nothing.
+    Raises ValueError, with file and line, for a problem without a ranking (with `steps`: without
+    labelled steps), or if the responses of all problems are tied.
     """
     tied = []
     for problem in source.problems():
@@ -49,8 +50,8 @@ def check_feedback(source: Source, *, steps: bool, ignore_media: bool = False) -
 def ranked_responses(
     extra: Mapping[str, Any], text: str, where: str, *, ignore_media: bool = False
 ) -> tuple[list[str], list[float], float]:
-    """Returns the responses to the prompt `text`, their ranks (the lowest is best) and the margin
-    of its pairs. Equal responses have the rank of the first, as nothing could tell them apart.
+    """Returns the responses to the prompt `text`, their ranks (lowest is best) and the margin of
+    the pairs. Responses with equal texts all get the rank of the first one. Raises ValueError.
     """
     keys = [key for key in ("chosen", "rejected", "responses") if extra.get(key) is not None]
     margin = 0.0
@@ -105,7 +106,11 @@ def _numbers(values: Any, count: int, where: str) -> list[float]:
 
 
 def _response(value: Any, where: str, *, prompt: str, ignore_media: bool) -> str:
-    """The text of a response. Messages before the assistant's last one must be the prompt's."""
+    """Returns the text of a response.
+
+    Raises ValueError unless the value is text, or the assistant's message, which may follow the
+    prompt's messages.
+    """
     content = read_content(value, where, ignore_media=ignore_media)
     *before, last = messages_of(content, "assistant")
     if last["role"] != "assistant" or not last["content"].strip():
@@ -129,7 +134,7 @@ def _response(value: Any, where: str, *, prompt: str, ignore_media: bool) -> str
 
 
 def labelled_steps(extra: Mapping[str, Any], where: str) -> list[tuple[str, bool]]:
-    """Returns the steps of a response, and whether each is right."""
+    """Returns (text, is right) for each step of a response. Raises ValueError."""
     texts, labels = (cast(Any, extra.get(key)) for key in ("completions", "labels"))
     are_lists = (
         isinstance(texts, Sequence)

@@ -1,11 +1,11 @@
-"""Rows of `hf:` tasks: datasets on the Hugging Face hub, and local folders and files, read with
-`datasets`. No torch.
+"""Reads rows of `hf:` tasks with `datasets`: datasets on the Hugging Face hub, local folders and
+files. Does not import torch.
 
     hub id --snapshot--> folder named by its commit -+-> JSON, CSV: rows.listed -+
     local folder or file ----------------------------+-> Arrow, memory-mapped ---+-> Source
 
-A hub id is downloaded first: offline, `datasets` itself would read whatever revision it prepared
-last. JSON and CSV are read as they are: Arrow would take some texts for dates or numbers.
+A hub id is downloaded first: offline, `datasets` itself would read the revision that it prepared
+last. JSON and CSV are read without Arrow, which would convert some texts to dates or numbers.
 """
 
 import re
@@ -32,11 +32,11 @@ from megarl.models.hub import HUB_ID
 from megarl.platform.env import require
 from megarl.platform.hub import Repository
 
-# of a single file
+# formats of single files
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-# as datasets reports no rows
+# parts of the errors by which `datasets` reports a split without rows
 EMPTY = ("corresponds to no data", "BatchSize must be greater than 0", "StopIteration")
-BATCH = 1000  # rows read at once in a scan
+BATCH = 1000  # rows per read of a scan
 
 
 def load_rows(
@@ -52,7 +52,7 @@ def load_rows(
     features = dataset.features
     options.check([features], f"hf:{name}")
     column = options.answer or "answer"
-    labels = getattr(features.get(column), "names", None)  # of ClassLabel, as MMLU's A to D
+    labels = getattr(features.get(column), "names", None)  # ClassLabel, for example MMLU's A to D
     short = {
         key: getattr(np, kind)
         for key, feature in features.items()
@@ -81,18 +81,20 @@ def load_rows(
 
 
 def _as_written(value: Any, kind: Callable[[float], np.floating[Any]]) -> Any:
-    """Returns a value with the digits of its short floats, which datasets reads as float64."""
+    """Returns a value whose float16 or float32 numbers, which `datasets` reads as float64, have
+    their short decimal form.
+    """
     if isinstance(value, list):
         return [_as_written(item, kind) for item in value]
     if isinstance(value, dict):
         return {key: _as_written(item, kind) for key, item in value.items()}
-    if isinstance(value, float) and kind(value) == value:  # that of a double is another
+    if isinstance(value, float) and kind(value) == value:  # False for a float64 of the same struct
         return float(str(kind(value)))
     return value
 
 
 def _read(name: str, options: DatasetOptions, split: str) -> Any:
-    """Returns the rows of a split: of JSON and CSV as a list, with their places."""
+    """Returns a split: a datasets.Dataset, or for JSON and CSV a list of (place, row)."""
     folder = resolve(name, options)
     import datasets
 
@@ -155,8 +157,8 @@ def _read_files(
 
 
 def resolve(name: str, options: DatasetOptions) -> Path:
-    """Returns the local file or folder, or downloads a hub id; returns its folder, named by the
-    commit.
+    """Returns the path of a local file or folder, or downloads a hub id and returns its folder,
+    which is named by the commit. Raises FileNotFoundError or ValueError.
     """
     require(f"task.name=hf:{name}", "datasets")
     local = Path(name).expanduser()

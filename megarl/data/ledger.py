@@ -1,14 +1,14 @@
-"""The ledger of a run: what becomes of every prompt, at every moment and across crashes.
+"""The ledger of a run: records the state of every prompt, also across crashes.
 
     taken --> generating --> complete --> trained, filtered (cause) or dropped (cause)
-      ^                         '-------> carried over, to a later step
-      '---- a run that starts again takes over what its checkpoint has settled, not the rest
+      ^                         '-------> carried over to a later step
+      '---- a resumed run takes prompts again unless its checkpoint counts them as settled
 
-ledger.jsonl has an event per line, written by rank 0 and never changed: `start` of each process,
-and with the ids of prompts `taken`, `generating`, `complete`, `carried` and, once a step is
-trained, `settled`. A step is settled before a checkpoint after it can be complete. The ledger is
-the cursor of the data that a checkpoint stores; `megarl audit` (telemetry/audit.py) reads the file
-alone.
+ledger.jsonl has one event per line. Rank 0 appends them and never changes a line. `start` records
+each start of the run; `taken`, `generating`, `complete`, `carried` and, after a step is trained,
+`settled` have ids of prompts. A step is settled before the checkpoint that follows it is complete.
+The ledger's state is the data cursor in a checkpoint. `megarl audit` (telemetry/audit.py) reads the
+file alone.
 """
 
 import json
@@ -25,23 +25,27 @@ from megarl.types import Group, Prompt
 
 @dataclass
 class Ledger:
-    """roles.Prompts: those of `stream`; in its state a prompt counts as taken once it
-    is settled.
+    """Implements roles.Prompts: yields the prompts of `stream` and records what happens to them.
+
+    In its state, unlike the stream's, a prompt counts as taken only after it is settled.
     """
 
     stream: Prompts
-    _open: dict[int, Prompt] = field(default_factory=dict)  # taken and not settled
-    # to be taken again, before the stream goes on
+    _open: dict[int, Prompt] = field(default_factory=dict)  # taken, neither settled nor carried
+    # taken again before new prompts of the stream
     _carried: dict[int, Prompt] = field(default_factory=dict)
-    _settled: set[int] = field(default_factory=set)  # not before the first prompt that is not
-    _last: int = -1  # of those that were ever settled
+    _settled: set[int] = field(default_factory=set)  # settled ids after the first unsettled one
+    _last: int = -1  # the largest id that was ever settled
     _file: TextIO | None = None
 
     def open(self, file: Path, *, step: int, max_staleness: int = 0) -> None:
-        """Writes events to `file` from here on; `step` steps are done. Only rank 0 calls it."""
+        """Appends a `start` event to `file`, and all later events. Only rank 0 calls this.
+
+        `step` is the number of finished steps.
+        """
         state = self.state()
         self._file = file.open("a", encoding="utf-8")
-        self._file.write("\n")  # the process before may have been killed in the middle of a line
+        self._file.write("\n")  # an earlier process may have been killed in the middle of a line
         self._write(
             "start",
             step=step,
@@ -72,7 +76,7 @@ class Ledger:
         return prompts
 
     def put_back(self, prompts: Sequence[Prompt]) -> None:
-        """Carries these over: `take` returns them again, before others."""
+        """Carries prompts over: `take` returns them again, before new ones."""
         if not prompts:
             return
         self._carried |= {prompt.prompt_id: self._open.pop(prompt.prompt_id) for prompt in prompts}
@@ -92,7 +96,7 @@ class Ledger:
     def settle(
         self, step: int, outcomes: Mapping[str, Sequence[int]], **values: int | str | None
     ) -> None:
-        """Records the prompts of a step by outcome; they are on disk when it returns.
+        """Records the ids of a step's prompts by outcome, and syncs the file to disk.
 
         Outcomes are "trained", "filtered/CAUSE" and "dropped/CAUSE".
         """
@@ -108,9 +112,7 @@ class Ledger:
             os.fsync(self._file.fileno())
 
     def state(self) -> dict[str, Any]:
-        """Returns the stream's state at the first unsettled prompt, and the ids
-        settled after it.
-        """
+        """Returns the stream's state at the first unsettled prompt and the ids settled after it."""
         state = dict(self.stream.state())
         waiting = [*self._open, *self._carried]
         position = state["position"]

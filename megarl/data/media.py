@@ -1,6 +1,6 @@
-"""Images, audio and video: rows and models that have them are refused, as only text is trained on.
+"""Refuses rows and models with images, audio or video, because megarl trains on text only.
 
-`task.ignore_media` takes the text of such rows, without the placeholders of what is missing.
+With `task.ignore_media`, the text of such rows is used, without the placeholders of their media.
 """
 
 import re
@@ -9,13 +9,13 @@ from pathlib import Path
 
 from megarl.models.config_json import read_config
 
-# columns, and types of a message's parts
+# names of columns, and types of a message's parts
 NAMES = """
     image images image_url input_image audio audios audio_url input_audio
     video videos video_url input_video
 """
 MEDIA = frozenset(NAMES.split())
-FEATURE = re.compile(r"\b(Image|Audio|Video)\(")  # of datasets
+FEATURE = re.compile(r"\b(Image|Audio|Video)\(")  # in the repr of a feature of `datasets`
 PLACEHOLDER = re.compile(r"<(image|audio|video)>\n?")
 
 
@@ -28,7 +28,7 @@ def refuse_media(where: object, names: Sequence[str], *, ignore: bool) -> None:
 
 
 def check_model_media(folder: Path, *, ignore: bool) -> None:
-    """Raises ValueError for the folder of a model that reads more than text."""
+    """Raises ValueError if the model in `folder` reads more than text, unless `ignore`."""
     raw = read_config(folder / "config.json").raw
     names = [key for key in ("vision_config", "audio_config", "video_config") if raw.get(key)]
     names += [file.name for file in folder.glob("*processor_config.json")]

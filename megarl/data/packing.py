@@ -1,10 +1,11 @@
-"""Packs rows into micro-batches under a token budget: equal cost and the same number of
+"""Packs rows into micro-batches under a token budget, with nearly equal cost and the same number of
 micro-batches on every rank.
 
     rows -> updates (groups stay together) -> ranks (equal cost) -> bins of `max_tokens`, in order
 
-A row of L tokens costs L + L^2 / ATTENTION_LENGTH: matrix products are linear in its length,
-attention is quadratic. Pure: every rank computes the same plan from the same lengths.
+A row of L tokens costs L + L^2 / ATTENTION_LENGTH, because matrix products are linear in its length
+and attention is quadratic. The functions are pure: every rank computes the same plan from the same
+lengths.
 """
 
 import heapq
@@ -22,7 +23,7 @@ from megarl.types import MicrobatchPlan, PreferenceBatch, TokenBatch, TrainBatch
 RowIndices = tuple[int, ...]
 PlannedRows = tuple[tuple[tuple[RowIndices, ...], ...], ...]  # [update][dp rank][micro-batch]
 
-# tokens; where attention costs as much as a layer's products: about 12 x the hidden size
+# tokens at which attention costs as much as a layer's matrix products: about 12 x the hidden size
 ATTENTION_LENGTH = 24576
 MAX_SWAPS = 1000
 
@@ -35,10 +36,10 @@ def plan_microbatches(
     units: Sequence[int] | None = None,
     shuffle: str | None = None,
 ) -> MicrobatchPlan:
-    """Plans which rows each rank runs in each micro-batch of each update.
+    """Plans which rows each data-parallel rank runs in each micro-batch of each update.
 
-    RowIndices of one unit (consecutive equal ids; of a PreferenceBatch, its groups) stay in one
-    micro-batch. `shuffle` seeds a random order of groups; None keeps that of the batch.
+    Rows of one unit (consecutive equal ids; the groups of a PreferenceBatch) stay in one
+    micro-batch. `shuffle` seeds a random order of groups; None keeps the order of the batch.
     """
     units = batch.group.tolist() if isinstance(batch, PreferenceBatch) else units
     lengths = batch.cu_seqlens.diff().tolist()
@@ -56,7 +57,7 @@ def plan_microbatches(
     num_tokens = tuple(
         _sum_of(trained, chain.from_iterable(chain.from_iterable(update))) for update in rows
     )
-    padded = 0  # tokens if every micro-batch were as full as the fullest rank's
+    padded = 0  # number of tokens if every micro-batch were as full as that of the fullest rank
     for update in rows:
         for microbatch in zip(*update, strict=True):
             padded += len(update) * max(_sum_of(lengths, bin) for bin in microbatch)
@@ -68,8 +69,8 @@ def _sum_of(numbers: Sequence[int], rows: Iterable[int]) -> int:
 
 
 def microbatch_multiple(layout: Layout) -> int:
-    """Returns the divisor of the number of micro-batches: the pipeline size for
-    interleaved 1F1B.
+    """Returns a required divisor of the number of micro-batches: the pipeline size for interleaved
+    1F1B, else 1.
     """
     return layout.pp.size if layout.vpp.size > 1 else 1
 
@@ -87,10 +88,10 @@ def plan_rows(
 ) -> PlannedRows:
     """Returns ``rows[update][dp_rank][microbatch]``, which contains every row once.
 
-    Rows of one group (consecutive equal ids) stay in one update, so that there may be fewer than
-    `updates`, and rows of one unit in one micro-batch. Every rank has the same number of
-    micro-batches, a multiple of `multiple`, some empty if there are too few rows. A row (or unit)
-    longer than `max_tokens` runs alone.
+    Rows of one group (consecutive equal ids) stay in one update, so there may be fewer updates than
+    `updates`. Rows of one unit stay in one micro-batch. Every rank has the same number of
+    micro-batches, a multiple of `multiple`; some are empty if there are too few rows. A row (or
+    unit) longer than `max_tokens` has a micro-batch to itself.
     """
     all_rows = range(len(lengths))
     row_units = units or all_rows
@@ -125,7 +126,7 @@ def plan_rows(
 
 
 def _split_groups(groups: Sequence[int], updates: int) -> list[range]:
-    """Returns at most `updates` ranges of rows, of nearly equal sizes; none splits a group."""
+    """Splits rows into at most `updates` ranges of nearly equal size without splitting a group."""
     boundaries = [row for row in range(1, len(groups)) if groups[row] != groups[row - 1]]
     boundaries.append(len(groups))
     ranges = []
@@ -144,16 +145,16 @@ def _split_groups(groups: Sequence[int], updates: int) -> list[range]:
 
 
 def _costs(lengths: np.ndarray) -> np.ndarray:
-    """Returns integers, so that every rank and machine breaks ties the same way."""
+    """Returns costs as integers, so that every rank and machine breaks ties the same way."""
     return lengths * ATTENTION_LENGTH + lengths * lengths
 
 
 def first_fit_decreasing(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
-    """Packs items, given by index, by first-fit-decreasing; an item larger than `capacity` gets its
-    own bin.
+    """Packs items by first-fit-decreasing; returns bins of item indices. An item larger than
+    `capacity` gets a separate bin.
     """
-    # fills one bin after the other with the largest remaining item that fits: the bins of the usual
-    # loop over items
+    # fills one bin after the other with the largest remaining item that fits, which gives the same
+    # bins as the usual loop over items
     capped_N = np.minimum(lengths, capacity)
     order = np.argsort(capped_N, kind="stable")
     items = order.tolist()
@@ -172,8 +173,9 @@ def first_fit_decreasing(lengths: Sequence[int] | np.ndarray, capacity: int) -> 
 
 
 def partition(costs: Sequence[int] | np.ndarray, parts: int) -> list[list[int]]:
-    """Partitions items, given by index, into `parts` of nearly equal cost: the largest first, then
-    by swaps.
+    """Partitions items, given by index, into `parts` lists of nearly equal cost.
+
+    Assigns the largest items first, then improves the result by swaps.
     """
     costs_N = np.asarray(costs, dtype=np.int64)
     assigned = [[] for _ in range(parts)]
@@ -200,8 +202,8 @@ def partition(costs: Sequence[int] | np.ndarray, parts: int) -> list[list[int]]:
 
 
 def _best_swap(high: np.ndarray, low: np.ndarray, gap: int) -> tuple[int, int, int] | None:
-    """Returns the two items whose exchange brings the gap in load closest to 0, and the load it
-    moves.
+    """Returns (index in `high`, index in `low`, difference in cost) of the swap that brings the gap
+    between the two loads closest to 0, or None if no swap reduces the gap.
     """
     if gap < 2 or not low.size:
         return None
@@ -217,8 +219,8 @@ def _best_swap(high: np.ndarray, low: np.ndarray, gap: int) -> tuple[int, int, i
 def _even_bins(
     lengths: np.ndarray, costs: np.ndarray, num_bins: int, max_tokens: int
 ) -> list[list[int]] | None:
-    """`num_bins` bins of nearly equal cost within the token budget, or None if the greedy search
-    finds none.
+    """Packs items into `num_bins` bins of nearly equal cost within the token budget; returns None
+    if the greedy search fails.
     """
     bins = [[] for _ in range(num_bins)]
     room_B = np.full(num_bins, max_tokens)
@@ -237,8 +239,8 @@ def _even_bins(
 def _pipeline_order(
     bins: list[RowIndices], lengths_N: np.ndarray, num_bins: int
 ) -> tuple[RowIndices, ...]:
-    """Small bins first and last, where a pipeline fills and drains; all ranks run bins of similar
-    cost together.
+    """Orders bins so that small ones come first and last, where a pipeline fills and drains, and
+    all ranks run bins of similar cost at the same time.
     """
     by_cost = sorted(bins, key=lambda bin: (int(_costs(lengths_N[list(bin)]).sum()), bin))
     by_cost = [()] * (num_bins - len(by_cost)) + by_cost

@@ -1,7 +1,7 @@
-"""Prompts with compared responses or labelled steps (feedback.py) -> batches, and earlier rankings.
+"""Builds batches of compared responses or labelled steps (feedback.py), and keeps a history.
 
-As a policy moves, its reward model learns from rankings of fresh samples, and from a share of
-earlier ones:
+As a policy changes, its reward model learns from rankings of fresh samples and from a share of
+earlier rankings:
 
     scored groups --rankings--> fresh --History.mixed--> fresh + ceil(share x all) of the history
                   --ranking_batch--> batch
@@ -26,17 +26,15 @@ from megarl.types import Group, PreferenceBatch, Prompt, StepBatch
 
 @dataclass(frozen=True, eq=False)
 class Ranking:
-    """Responses to one prompt: (tokens [L] int64, trainable [L] bool) and the label of each; the
-    highest is best.
-    """
+    """Responses to one prompt, each with tokens [L] int64, trainable [L] bool and a label."""
 
     rows: tuple[tuple[Tensor, Tensor], ...]
-    labels: tuple[float, ...]
-    margin: float = 0.0  # of each pair
+    labels: tuple[float, ...]  # the highest is best
+    margin: float = 0.0  # the same for every pair
 
 
 def ranking_batch(rankings: Sequence[Ranking]) -> PreferenceBatch:
-    """Returns a row for each response, and every pair of unequal labels."""
+    """Returns a batch with a row per response and all pairs of responses with unequal labels."""
     pairs = []
     group = []
     margins = []
@@ -60,8 +58,9 @@ def ranking_batch(rankings: Sequence[Ranking]) -> PreferenceBatch:
 
 
 def rankings(groups: Sequence[Group], pairs: Literal["all", "best_worst"] = "all") -> list[Ranking]:
-    """Ranks the samples of each group by reward, or only its first best and worst; equal rewards
-    give no ranking.
+    """Ranks the samples of each group by reward, or only the first best and the first worst sample.
+
+    A group whose rewards are all equal gives no ranking.
     """
     result = []
     for group in groups:
@@ -81,11 +80,10 @@ def rankings(groups: Sequence[Group], pairs: Literal["all", "best_worst"] = "all
 def preference_batch(
     tokenizer: Tokenizer, prompts: Sequence[Prompt], *, ignore_media: bool = False
 ) -> PreferenceBatch:
-    """Returns a row for each response, which ends with the end token and is learned, and every pair
-    of unequal ones.
+    """Returns a batch with a row per response and all pairs of responses with unequal ranks.
 
-    Prompts whose responses are all tied have no rows. Raises ValueError with the problem's number
-    and the remedy.
+    A response ends with the end token; all its tokens are learned. Prompts whose responses are all
+    tied have no rows. Raises ValueError with the problem's number and the remedy.
     """
     rankings = []
     for prompt in prompts:
@@ -100,9 +98,9 @@ def preference_batch(
 
 
 def step_batch(tokenizer: Tokenizer, prompts: Sequence[Prompt], *, separator: str) -> StepBatch:
-    """Returns one row per prompt, each step followed by `separator`, which belongs to it.
+    """Returns a batch with one row per prompt and its steps.
 
-    Raises ValueError.
+    Each step ends with `separator`; the mask is True at its last token. Raises ValueError.
     """
     rows = []
     ends = []
@@ -126,18 +124,18 @@ def step_batch(tokenizer: Tokenizer, prompts: Sequence[Prompt], *, separator: st
 
 @dataclass
 class History:
-    """Rankings of earlier iterations; `state` and `restore` are for checkpoints."""
+    """Rankings of earlier iterations; `state` and `restore` serve checkpoints."""
 
-    share: float  # of the rankings in a batch
-    capacity: int
+    share: float  # share of a batch's rankings that come from the history
+    capacity: int  # number of rankings to keep
     seed: int
     rankings: list[Ranking] = field(default_factory=list)
 
     def mixed(self, fresh: Sequence[Ranking], key: str) -> list[Ranking]:
-        """Returns n rankings: `fresh`, and ceil(share x n) (or all) of the history, drawn by `key`
-        without repeats.
+        """Returns n rankings: `fresh` and ceil(share x n) of the history (or all of it, if it has
+        fewer), drawn without repeats by a seed that depends on `key`.
         """
-        share = Fraction(str(self.share))  # 0.1 x 70 in floats is more than 7
+        share = Fraction(str(self.share))  # exact: with floats, 0.1 x 70 is more than 7
         count = min(math.ceil(share * len(fresh) / (1 - share)), len(self.rankings))
         return [*fresh, *random.Random(f"{self.seed}/{key}").sample(self.rankings, count)]
 

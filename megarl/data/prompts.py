@@ -1,4 +1,4 @@
-"""A task's problems as an endless stream of tokenised prompts; its position is one number.
+"""An endless stream of a task's problems as tokenised prompts; its position is one number.
 
 Sources -> mixture (by weight) -> order (a fresh permutation each epoch) -> tokens ->
 Prompt(prompt_id = position)
@@ -21,33 +21,32 @@ from megarl.types import Group, Prompt
 
 log = logging.getLogger(__name__)
 
-MAX_SKIPS = 1000  # consecutive prompts that are too long
+MAX_SKIPS = 1000  # consecutive prompts that are empty or too long
 
 
 @dataclass
 class PromptStream:
-    """roles.Prompts. Depends on the tasks and the seed alone, so it is the same on every rank."""
+    """Implements roles.Prompts. Depends on tasks and seed only, so it is the same on every rank."""
 
-    sources: Sequence[Source]  # several: a mixture
+    sources: Sequence[Source]  # several sources are a mixture
     encode: Callable[[Problem], Example]  # conversations.example_encoder
     max_tokens: int  # longer prompts are skipped and counted
     seed: int = 0
     position: int = 0
     skipped: int = 0
-    kept: dict[str, float] = field(default_factory=dict)  # what a stage learns of the data
-    accepts_changes: bool = False  # data that differ from those of the restored state
-    # part -> epoch, permutation
+    kept: dict[str, float] = field(default_factory=dict)  # values of a stage, kept in the state
+    accepts_changes: bool = False  # True: the data may differ from those of the restored state
+    # part -> (epoch, permutation)
     _orders: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
-    # part and number within it, of each position so far of a mixture: number x parts + part
+    # for each position so far: number within its part x number of parts + part
     _drawn: "array[int]" = field(default_factory=partial(array, "q"))
-    _counts: Counter[int] = field(default_factory=Counter)  # of each part in `_drawn`
+    _counts: Counter[int] = field(default_factory=Counter)  # part -> its positions in `_drawn`
 
     def take(self, count: int, *, repeat: bool = True) -> list[Prompt]:
-        """The next `count` prompts.
+        """Returns the next `count` prompts.
 
-        Without `repeat`, no problem twice: fewer once all problems were seen.
-
-        Raises ValueError if too many prompts in a row are longer than `max_tokens`.
+        Without `repeat`, no problem is returned twice, so there may be fewer prompts. Raises
+        ValueError if too many consecutive prompts are empty or longer than `max_tokens`.
         """
         taken = []
         unseen = sum(math.inf if source.size is None else source.size for source in self.sources)
@@ -91,14 +90,14 @@ class PromptStream:
         return taken
 
     def put_back(self, prompts: Sequence[Prompt]) -> None:
-        """Undoes the end of what was taken: `take` returns `prompts`, the last ones, again."""
+        """Rewinds the stream by `prompts`, the last ones taken: `take` returns them again."""
         if prompts:
             first = prompts[0].prompt_id
             self.skipped -= self.position - first - len(prompts)
             self.position = first
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Ignores them: the order of prompts depends on no rewards."""
+        """Does nothing: the order of prompts does not depend on rewards."""
 
     def state(self) -> dict[str, Any]:
         return {
@@ -110,11 +109,13 @@ class PromptStream:
 
     @cached_property
     def _data(self) -> list[tuple[int | None, str]]:
-        """The size and a digest of the questions of each source; the order depends on both."""
+        """(size, digest of the questions) of each source; the order of prompts depends on both."""
         return [(source.size, source.digest()) for source in self.sources]
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError if the data are not those of the state, unless that is accepted."""
+        """Restores the position. Raises ValueError if the data differ from those of the state,
+        unless `accepts_changes`.
+        """
         position = int(state["position"])
         before = [tuple(source) for source in state.get("data", self._data)]
         if before != self._data:
@@ -126,17 +127,17 @@ class PromptStream:
                     f"{change}; restore the data, pass --resume-changed to continue with the new, "
                     "or start over with checkpoint.resume=never"
                 )
-            # to the terminal, on rank 0
+            # printed, not logged: shows on the terminal of rank 0
             print(f"megarl: {change}: up to {position} prompts already taken may come again")
         self.position = position
         self.skipped = int(state["skipped"])
         self.kept.update(state.get("kept", {}))
 
     def _next(self) -> tuple[int, int]:
-        """The part at `position`, and the position within that part's own stream; moves on.
+        """Returns the part at `position` and the position within that part's stream, and advances.
 
-        Problem n of a part is due at time (n + 1/2) / weight, as in Webster's apportionment: each
-        part's count is always within half the number of parts of its exact share.
+        Problem n of a part is due at time (n + 1/2) / weight, as in Webster's apportionment. The
+        count of a part always differs from its exact share by at most half the number of parts.
         """
         size = len(self.sources)
         counts = self._counts
@@ -151,8 +152,9 @@ class PromptStream:
         return part, number
 
     def _index(self, part: int, number: int) -> int:
-        """Index of a part's problem; a finite source is shuffled each epoch, an
-        endless one is not.
+        """Returns the index of a part's problem `number`.
+
+        A finite source is shuffled in each epoch, an endless one is not.
         """
         size = self.sources[part].size
         if size is None:

@@ -1,9 +1,9 @@
-"""Rows of files and datasets, as problems. No torch.
+"""Reads rows of files and datasets as problems. Does not import torch.
 
     bytes --read_rows | read_table--> (where, row) --read_problem, by Columns--> Problem
 
-What a row may have is listed here; the rest is refused with its file and line, as a prompt that
-has lost a part is another prompt.
+This module lists what a row may contain and refuses everything else with file and line, because a
+prompt without one of its parts is a different prompt.
 """
 
 import csv
@@ -24,8 +24,8 @@ from megarl.data.media import MEDIA, PLACEHOLDER, refuse_media
 from megarl.platform.json_text import parse_json
 
 TextOrMessages = str | tuple[Mapping[str, Any], ...]
-PROMPT_TEXTS = ("prompt", "question", "problem")  # or else `messages`
-# columns that are parts of the prompt, which no template would get
+PROMPT_TEXTS = ("prompt", "question", "problem")  # alternatives to `messages`
+# columns with parts of the prompt, which are not passed to the chat template
 PROMPT_PARTS = (
     "system",
     "system_prompt",
@@ -37,13 +37,13 @@ PROMPT_PARTS = (
 )
 EXAMPLE = '{"prompt": "1 + 1 =", "answer": "2"}'
 MESSAGES = '[{"role": "user", "content": "1 + 1 ="}, ...]'
-# a whole text, as a prompt may begin with a list of its own
+# matches a whole text only, because a prompt may begin with a list
 MESSAGES_AS_TEXT = re.compile(
     r"""\s*\[\s*\{\s*["'](role["'].*["']content|content["'].*["']role|from["'].*["']value"""
     r"""|value["'].*["']from)["']\s*:.*\}\s*\]\s*""",
     re.DOTALL,
 )
-NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,14})(\.[0-9]+)?")  # a cell of CSV that is one
+NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,14})(\.[0-9]+)?")  # a CSV cell that is read as a number
 # remedies for files that are not UTF-8, by their first bytes
 UTF_16 = "it is UTF-16: convert it with iconv -f UTF-16 -t UTF-8"
 ENCODINGS = {
@@ -57,17 +57,19 @@ csv.field_size_limit(1 << 30)
 
 
 class BadRow(ValueError):
-    """A row cannot be read; the message names its place."""
+    """Raised if a row cannot be read; the message names file and line."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Reward functions get the fields of `extra` by name; a function ``extra["score"]`` is the
-    task's own judge.
+    """A question with its reference answer.
+
+    Reward functions get the fields of `extra` by name. A function ``extra["score"]`` is the task's
+    own judge.
     """
 
     question: TextOrMessages
-    answer: Any = None  # text; or a boolean, a list or an object, as the file has it
+    answer: Any = None  # text; or a boolean, a list or an object of the file
     extra: Mapping[str, Any] = field(default_factory=dict)
     where: str = field(default="a generated problem", compare=False)  # file and line, for errors
 
@@ -81,23 +83,23 @@ class Problem:
 
 @dataclass(frozen=True)
 class Source:
-    """``problem(i)`` for 0 <= i < `size`; always the same problem, on every rank."""
+    """A sequence of problems: ``problem(i)`` for 0 <= i < `size` is the same on every rank."""
 
     problem: Callable[[int], Problem]
     size: int | None  # None: endless
-    # all problems in order, faster than one by one; None: they are generated
+    # returns all problems in order, faster than one by one; None: problems are generated
     scan: Callable[[], Iterable[Problem]] | None = None
-    weight: float = 1.0  # in a mixture
-    held_out: int = 0  # problems that were not selected: of training, those evaluated on
+    weight: float = 1.0  # weight in a mixture
+    held_out: int = 0  # number of problems that `select` left out
 
     def problems(self) -> Iterable[Problem]:
-        """All problems of a finite source; the first of an endless one."""
+        """Returns all problems of a finite source, or the first problem of an endless one."""
         if self.scan is not None:
             return islice(self.scan(), self.size)
         return map(self.problem, range(self.size or 1))
 
     def digest(self) -> str:
-        """Hashes the questions in order; "" for those that are generated."""
+        """Returns a hash of the questions in order, or "" if they are generated."""
         if self.scan is None:
             return ""
         total = hashlib.sha256()
@@ -106,7 +108,7 @@ class Source:
         return total.hexdigest()[:16]
 
     def select(self, keep: Sequence[bool]) -> "Source":
-        """The problems whose entry in `keep`, one per problem, is True."""
+        """Returns a source of the problems whose entry in `keep` (one per problem) is True."""
         indices = list(compress(range(len(keep)), keep))
         return replace(
             self,
@@ -118,15 +120,15 @@ class Source:
 
 
 class Columns(BaseModel):
-    """What is read of the rows of stored problems."""
+    """The columns of stored problems that make up prompt and answer."""
 
     model_config = Section.model_config
     _not_misread = not_misread
 
     prompt: str | list[str] | None = None  # text or chat messages; several columns are joined
-    # None: `answer`, if it exists. A dot enters a struct, as in reward_model.ground_truth
+    # None: `answer`, if it exists. A dot enters a struct: reward_model.ground_truth
     answer: str | None = None
-    # a regular expression; group 1 of its last match is the answer
+    # a regular expression; group 1 of the last match is the answer
     answer_pattern: Pattern | None = None
 
     @field_validator("answer_pattern")
@@ -146,7 +148,9 @@ class Columns(BaseModel):
         return reduce(enter, path, row)
 
     def check(self, rows: Sequence[Mapping[str, Any]], name: object) -> None:
-        """Raises ValueError for a column that none of `rows`, those of the file `name`, has."""
+        """Raises ValueError if a column of these options is in none of `rows`, the rows of the file
+        `name`.
+        """
         known = dict.fromkeys(chain.from_iterable(rows))
         absent = [f"prompt={column}" for column in self.prompts if column not in known]
         has_answer = any(self.answer_in(row) is not None for row in rows)
@@ -160,21 +164,21 @@ class Columns(BaseModel):
 
 
 class FileOptions(Columns):
-    """task.options of a `jsonl:` task."""
+    """The task.options of a `jsonl:` task."""
 
     eval_file: str | None = None
 
 
 class DatasetOptions(Columns):
-    """task.options of an `hf:` task."""
+    """The task.options of an `hf:` task."""
 
-    split: str = "train"  # may be sliced, as in train[:1000]
-    eval_split: str | None = None  # None: some problems of `split` are held out
-    held_out: float = Field(default=0.05, ge=0, lt=1)  # their share, without eval_split
-    config: str | None = None  # a subset, as datasets.load_dataset's `name`
+    split: str = "train"  # may be a slice, such as train[:1000]
+    eval_split: str | None = None  # None: hold out some problems of `split`
+    held_out: float = Field(default=0.05, ge=0, lt=1)  # share to hold out without eval_split
+    config: str | None = None  # a subset: `name` of datasets.load_dataset
     # branch, tag or commit of a hub id; None: main. A run records the commit
     revision: str | None = None
-    data_files: str | None = None  # a glob: reads, and downloads, only these files
+    data_files: str | None = None  # a glob: download and read only these files
 
 
 NO_OPTIONS = Columns()
@@ -191,7 +195,10 @@ def listed(
     *,
     ignore_media: bool = False,
 ) -> Source:
-    """Returns the problems of rows with their places, of the file or dataset `name`."""
+    """Returns a source of the problems in `rows`, pairs (place, row) of the file or dataset `name`.
+
+    Raises ValueError if there are no rows, a column is missing or a row is malformed.
+    """
     rows = [*rows]
     if not rows:
         raise ValueError(
@@ -204,7 +211,9 @@ def listed(
 
 @contextmanager
 def errors_of(where: str) -> Iterator[None]:
-    """Names the row, or the part of the config, that an error is of; `where` "": it does."""
+    """Prefixes the message of a ValueError or FileNotFoundError with `where` (a row or a config
+    key), unless `where` is "".
+    """
     try:
         yield
     except (FileNotFoundError, ValueError) as error:
@@ -214,7 +223,7 @@ def errors_of(where: str) -> Iterator[None]:
 
 
 def read_rows(lines: Iterable[bytes], file: object) -> Iterator[tuple[str, Any]]:
-    """Yields the place and the value of each line of JSON, or of each element of one JSON list.
+    """Yields (place, value) for each line of JSON, or for each element of a single JSON list.
 
     Raises ValueError with file and line.
     """
@@ -233,7 +242,7 @@ def read_rows(lines: Iterable[bytes], file: object) -> Iterator[tuple[str, Any]]
 
 
 def utf8_lines(lines: Iterable[bytes], file: object) -> Iterator[tuple[str, str]]:
-    """Yields the place and the text of each line; a byte order mark is no part of the first."""
+    """Yields (place, text) for each line, without a byte order mark. Raises BadRow."""
     for number, line in enumerate(lines, start=1):
         where = f"{file}: line {number}"
         try:
@@ -250,8 +259,10 @@ def utf8_lines(lines: Iterable[bytes], file: object) -> Iterator[tuple[str, str]
 def read_table(
     lines: Iterable[bytes], file: object, columns: Columns, separator: str = ","
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the place and the cells of each row of CSV; an empty cell is None. Cells of the prompt
-    and the answer are text, also where they are numbers. Raises ValueError with file and line.
+    """Yields (place, {column: cell}) for each row of CSV.
+
+    An empty cell is None. Other cells that look like numbers are numbers, except in columns of the
+    prompt and the answer. Raises ValueError with file and line.
     """
     texts = {*PROMPT_TEXTS, *columns.prompts, columns.answer or "answer"}
     texts_of_lines = (text for _, text in utf8_lines(lines, file))
@@ -280,9 +291,9 @@ def read_table(
 def read_problem(
     row: Any, where: str, columns: Columns = NO_OPTIONS, *, ignore_media: bool = False
 ) -> Problem:
-    """Makes a problem of a row; all fields but question and answer go into `extra`.
+    """Returns the problem of a row; fields other than question and answer go into `extra`.
 
-    A null counts as absent. Raises ValueError.
+    A null counts as absent. Raises ValueError if the row is malformed or has unsupported parts.
     """
     if not isinstance(row, Mapping):
         raise ValueError(f"{where} is a {type(row).__name__}, not an object; write {EXAMPLE}")
@@ -317,7 +328,7 @@ def read_problem(
                 f"the answer {str(answer)[-60:]!r}; change the pattern"
             )
         answer = matches[-1][1].strip()
-    if answer is None:  # as verl has it
+    if answer is None:  # verl's format
         answer = enter(extra.get("reward_model"), "ground_truth")
     with errors_of(f"{where}: the answer"):
         answer = reference(answer)
@@ -333,7 +344,7 @@ def read_problem(
 
 
 def _joined(values: list[Any]) -> Any:
-    """Joins the texts of several columns by an empty line, or concatenates their messages."""
+    """Joins the texts of several columns with blank lines, or concatenates their messages."""
     values = [value for value in values if value]  # Alpaca's input may be empty
     if len(values) == 1:
         return values[0]
@@ -345,7 +356,7 @@ def _joined(values: list[Any]) -> Any:
 
 
 def read_content(value: Any, where: str, *, ignore_media: bool = False) -> TextOrMessages:
-    """Returns text that is not blank, or messages. Raises ValueError for anything else."""
+    """Returns `value` as non-blank text or as messages. Raises ValueError for anything else."""
     if isinstance(value, list | tuple) and value:
         return tuple(read_messages(value, where, ignore_media=ignore_media))
     if not isinstance(value, str) or not value.strip() or MESSAGES_AS_TEXT.fullmatch(value):
@@ -357,9 +368,10 @@ def read_content(value: Any, where: str, *, ignore_media: bool = False) -> TextO
 
 
 def reference(value: Any) -> Any:
-    """Returns a reference as text: a number without exponent, as exact as it was read.
+    """Returns a reference as text; a number is written without exponent and without loss.
 
-    Booleans, lists and objects stay; null, NaN and empty texts are None. Raises ValueError.
+    Booleans, lists and objects stay as they are; null, NaN and blank texts become None. Raises
+    ValueError for bytes and infinite numbers.
     """
     if value is None or value != value or not str(value).strip():
         return None
@@ -373,12 +385,13 @@ def reference(value: Any) -> Any:
             f"{short(value)} is neither text nor a finite number; write it, or store its column, "
             "as text"
         )
-    return text.removesuffix(" 00:00:00")  # of a date
+    return text.removesuffix(" 00:00:00")  # a date is stored with a time
 
 
 def reference_text(answer: Any) -> str:
-    """Returns what a response is compared with, or taught; raises ValueError for a list or an
-    object, of which only a reward function knows what they mean.
+    """Returns the text of a reference, to compare with a response or to train on.
+
+    Raises ValueError for a list or an object, whose meaning only a reward function knows.
     """
     if isinstance(answer, bool):
         return str(answer).lower()
@@ -393,9 +406,9 @@ def reference_text(answer: Any) -> str:
 def read_messages(
     values: Iterable[Any], where: str, *, ignore_media: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """Yields messages without the keys that are null, their content as one text.
+    """Yields messages without keys that are null or empty lists, and with their content as text.
 
-    Raises ValueError for what is no message, or cannot be rendered as text.
+    Raises ValueError if a value is not a message or has content other than text.
     """
     for number, value in enumerate(values, start=1):
         place = f"{where}: message {number}"
@@ -414,7 +427,7 @@ def read_messages(
                     refuse_media(place, [str(kind)], ignore=ignore_media)
                 else:
                     raise ValueError(f"{place} has content {short(part)}; only text can be read")
-            content = "\n".join(texts)  # as vLLM does
+            content = "\n".join(texts)  # vLLM joins parts like this
         if not isinstance(content, str) or not isinstance(message.get("role"), str):
             raise ValueError(
                 f"{place} is {short(value)}; messages are {MESSAGES}: convert ShareGPT's from and "

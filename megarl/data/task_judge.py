@@ -1,13 +1,13 @@
-"""reasoning-gym's own judges, in processes of their own; some of them evaluate an answer as Python.
+"""Runs reasoning-gym's judges in separate processes; some of them evaluate answers as Python.
 
     trainer: TaskJudge(name, options, entry) + text --JudgePool--> child
     child: in the expected form? -> score_answer -> float
 
-Nine judges call `eval` or sympy's parse_expr, by which an answer could write its own verdict, even
-there. They only see answers in an honest form: for `eval`, literals or what Python cannot parse;
-for parse_expr, arithmetic with the names of the problem. Any other answer is judged as nonsense.
-The arithmetic puzzles are also checked with exact numbers: puzzle24 accepts other numbers than it
-gave, and truncates 24.9 to 24.
+Nine judges call `eval` or sympy's parse_expr, so an answer could set its own verdict even in a
+separate process. These judges only get answers in a harmless form: for `eval`, literals or text
+that Python cannot parse; for parse_expr, arithmetic with the names of the problem. Any other answer
+is replaced by NONSENSE. Answers to the arithmetic puzzles are also checked exactly, because
+puzzle24 accepts numbers other than the given ones, and truncates 24.9 to 24.
 """
 
 import ast
@@ -22,8 +22,8 @@ from typing import Any
 
 from megarl.jail.judging import JudgePool, Verdict
 
-GymEntry = Mapping[str, Any]  # a problem, as reasoning-gym returns it
-TIMEOUT_S = 10.0  # CPU seconds of one answer, when a reward function calls the judge
+GymEntry = Mapping[str, Any]  # an entry of a reasoning-gym dataset: one problem
+TIMEOUT_S = 10.0  # CPU seconds per answer if a reward function calls the judge
 NONSENSE = "?"
 TOKEN = re.compile(r"\s|[0-9]+(?:\.[0-9]+)?|[A-Za-z_]\w*|[-+*/^()]")
 FUNCTIONS = (
@@ -41,8 +41,9 @@ POOL = JudgePool("megarl.data.task_judge:make_judge", "megarl.data.task_judge:im
 
 @dataclass(frozen=True)
 class TaskJudge:
-    """Judges answers to one problem: ``judge(text) -> float``, with 0 for a text that ends its
-    judge.
+    """The judge of one problem: ``judge(text) -> float``.
+
+    Returns 0 for a text that crashes the judge. Raises RuntimeError if the judge cannot start.
     """
 
     name: str
@@ -57,9 +58,9 @@ class TaskJudge:
 
 
 def judge_answers(answers: Sequence[tuple[TaskJudge, str]], *, timeout_s: float) -> list[Verdict]:
-    """One verdict per answer, each with its own judge.
+    """Returns one verdict per (judge, text), in order.
 
-    `timeout_s` is in CPU seconds of one answer.
+    `timeout_s` limits the CPU seconds for one answer.
     """
     rows_of_task = {}
     for row, (judge, _) in enumerate(answers):
@@ -73,13 +74,12 @@ def judge_answers(answers: Sequence[tuple[TaskJudge, str]], *, timeout_s: float)
     return [verdicts[row] for row in range(len(answers))]
 
 
-# --- the judge's process
-# ------------------------------------------------------------------------------------------
+# --- the judge's process --------------------------------------------------------------------------
 
 
 def import_reasoning_gym() -> Any:
     with warnings.catch_warnings():
-        # from a package it imports, once per installation
+        # a package that it imports warns once per installation
         warnings.simplefilter("ignore", SyntaxWarning)
         import reasoning_gym
     return reasoning_gym
@@ -92,7 +92,7 @@ def make_judge(
     dataset = import_reasoning_gym().create_dataset(name, **options)
 
     def judge(text: str, entry: GymEntry) -> float | Verdict:
-        task = entry.get("metadata", {}).get("source_dataset") or name  # name may be a composite
+        task = entry.get("metadata", {}).get("source_dataset") or name  # for composite datasets
         is_safe = text == entry["answer"] or all(
             FORMS[kind](text, entry) for kind in {name, task} & FORMS.keys()
         )
@@ -111,7 +111,7 @@ def make_judge(
 
 
 def is_inert(text: str, entry: GymEntry) -> bool:
-    """Returns True if ``eval`` of the text, stripped or not, could only make literals, or fail."""
+    """Returns True if ``eval`` of the text, stripped or not, can only return a literal or fail."""
     for expression in (text.lstrip(" \t"), text.strip()):
         try:
             ast.parse(expression, mode="eval")
@@ -125,12 +125,12 @@ def is_inert(text: str, entry: GymEntry) -> bool:
 
 
 def is_expression(text: str, entry: GymEntry) -> bool:
-    """Only numbers, operators, parentheses and names of the problem: no attribute, index or other
-    function.
+    """Returns True if the text has only numbers, operators, parentheses and names of the problem:
+    no attribute, index or other function.
     """
     problem = entry["metadata"]
     tokens = TOKEN.findall(text)
-    names = problem.get("variables")  # none, if the product is a number
+    names = problem.get("variables")  # empty if the product is a number
     if names is None:
         names = [*FUNCTIONS.split(), "C", "E", "pi", problem["variable"]]
     words = {token for token in tokens if token[0].isalpha() or token[0] == "_"}
@@ -174,5 +174,5 @@ FORMS: dict[str, Callable[[str, GymEntry], bool]] = {
     ),
     **dict.fromkeys(("countdown", "puzzle24"), is_arithmetic),
 }
-# what reasoning-gym gives an expression with another value
+# reasoning-gym's scores for an expression with a wrong value
 INEXACT = {"countdown": 0.05, "puzzle24": 0.01}

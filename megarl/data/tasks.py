@@ -1,13 +1,13 @@
 """Sources of problems: `reasoning_gym:<name>`, `jsonl:FILE`, `hf:DATASET`, or a user's function.
 
-No torch.
+Does not import torch.
 
     config.Task --load_sources(split)--> Source, or one for each part of a mixture
     Source.problem(index) -> Problem
 
-Training and held-out problems never share a question. A hash of its text assigns a generated
-problem, or one of a dataset without `eval_split`, to a split; the held-out problems of a second
-file or split are removed from the first.
+Training and held-out problems never share a question. For generated problems, and for datasets
+without `eval_split`, a hash of the question selects the split. If a second file or split has the
+held-out problems, they are removed from the first.
 """
 
 import hashlib
@@ -40,16 +40,16 @@ from megarl.data.user_code import import_function, is_dotted
 Split = Literal["train", "eval"]
 
 HELD_OUT = 5  # one question in five belongs to "eval"
-ATTEMPTS = 1000  # to draw a problem of the requested split
+ATTEMPTS = 1000  # draws until a problem belongs to the requested split
 
 
 def load_sources(
     task: Task, split: Split = "train", eval_tasks: Sequence[Task] = ()
 ) -> tuple[Source, ...]:
-    """Loads a task, or every part of a mixture; no stored problem of `eval_tasks` is trained on.
+    """Loads a task, or every part of a mixture, without stored problems of `eval_tasks`.
 
-    What a hash holds out of one part may be in a part that no hash splits. Raises ValueError or
-    FileNotFoundError.
+    Problems that a hash holds out of one part of a mixture may still be in a part that is not split
+    by a hash. Raises ValueError or FileNotFoundError.
     """
     parts = [
         (
@@ -67,7 +67,7 @@ def load_sources(
 
 
 def eval_task(task: Task, part: EvalSet) -> Task:
-    """The task of an evaluation set; of a stored one, all problems are evaluated on."""
+    """Returns the task of an evaluation set; all problems of a stored one are evaluated."""
     if part.task is None:
         return task
     kind, _, rest = part.task.partition(":")
@@ -93,7 +93,7 @@ def load_task(task: Task, split: Split = "train", eval_tasks: Sequence[Task] = (
             "hf:DATASET, or package.module:function"
         )
     if split == "train" and kind in ("jsonl", "hf"):
-        # whatever the white space and roles of a question that is in a second file or split
+        # questions of a second file or split count as equal whatever their white space and roles
         stored = [
             load_task(other, "eval")
             for other in (task, *eval_tasks)
@@ -120,17 +120,16 @@ def check_tasks(
     held_out: bool,
     check: Callable[[Source, bool], object],
 ) -> Iterator[str]:
-    """Loads everything once, so that errors surface before anything starts; yields what the user
-    should know.
+    """Loads all tasks once, so that errors surface before ranks start; yields notes for the user.
 
-    `held_out`: the command evaluates; `check`: of each source, which reads all its problems, with
-    True for those of evaluation sets. Raises like `load_task`.
+    `held_out` is True if the command evaluates. ``check(source, is_eval_set)`` is called for each
+    source and reads all its problems. Raises ValueError or FileNotFoundError.
     """
     eval_tasks = [eval_task(task, part) for part in evaluated.sets]
     sets = [("eval", evaluated.size, task)] if evaluated.size else []
     for part, other in zip(evaluated.sets, eval_tasks, strict=True):
         sets.append((f"eval.sets: {part.name}", part.size, other))
-    # first, because training problems are compared with these
+    # evaluation sets first, because training problems are compared with them
     for key, size, other in sets if held_out else ():
         with errors_of(key):
             sources = load_sources(other, "eval")
@@ -155,8 +154,10 @@ def _words_of(problem: Problem) -> str:
 
 
 def _reasoning_gym(name: str, task: Task, split: Split) -> Source:
-    """Hashes (index, attempt) to a dataset index, for attempt 0, 1, ..., until the question belongs
-    to `split`.
+    """Returns an endless source of a reasoning-gym dataset.
+
+    Hashes (index, attempt) to an index of the dataset, for attempt 0, 1, ..., until the question
+    belongs to `split`.
     """
     reasoning_gym = import_reasoning_gym()
     from reasoning_gym.factory import DATASETS
@@ -170,7 +171,7 @@ def _reasoning_gym(name: str, task: Task, split: Split) -> Source:
     dataset = _call(task, lambda: reasoning_gym.create_dataset(name, **options))
     num_indices = len(dataset)
     if "size" not in task.options:
-        with suppress(IndexError, KeyError):  # nearly all accept any index, a few are lists
+        with suppress(IndexError, KeyError):  # most datasets accept any index, a few are lists
             dataset[2**31 - 1]
             num_indices = 2**31
 
@@ -192,12 +193,12 @@ def _reasoning_gym(name: str, task: Task, split: Split) -> Source:
 
 
 def hash31(text: str) -> int:
-    """Hashes `text` to 31 bits, the same in every process."""
+    """Returns a 31-bit hash of `text` that is the same in every process."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") & 0x7FFFFFFF
 
 
 def _dataset(name: str, task: Task, split: Split) -> Source:
-    """A hash of the question decides what is held out, unless there is an `eval_split`."""
+    """Loads a split of a dataset; without `eval_split`, a hash of the question holds out some."""
     options = validate_options(DatasetOptions, task.options, f"task.name={task.name}")
     stored = (split == "eval" and options.eval_split) or options.split
     source = load_rows(name, options, stored, ignore_media=task.ignore_media)
@@ -245,8 +246,8 @@ def _call(task: Task, function: Callable[[], Any]) -> Any:
 
 
 def _user_function(task: Task, split: Split) -> Source:
-    """``f(split=..., **options)`` returns a sequence of rows like those of a jsonl file, which may
-    be lazy.
+    """Loads the rows that a user's ``f(split=..., **options)`` returns: a sequence, possibly lazy,
+    of rows like those of a jsonl file.
     """
     function = import_function(task.name, setting="task.name")
     rows = _call(task, lambda: function(split=split, **task.options))
@@ -273,8 +274,8 @@ def random_tokens(
     first: int = 4,
     seed: int = 0,
 ) -> list[dict[str, str]]:
-    """Draws prompts of `least` to `most` random token ids, none below `first`, for models without a
-    tokenizer.
+    """Returns rows with prompts of `least` to `most` random token ids, none below `first`, for
+    models without a tokenizer.
     """
     draw = random.Random(f"{split}/{seed}")
     rows = []
@@ -294,8 +295,8 @@ def ranked_tokens(
     first: int = 4,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """Draws prompts of random token ids, with `responses` of `length` ids each: the more even ids,
-    the better.
+    """Returns rows with prompts of random token ids and `responses` ranked responses of `length`
+    ids each: the more even ids, the better.
     """
     draw = random.Random(f"ranked/{split}/{seed}")
     even = range(first + first % 2, vocab, 2)

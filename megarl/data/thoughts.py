@@ -1,12 +1,12 @@
-"""Finds where a response's thoughts end, by the tags of the models that write them.
+"""Finds where a response's thoughts end, by the tags that reasoning models write.
 
 prompt's last tokens, decoded --opened_tag--> the tag that the prompt leaves open, or ""
-that tag + response --after_thoughts--> the text from which answers, code and verdicts are taken
+that tag + response --after_thoughts--> the text that may contain answers, code and verdicts
 """
 
 import re
 
-# the tag that opens thoughts: what comes before the answer
+# opening tag -> closing tag, which precedes the answer
 TAGS = {
     "<think>": "</think>",
     "<thinking>": "</thinking>",
@@ -21,20 +21,20 @@ TAGS = {
     "<reasoning>": "</reasoning>",
     "\u25c1think\u25b7": "\u25c1/think\u25b7",
     "<|channel>thought": "<channel|>",
-    # harmony, of gpt-oss
+    # gpt-oss (harmony)
     "<|channel|>analysis<|message|>": "<|channel|>final<|message|>",
     "<|channel|>commentary<|message|>": "<|channel|>final<|message|>",
 }
-PROMPT_TOKENS = 100  # at the end of a prompt, where its open tag is
+PROMPT_TOKENS = 100  # tokens at the end of a prompt that are searched for an open tag
 _OPENING = "|".join(map(re.escape, TAGS))
 _CLOSING = "|".join(map(re.escape, dict.fromkeys(TAGS.values())))
-# at the end of the prompt, or at the start of a line that the template begins for the model
+# an open tag at the end of the prompt, or at the start of a line that the template begins
 _OPENED = re.compile(rf"({_OPENING})\s*\Z|(?<=[>\]\n\u25b7])({_OPENING})[^<\[]*\Z")
 _TAG = re.compile(rf"({_OPENING})|({_CLOSING})")
 
 
 def opened_tag(prompt: str) -> str:
-    """Returns the tag of the thoughts that the end of a prompt opens, empty if there is none.
+    """Returns the tag of thoughts that the end of a prompt opens, or "".
 
     The response must close them. `prompt` is decoded with its special tokens.
     """
@@ -45,7 +45,7 @@ def opened_tag(prompt: str) -> str:
 
 
 def after_thoughts(text: str) -> str | None:
-    """Returns the text after the last thoughts, None if these never end."""
+    """Returns the text after the last thoughts, or None if they never end."""
     end = 0
     is_open = False
     for match in _TAG.finditer(text):
@@ -58,7 +58,7 @@ def after_thoughts(text: str) -> str | None:
 
 
 def is_thought_and_answer(text: str) -> bool:
-    """Returns True for one thought with its two tags, followed by an answer."""
+    """Returns True if a text is a single thought with both tags, followed by an answer."""
     tags = [match[0] for match in _TAG.finditer(text)]
     return (
         len(tags) == 2

@@ -1,6 +1,7 @@
-"""Converts text to token ids and back; the engine gets ids only.
+"""Converts text to token ids and back; the engine only gets ids.
 
-If a model folder has no tokenizer, as with tiny test models, texts are lists of ids: "5 17 3".
+If a model folder has no tokenizer, for example a tiny test model's, a text is a list of ids:
+"5 17 3".
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ from megarl.data.user_code import Alarm, alarm
 from megarl.models.config_json import ConfigReader, read_config
 from megarl.platform.env import require
 
-# vocabularies that transformers converts with the help of a package
+# vocabularies that transformers can only convert with an extra package
 MODELS = ("tokenizer.model", "tiktoken.model")
 FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", *MODELS)
 Encode = Callable[[TextOrMessages], tuple[int, ...]]
-# tokens of a whole example, and which of them are learned
+# (tokens of a whole example, mask of the learned ones); the mask of a prompt is ()
 Example = tuple[tuple[int, ...], tuple[bool, ...]]
-ALWAYS_GIVEN = {"messages", "add_generation_prompt"}  # task.template_args cannot set them
+ALWAYS_GIVEN = {"messages", "add_generation_prompt"}  # task.template_args cannot set these
 
-TEMPLATE_TIMEOUT_S = 10.0  # for one prompt
+TEMPLATE_TIMEOUT_S = 10.0  # limit for rendering one prompt
 MAX_PROMPT_CHARACTERS = 1 << 24
 
 
 def check_tokenizer(folder: Path, *, trust_remote_code: bool) -> None:
-    """Raises ValueError for a tokenizer that needs code of the model, or a missing package."""
+    """Raises ValueError if a tokenizer needs code that is not trusted, or a missing package."""
     auto_map = read_config(folder / "tokenizer_config.json").raw.get("auto_map")
     if (folder / "tokenizer.json").is_file():
         return
-    # formerly a list
+    # older files have a list
     code = auto_map.get("AutoTokenizer") if isinstance(auto_map, dict) else auto_map
     if code and not trust_remote_code:
         raise ValueError(
@@ -49,14 +50,14 @@ def check_tokenizer(folder: Path, *, trust_remote_code: bool) -> None:
         file = folder / name
         if code or not file.is_file():
             continue
-        # tag and type of the first field; tiktoken's is a text file
+        # a protobuf file begins with the tag of its first field; tiktoken's is a text file
         is_protobuf = file.read_bytes()[:1] == b"\n"
         packages = ("sentencepiece", "google.protobuf") if is_protobuf else ("tiktoken",)
         require(str(file), *packages)
 
 
 def _vocabulary(folder: Path) -> tuple[int, set[int]]:
-    """Returns the size of the model's vocabulary, 0 if unknown, and the end tokens of the folder.
+    """Returns the model's vocabulary size (0 if unknown) and the end tokens of its config files.
 
     Raises ValueError for an end token that the model does not have.
     """
@@ -80,10 +81,10 @@ def load_tokenizer(
     template: str | None = None,
     stop: Sequence[str] = (),
 ) -> Tokenizer:
-    """Loads the tokenizer in folder `path`, with the end tokens of generation_config.json too.
+    """Loads the tokenizer in folder `path`; its `eos` includes those of generation_config.json.
 
-    With `template` (task.template) plain, an answer ends with the tokenizer's own end token. `stop`
-    has the texts that end a response as well. Raises ValueError.
+    If `template` (task.template) is plain, an answer ends with the tokenizer's own end token.
+    `stop` lists texts that also end a response. Raises ValueError.
     """
     folder = Path(path)
     check_tokenizer(folder, trust_remote_code=trust_remote_code)
@@ -123,18 +124,18 @@ def load_tokenizer(
 
 
 def _check_class(config: ConfigReader) -> None:
-    """Raises ValueError if the family's class of transformers rejects the config.json."""
+    """Raises ValueError if the config class of transformers rejects the config.json."""
     from transformers import CONFIG_MAPPING
 
     try:
         if config.family in CONFIG_MAPPING:
             CONFIG_MAPPING[config.family](**config.raw)
-    except Exception as error:  # noqa: BLE001 (of any kind)
+    except Exception as error:  # noqa: BLE001 (a config class may raise anything)
         raise config.error(f"transformers rejects it ({error}); correct it") from None
 
 
 def prompt_encoder(tokenizer: Tokenizer, task: Task) -> Encode:
-    """Returns the encoder of questions; ValueError for a setting that a chat template ignores."""
+    """Returns an encoder of questions. Raises ValueError if a task setting would have no effect."""
     settings = {"system_prompt": task.system_prompt, "template_args": task.template_args}
     chat = {key: value for key, value in settings.items() if value}
     if chat and (task.template == "plain" or not tokenizer.chat_template):
@@ -156,8 +157,8 @@ def prompt_encoder(tokenizer: Tokenizer, task: Task) -> Encode:
 def stop_token_ids(tokenizer: Tokenizer, stop: Sequence[str]) -> tuple[int, ...]:
     """Returns every token id that ends a response: each EOS, and the tokens of the texts `stop`.
 
-    Raises ValueError for a text that is not one token: the engine would cut it, and the trainer not
-    see its tokens.
+    Raises ValueError for a text that is not a single token: the engine would cut such a text off,
+    and the trainer would not see its tokens.
     """
     ids = set(tokenizer.eos)
     for text in stop:
@@ -174,7 +175,7 @@ def stop_token_ids(tokenizer: Tokenizer, stop: Sequence[str]) -> tuple[int, ...]
 
 
 def end_warnings(tokenizer: Tokenizer, stop: Sequence[str]) -> Iterator[str]:
-    """Yields why responses, or answers that are learned, would not end."""
+    """Yields warnings if responses, or answers to learn, would not end with an end token."""
     ends = stop_token_ids(tokenizer, stop)
     if not ends:
         yield (
@@ -195,10 +196,10 @@ def end_warnings(tokenizer: Tokenizer, stop: Sequence[str]) -> Iterator[str]:
 
 
 def pad_token(tokenizer: Tokenizer) -> tuple[int, str | None]:
-    """Returns a token to pad rows with, and its text if there is a tokenizer; never the token that
-    ends an answer.
+    """Returns a padding token and its text (None without a tokenizer).
 
-    transformers scores the last token that is not padding, which must be the end.
+    It is never the token that ends an answer: transformers scores the last token that is not
+    padding, which must be the end token.
     """
     end = tokenizer.encode_answer("")
     if isinstance(tokenizer, TokenIds):
@@ -212,9 +213,9 @@ def pad_token(tokenizer: Tokenizer) -> tuple[int, str | None]:
 
 @contextmanager
 def _limited(problem: str) -> Iterator[None]:
-    """Runs a model's chat template, a program in Jinja's sandbox.
+    """Guards code that runs a model's chat template, a program in Jinja's sandbox.
 
-    Raises ValueError if it fails or takes too long.
+    Raises ValueError if the template fails or takes longer than TEMPLATE_TIMEOUT_S.
     """
     try:
         with alarm(TEMPLATE_TIMEOUT_S):
@@ -231,8 +232,10 @@ def _limited(problem: str) -> Iterator[None]:
 
 
 class HfTokenizer:
-    """A Hugging Face tokenizer; `eos` has every token id that ends a response, beside `stop`, and
-    `vocab` is the model's vocab_size, 0 if unknown.
+    """A Hugging Face tokenizer.
+
+    `eos` has every token id that ends a response, except those of `stop`. `vocab` is the model's
+    vocab_size, 0 if unknown.
     """
 
     def __init__(
@@ -255,12 +258,12 @@ class HfTokenizer:
 
     @property
     def turn_end(self) -> tuple[int, ...]:
-        """The tokens that the chat template writes after an assistant's turn; () if unknown."""
+        """Tokens that the chat template writes after an assistant's turn; () if unknown."""
         return self._around[1]
 
     @cached_property
     def marks(self) -> list[str]:
-        """The special tokens that the chat template writes around a question and an answer."""
+        """Special tokens that the chat template writes around a question and an answer."""
         added = self.inner.added_tokens_decoder
         tokens = dict.fromkeys(chain.from_iterable(self._around))
         return [added[token].content for token in tokens if token in added and added[token].special]
@@ -280,7 +283,7 @@ class HfTokenizer:
         ]
 
     def encode(self, text: str, *, special: bool = False) -> tuple[int, ...]:
-        """Encodes a text; with `special`, as the tokenizer's post-processor completes it."""
+        """Encodes a text; with `special`, adds the special tokens of its post-processor."""
         return self.check(self.inner(text, add_special_tokens=special)["input_ids"])
 
     def encode_prompt(
@@ -291,11 +294,10 @@ class HfTokenizer:
         system_prompt: str | None = None,
         template_args: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
-        """Encodes a question as plain text, or in the tokenizer's chat template up to the start of
-        the answer.
+        """Encodes a question as plain text, or in the chat template up to the start of the answer.
 
-        `template` None: chat if there is one. Raises ValueError if it is missing, or rejects or
-        drops a message.
+        If `template` is None, the chat template is used if there is one. Raises ValueError if the
+        chat template is missing, rejects a message or drops one.
         """
         messages = messages_of(question)
         if template == "plain" or not (template or self.chat_template):
@@ -304,7 +306,7 @@ class HfTokenizer:
             own = self.encode(text)
             for end in range(len(own), len(tokens) + 1):
                 start = tokens[: end - len(own)]
-                # without what is added at the end: the prompt goes on; nor the start twice
+                # drops special tokens at the end, because an answer follows, and a doubled start
                 if tokens[:end] == start + own:
                     return own if own[: len(start)] == start else tokens[:end]
             return tokens
@@ -324,11 +326,11 @@ class HfTokenizer:
         return self.encode(text)
 
     def _check_contents(self, messages: Sequence[Mapping[str, Any]], text: str) -> None:
-        """Raises ValueError for a message that the rendered `text` lacks."""
+        """Raises ValueError if the rendered `text` lacks a message."""
         for message in messages:
             role = message["role"]
             content = message["content"].strip()
-            if role == "assistant":  # earlier answers may be rendered without their thoughts
+            if role == "assistant":  # a template may drop the thoughts of earlier answers
                 content = re.split(r"[>\]\n]\s*", content)[-1]
             if content not in text:
                 raise ValueError(
@@ -359,7 +361,9 @@ class HfTokenizer:
         return text
 
     def _check_messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Raises ValueError for what the template does not read, or writes itself."""
+        """Raises ValueError if a message has a key that the template never reads, or special tokens
+        that the template writes itself.
+        """
         template = self.chat_template or ""
         for message in messages:
             content = message["content"].strip()
@@ -378,8 +382,8 @@ class HfTokenizer:
                 )
 
     def encode_tagged(self, messages: list[Any], **kw: Any) -> Example:
-        """Encodes a conversation; returns its tokens, and which are between the template's {%
-        generation %} tags.
+        """Returns the tokens of a conversation, and a mask of those inside the template's
+        {% generation %} tags.
         """
         self._check_contents(messages, self.render(messages, **kw))
         with _limited("rejects the conversation"):
@@ -389,8 +393,8 @@ class HfTokenizer:
         return self.check(turns["input_ids"]), tuple(map(bool, turns["assistant_masks"]))
 
     def template_variables(self) -> list[str]:
-        """The variables that the chat template reads, other than those that it is always given."""
-        # with its extensions of Jinja
+        """Returns the variables that the chat template reads, except those that are always set."""
+        # transformers compiles it with its own extensions of Jinja
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
         assert self.chat_template is not None
@@ -400,9 +404,9 @@ class HfTokenizer:
         return sorted(variables - ALWAYS_GIVEN - set(self.inner.special_tokens_map))
 
     def encode_answer(self, text: str) -> tuple[int, ...]:
-        """Encodes the text and adds the end token, unless the text has one, as in a finished
-        response: that of a turn in the chat template, if it is one of the ends, otherwise the
-        tokenizer's own.
+        """Encodes the text and adds the end token, unless the text already ends with one, like a
+        finished response. The end token is the one that ends a turn in the chat template, if it is
+        in `eos`, else the tokenizer's own.
         """
         tokens = self.encode(text)
         if tokens and tokens[-1] in self.eos:
@@ -415,7 +419,7 @@ class HfTokenizer:
         return self.inner.decode([token], clean_up_tokenization_spaces=False)
 
     def check(self, tokens: Iterable[int]) -> tuple[int, ...]:
-        """Returns the tokens. Raises ValueError for one that the model does not have."""
+        """Returns the tokens. Raises ValueError if one is not in the model's vocabulary."""
         checked = tuple(tokens)
         last = max(checked, default=0)
         if last >= self.vocab > 0:
@@ -428,7 +432,7 @@ class HfTokenizer:
         return checked
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Returns the text that rewards get: special tokens that are no ends stay, as [THINK]."""
+        """Returns the text for rewards: without end tokens, with other special tokens ([THINK])."""
         return self.inner.decode(
             [token for token in tokens if token not in self.hidden],
             clean_up_tokenization_spaces=False,
@@ -437,9 +441,7 @@ class HfTokenizer:
 
 @dataclass(frozen=True)
 class TokenIds:
-    """Stands in for the tokenizer of a model that has none: a text is token ids, separated by
-    spaces.
-    """
+    """A tokenizer for models without one: a text is a list of token ids separated by spaces."""
 
     chat_template = None
     exceeds_model = False
@@ -479,7 +481,7 @@ Tokenizer = HfTokenizer | TokenIds
 
 
 def check_vocabulary(own: Tokenizer, other: Tokenizer, name: str) -> None:
-    """Raises ValueError, naming the other model, unless both have the same tokens."""
+    """Raises ValueError, naming the other model, unless both have the same vocabulary."""
     mine, others = (
         x.inner.get_vocab() if isinstance(x, HfTokenizer) else {"": x.vocab} for x in (own, other)
     )

@@ -1,7 +1,7 @@
-"""Code of users and models in this process: functions that the config names, as
-`package.module:function` or `package.module.function`, and a time limit on Python code.
+"""Runs code of users and models in this process: imports functions that the config names, as
+`package.module:function` or `package.module.function`, and limits the time of Python code.
 
-What a config names can be called in another process (jail/workers.py). What cannot be named can
+Functions with a name can be called in another process (jail/workers.py). Code without a name can
 only be called here: a chat template, which needs its tokenizer, and the `score` of a task, which
 may be a lambda or a method of its data.
 """
@@ -22,23 +22,23 @@ def is_dotted(name: str) -> bool:
 
 
 def import_function(path: str, *, setting: str) -> Callable[..., Any]:
-    """Returns the function at `path`, also of the working directory.
+    """Imports and returns the function at `path`; modules may be in the working directory.
 
-    Raises ValueError, naming the key `setting`.
+    Raises ValueError, naming the config key `setting`, if the path cannot be imported.
     """
     module_name, _, function_name = path.partition(":") if ":" in path else path.rpartition(".")
     if not module_name or not function_name:
         raise ValueError(
             f"{setting}={path!r} is not the path of a function; write package.module:function"
         )
-    if str(Path.cwd()) not in sys.path:  # as for console scripts
+    if str(Path.cwd()) not in sys.path:  # console scripts start without it
         sys.path.insert(0, str(Path.cwd()))
     try:
         function: Any = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # noqa: BLE001 (user code may fail in any way)
         kind = "" if isinstance(error, ModuleNotFoundError) else f"{type(error).__name__}: "
         place = extract_tb(error.__traceback__)[-1]
-        if place.line:  # not in the import system
+        if place.line:  # the error is in user code, not in the import system
             kind = f"{place.filename}, line {place.lineno}: {kind}"
         raise ValueError(
             f"{setting}={path!r} cannot be imported ({kind}{error}); run from the folder that "
@@ -56,13 +56,14 @@ def import_function(path: str, *, setting: str) -> Callable[..., Any]:
 
 
 class Alarm(BaseException):
-    """A BaseException, so that `except Exception` in the called code does not catch it."""
+    """Raised by `alarm`. A BaseException, so that `except Exception` in user code misses it."""
 
 
 @contextmanager
 def alarm(timeout_s: float) -> Iterator[None]:
-    """Raise Alarm after `timeout_s` seconds, and every second after that in case the code catches
-    it. In another thread, such as a server's, nothing is limited.
+    """Raises Alarm in the guarded code after `timeout_s` seconds, and again every second in case
+    the code catches it. Only works in the main thread; elsewhere, such as in a server's thread, the
+    time is not limited.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

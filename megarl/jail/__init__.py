@@ -1,1 +1,1 @@
-"""Runs untrusted programs, and functions under a time limit; imports nothing else of megarl."""
+"""Runs untrusted programs, and functions under a time limit. Imports no other megarl package."""

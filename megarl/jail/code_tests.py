@@ -1,10 +1,11 @@
 """Reads the tests of a programming problem in the formats of common datasets, and compares results.
 
-    {"inputs": [...], "outputs": [...], "fn_name"?}    APPS, TACO; of a function: arguments, results
+    {"inputs": [...], "outputs": [...], "fn_name"?}    APPS, TACO; with fn_name: arguments, results
     [{"input": ..., "output": ..., "testtype"?}, ...]  LiveCodeBench; "functional": JSON lines
-    ["assert f(1) == 2", ...]  or one text of them     MBPP, HumanEval: python_tests.py
+    ["assert f(1) == 2", ...]  or a single text        MBPP, HumanEval: python_tests.py
 
-Expected results of the first two stay in this process; those of Python tests in the tests' jail.
+Expected results of the first two formats stay in this process, those of Python tests in the tests'
+jail.
 """
 
 import json
@@ -18,9 +19,9 @@ from typing import Any
 
 from megarl.jail.python_tests import Script, read_script
 
-TOLERANCE = 1e-6  # relative or absolute, where the expected number is written as a float
+TOLERANCE = 1e-6  # relative or absolute, if the expected number is written as a float
 FLOAT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
-# 0.5, 1.5e3, 1e-05; but 12, 1e5 and 0e47 may be identifiers
+# 0.5, 1.5e3, 1e-05; not 12, 1e5 and 0e47, which may be identifiers
 EXPECTED_FLOAT = re.compile(r"[+-]?(\d+\.\d+([eE][+-]?\d+)?|\d[eE][+-]\d\d+)", re.ASCII)
 
 
@@ -35,9 +36,9 @@ class ProgramTest:
 
 @dataclass(frozen=True)
 class CallTest:
-    """A call with JSON arguments.
+    """A call of the function `name` with JSON arguments.
 
-    If `is_wrapped`, the expected result may be the only item of `expected`.
+    If `is_wrapped`, `expected` may be a list whose only item is the expected result.
     """
 
     name: str
@@ -46,7 +47,7 @@ class CallTest:
     is_wrapped: bool = False
 
     def is_passed(self, value: Any) -> bool:
-        """`value` is encoded (jail/values.py)."""
+        """Compares an encoded value (jail/values.py) with the expected result."""
         return same(value, self.expected) or (self.is_wrapped and same(value, self.expected[0]))
 
 
@@ -66,9 +67,10 @@ class ProblemTests:
 
 
 def read_tests(raw: Any, name: str | None = None) -> ProblemTests:
-    """Parses tests of any known format; `name` is the function, if they name none.
+    """Returns the tests in `raw`, which may have any of the formats above.
 
-    Raises ValueError, and Unjudgeable.
+    `name` is the function to test if the tests do not name one. Raises ValueError if the tests
+    cannot be read, and its subclass UnreadableTests if the solution could decide their verdict.
     """
     if isinstance(raw, str):
         try:
@@ -94,7 +96,7 @@ def _unknown_format(value: Any) -> ValueError:
 
 
 def _read_lists(raw: Mapping[str, Any], name: str | None) -> ProblemTests:
-    """Parses `inputs` and `outputs`: of a program, or of a function if `raw` has a "fn_name"."""
+    """Parses `inputs` and `outputs` of a program or, if `raw` has "fn_name", of a function."""
     inputs = raw["inputs"]
     outputs = raw["outputs"]
     if "fn_name" not in raw:
@@ -106,7 +108,7 @@ def _read_lists(raw: Mapping[str, Any], name: str | None) -> ProblemTests:
         raise ValueError("inputs and outputs are not lists of equal length")
     if not inputs:
         raise ValueError("there are no tests")
-    # as APPS does
+    # APPS wraps the results of functions in lists
     is_wrapped = all(isinstance(output, list) and len(output) == 1 for output in outputs)
     return ProblemTests(
         [_pair(*pair, name, is_wrapped=is_wrapped) for pair in zip(inputs, outputs, strict=True)]
@@ -155,9 +157,10 @@ def _json(text: str) -> Any:
 
 
 def same(actual: Any, expected: Any) -> bool:
-    """Compares an encoded value with JSON.
+    """Returns True if an encoded value equals an expected JSON value.
 
-    A tuple equals a list, a key its text, and a number an expected float within TOLERANCE.
+    A tuple equals a list, a dict's key equals its text, and a number equals an expected float
+    within TOLERANCE.
     """
     if isinstance(actual, dict):
         ((kind, content),) = actual.items()
@@ -184,7 +187,7 @@ def same(actual: Any, expected: Any) -> bool:
 
 
 def _same_items(pairs: list[list[Any]], expected: dict[str, Any]) -> bool:
-    if len(pairs) != len(expected):  # first, as it bounds a dict of the code's keys
+    if len(pairs) != len(expected):  # first, to limit the size of a dict with untrusted keys
         return False
     items = {str(key): item for key, item in pairs}
     return items.keys() == expected.keys() and all(
@@ -193,7 +196,10 @@ def _same_items(pairs: list[list[Any]], expected: dict[str, Any]) -> bool:
 
 
 def same_output(actual: str, expected: str) -> bool:
-    """Compares texts word by word on each line, floats by value, ignoring trailing white space."""
+    """Returns True if two texts have equal words on each line; ignores trailing white space.
+
+    Expected floats are compared by value.
+    """
     lines = _words_of_lines(actual)
     known = _words_of_lines(expected)
     if [*map(len, lines)] != [*map(len, known)]:

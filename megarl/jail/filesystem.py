@@ -1,11 +1,11 @@
-"""The files of untrusted code: its own root with Python and an empty folder, and Landlock over it.
+"""Restricts the files of untrusted code: a private root with Python and an empty folder, Landlock.
 
-    new mount namespace --tmpfs--> / --bind mounts--> what is readable
+    new mount namespace --tmpfs--> / --bind mounts--> readable paths
                                    `--> the folder: another tmpfs with limited bytes and files
 
-Nothing else exists there, not even names, sizes and times of other files. Where the kernel refuses
-the namespace (in some containers), Landlock alone denies reading and writing other files, but not
-`stat`; the caller measures the folder.
+Other files do not exist in this root; even their names, sizes and times are hidden. If the kernel
+refuses the namespace (in some containers), Landlock alone denies reading and writing other files,
+but not `stat`, and the caller limits the folder's size.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ import struct
 
 from megarl.jail.syscalls import LIBC, check
 
-MAX_FILES = 1000  # in the folder
+MAX_FILES = 1000  # file limit of the folder
 DEVICES = ("/dev/null", "/dev/urandom")
 CLONE_NEWNS = 0x20000
 CLONE_NEWUSER = 0x10000000
@@ -35,13 +35,13 @@ READ_DIR = 1 << 3
 REMOVE_FILE = 1 << 5
 MAKE_REG = 1 << 8
 TRUNCATE = 1 << 14
-RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # access rights of a Landlock version; 16 from version 5
-NETWORK = 0b11  # TCP bind and connect, from version 4
-SCOPE = 0b11  # abstract sockets and signals, from version 6
+RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # Landlock version -> number of access rights; later: 16
+NETWORK = 0b11  # TCP bind and connect, from Landlock version 4
+SCOPE = 0b11  # abstract sockets and signals, from Landlock version 6
 
 
 def enter_mount_namespace() -> bool:
-    """Returns whether this took a user namespace, as it does without root.
+    """Enters a new mount namespace; returns True if this needed a user namespace (without root).
 
     Raises OSError if the kernel refuses.
     """
@@ -61,12 +61,12 @@ def enter_mount_namespace() -> bool:
 
 
 def private_root(folder: str, readable: list[str], disk_bytes: int) -> None:
-    """Replaces / by a root with the readable paths, two devices and `folder`, empty and writable.
+    """Replaces / by a root with the readable paths, two devices and an empty, writable `folder`.
 
-    Needs a mount namespace. Raises OSError, and leaves / and `folder` as they were, if the kernel
-    refuses.
+    Requires a private mount namespace. If the kernel refuses, raises OSError and leaves / and
+    `folder` unchanged.
     """
-    root = folder  # the new root is built on it
+    root = folder  # the new root is mounted here until it replaces /
     _mount("none", "/", "", MS_REC | MS_PRIVATE)
     _mount_tmpfs(root, 1 << 20, 1000)
     try:
@@ -105,9 +105,9 @@ def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -
 
 
 def landlock(folder: str, readable: list[str]) -> None:
-    """Allows only to read below `readable`, and to read and write files in `folder`.
+    """Restricts this process to reading below `readable`, and to reading and writing in `folder`.
 
-    Raises OSError without Landlock.
+    Raises OSError if the kernel has no Landlock.
     """
     version = check(LIBC.syscall(LANDLOCK_CREATE_RULESET, None, 0, 1))
     known = (1 << RIGHTS.get(version, 16)) - 1

@@ -1,13 +1,13 @@
-"""Forks a process per job from a warm, clean Python, which takes milliseconds.
+"""Forks a process per job from a warm Python process, which takes milliseconds.
 
     caller --descriptors (SCM_RIGHTS)--> server --fork--> child: function(spec, *descriptors)
        |  <------- pid, exit status ------- |                ^
        +-- target, spec: on the job's own control socket ----+
 
-The server has none of the caller's descriptors and, if it is clean, an empty environment. It
-imports the modules to preload, and never reads what a child writes: results travel on the job's
-descriptors. A child shares nothing writable with its siblings and leads its own session. It is
-killed when its control socket is closed, or when the server or the caller dies.
+The server does not inherit the caller's descriptors or, if it is clean, the caller's environment.
+It preloads modules, and never reads data from a child: results travel on the job's descriptors. A
+child shares nothing writable with other children and leads a separate session. It is killed when
+its control socket is closed, or when the server or the caller dies.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ from itertools import pairwise
 from pkgutil import resolve_name
 from typing import Any
 
-START_S = 60.0  # for the server to preload its modules, and to fork on a busy machine
+START_S = 60.0  # time to preload modules, and to fork on a busy machine
 MAX_DESCRIPTORS = 16
 NUMBER = struct.Struct("=q")
 PR_SET_PDEATHSIG = 1
@@ -38,27 +38,32 @@ ENVIRONMENT = {
     "LANG": "C.UTF-8",
     "PYTHONHASHSEED": "0",
     "PYTHONUTF8": "1",
-    # threads would make a fork unsafe
+    # forking is unsafe in a process with threads
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }
 
 
 class ForkServerError(Exception):
-    """The server cannot start, or ended together with its children."""
+    """Raised if the server cannot start or fork, or ended together with its children."""
 
 
 @dataclass
 class Child:
-    """A running job. `returncode` is as in subprocess: minus a signal, None while the job runs."""
+    """A forked job. Like in subprocess, `returncode` is None while the job runs, and negative if a
+    signal ended it.
+    """
 
     pid: int
     control: socket.socket
     returncode: int | None = None
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Returns the exit status. Raises TimeoutError, and ForkServerError if the server ended."""
-        # the socket is closed once the server is known to have ended
+        """Waits for the child to end; returns its exit status.
+
+        Raises TimeoutError, or ForkServerError if the server has ended.
+        """
+        # an earlier call closes the socket if it finds that the server has ended
         if self.returncode is None and self.control.fileno() >= 0:
             self.control.settimeout(timeout_s)
             self.returncode = _receive_number(self.control)
@@ -68,7 +73,7 @@ class Child:
         return self.returncode
 
     def kill(self) -> int:
-        """Kills the child with its whole session, and returns its exit status."""
+        """Kills the child and its whole session; returns the exit status."""
         if self.returncode is None:
             with suppress(OSError):
                 self.control.shutdown(socket.SHUT_WR)
@@ -77,11 +82,14 @@ class Child:
 
 @dataclass
 class ForkServer:
-    """Starts its server at the first request, and again if it died. Any thread may call `start`."""
+    """Starts jobs in a server process, which is started on first use and restarted if it died.
+
+    Any thread may call `start`.
+    """
 
     modules: Sequence[str] = ()  # to preload: "module", or "module:function" to call once
     path: Sequence[str] = ()  # added to the server's sys.path
-    is_clean: bool = True  # False: with the caller's environment, folder, output and site-packages
+    is_clean: bool = True  # False: keep the caller's environment, folder, output and site-packages
     lock: threading.Lock = field(default_factory=threading.Lock)
     process: subprocess.Popen[Any] | None = None
     requests: socket.socket | None = None
@@ -90,21 +98,21 @@ class ForkServer:
         """Runs ``function(spec, *descriptors)`` in a forked child; `target` is "module:function".
 
         `spec` is pickled. The exit status is the function's result (None: 0), or 1 if it raises.
-        Raises ForkServerError.
+        Raises ForkServerError if the server cannot start or fork.
         """
         job = pickle.dumps((target, spec))
         for _ in range(2):
             control, server_end = socket.socketpair()
             control.settimeout(START_S)
-            pid = 0  # the server ended
+            pid = 0  # 0: the server has ended
             requests = None
             try:
-                with server_end, self.lock, suppress(ConnectionError):  # the server ended
+                with server_end, self.lock, suppress(ConnectionError):  # the server has ended
                     requests = self._running()
                     socket.send_fds(requests, [b"job"], [server_end.fileno(), *descriptors])
                 pid = _receive_number(control) or 0
                 if pid > 0:
-                    with suppress(ConnectionError):  # it was killed; `wait` reports how
+                    with suppress(ConnectionError):  # the child was killed; `wait` reports how
                         control.sendall(NUMBER.pack(len(job)) + job)
                     return Child(pid, control)
             except TimeoutError:
@@ -124,7 +132,7 @@ class ForkServer:
         )
 
     def _running(self) -> socket.socket:
-        # in a fork of the caller, poll() finds no such child, hence a fork starts its own server
+        # in a fork of the caller, poll() does not find the child, so a fork starts its own server
         if self.requests is None or self.process is None or self.process.poll() is not None:
             self.stop()
             self.requests, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -158,7 +166,7 @@ class ForkServer:
         return self.requests
 
     def stop(self) -> None:
-        """Ends the server and all its children; not while another thread starts one."""
+        """Ends the server and all its children. Must not run while another thread starts a job."""
         if self.requests is not None:
             self.requests.close()
         if self.process is not None:
@@ -168,7 +176,10 @@ class ForkServer:
 
 
 def _receive_number(connection: socket.socket) -> int | None:
-    """Returns None at the end of the stream. Raises TimeoutError only before the first byte."""
+    """Returns the next number, or None at the end of the stream.
+
+    Raises TimeoutError, but only before the first byte.
+    """
     try:
         data = connection.recv(NUMBER.size, socket.MSG_WAITALL)
     except ConnectionError:
@@ -182,9 +193,9 @@ def _receive_number(connection: socket.socket) -> int | None:
 
 
 def _serve(requests: socket.socket, parent: int) -> None:
-    """Returns when the process behind the descriptor `parent` ends or closes its socket."""
-    controls = {}  # {descriptor of a control socket: pid of its child}
-    children = {}  # {descriptor of a child: descriptor of its control socket}
+    """Serves requests until the process of the pidfd `parent` ends or closes its socket."""
+    controls = {}  # descriptor of a control socket -> pid of its child
+    children = {}  # pidfd of a child -> descriptor of its control socket
     poll = select.poll()
     for descriptor in (parent, requests.fileno()):
         poll.register(descriptor, select.POLLIN)
@@ -211,23 +222,25 @@ def _serve(requests: socket.socket, parent: int) -> None:
                     # whatever it left behind; its own id is not reused before waitpid
                     os.killpg(pid, signal.SIGKILL)
                 status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                with suppress(KeyError):  # the caller closed it
+                with suppress(KeyError):  # already unregistered, because the caller closed it
                     poll.unregister(control)
                 poll.unregister(descriptor)
                 _send_number(control, status)
                 os.close(descriptor)
                 os.close(control)
             elif descriptor in controls:
-                # the caller closed the control socket: the child is killed, and reaped as any other
+                # the caller closed the control socket: kill the child, which is reaped above
                 poll.unregister(descriptor)
-                # os.kill, because a child that has not yet made its session is in the server's
+                # os.kill too, because a child without its own session is still in the server's
                 for kill in (os.killpg, os.kill):
                     with suppress(ProcessLookupError):
                         kill(controls[descriptor], signal.SIGKILL)
 
 
 def _fork(control: int, *descriptors: int) -> int:
-    """Returns the pid of a child that runs the job, or minus an errno; the caller gets it too."""
+    """Forks a child that runs the job. Returns the child's pid, or -errno if the fork fails, and
+    sends it to the caller.
+    """
     server = os.getpid()
     try:
         pid = os.fork()
@@ -249,7 +262,7 @@ def _send_number(descriptor: int, number: int) -> None:
 
 
 def _run_child(server: int, control: int, descriptors: Sequence[int]) -> None:
-    """Runs the job that arrives on the control socket, with no other descriptors, and exits."""
+    """Closes all other descriptors, runs the job that arrives on the control socket, and exits."""
     status = 1
     try:
         os.setsid()
@@ -261,7 +274,7 @@ def _run_child(server: int, control: int, descriptors: Sequence[int]) -> None:
             os.closerange(below + 1, above)
         with open(control, "rb") as stream:
             size = NUMBER.unpack(stream.read(NUMBER.size))[0]
-            # from the caller; the child cannot write to it
+            # the pickle is from the caller; no child can write to this socket
             target, spec = pickle.loads(stream.read(size))
         status = resolve_name(target)(spec, *descriptors) or 0
     except BaseException:  # noqa: BLE001 (nothing may return into the server's loop)
@@ -272,7 +285,7 @@ def _run_child(server: int, control: int, descriptors: Sequence[int]) -> None:
 
 
 def main() -> None:
-    # what the caller ignores or blocks is inherited: children would not be reaped, nor time limited
+    # ignored and blocked signals are inherited: children would not be reaped, nor CPU time limited
     for number in (signal.SIGCHLD, signal.SIGPROF, signal.SIGXCPU):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -293,7 +306,7 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001 (a module may raise anything)
         requests.send(f"{type(error).__name__}: {error}"[:1000].encode())
         return
-    gc.freeze()  # children do not copy pages by collecting garbage
+    gc.freeze()  # garbage collection in children would copy shared pages
     requests.send(b"ready")
     _serve(requests, parent)
 

@@ -1,11 +1,12 @@
-"""Follows what the solution returns through the tests, and refuses those whose verdict it decides.
+"""Data-flow analysis: follows the solution's values through the tests, and refuses tests whose
+verdict the solution could decide.
 
     names of the solution     --assigned, iterated, passed, stored, branched on--> other names
     names that evaluate code  ---------------------------------------------------> other names
                                               --> operands, calls and branches to refuse
 
-A name is the solution's if anything that a variable or an attribute of that name ever gets is.
-Where that is too strict, a problem is left out that could be judged.
+A name is influenced if a variable or an attribute of that name ever gets a value of the solution.
+This is conservative: some problems that could be judged are left out.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# make objects that become plain data on the way to the solution or from it, or cannot be sent
+# names whose objects become plain data on the way to or from the solution, or cannot be sent
 FOREIGN = _words("""deque Counter OrderedDict defaultdict ChainMap Mock MagicMock AsyncMock
 bytearray memoryview np numpy datetime timedelta date Path PurePath uuid UUID pd pandas torch
 GeneratorType Generator""")
-# attributes of objects that come as plain data
+# attributes that objects lose when they become plain data
 LOST = _words("""shape dtype ndim size tolist astype sum mean max min most_common elements popleft
 appendleft extendleft rotate move_to_end default_factory _asdict _fields _replace T all any flatten
 ravel dot item equals iloc loc columns to_dict""")
 CONTROL = _words("StopIteration StopAsyncIteration GeneratorExit KeyboardInterrupt SystemExit")
-# end a test, or concern what is in the process of the solution
+# names that end a test, or concern state of the solution's process
 UNSUPPORTED = CONTROL | _words("""exit quit _exit skip skipif skipTest skipUnless xfail suppress
 redirect_stdout redirect_stderr stdout stderr patch setup_method setup_class setup_module warns
 assertWarns param fixture parametrize expectedFailure environ putenv issubclass open
@@ -39,13 +40,13 @@ globals locals vars exec eval setattr delattr pickle marshal StringIO BytesIO as
 assertNotRegex AsyncFunctionDef Await TryStar Match exc_info format_exc doctest
 builtins ContextVar Thread ThreadPoolExecutor setUpModule tearDownModule skipIf isfile isdir mkdtemp
 mkstemp NamedTemporaryFile TemporaryDirectory write_text read_text""")
-# change their object or first argument
+# functions and methods that change their object or first argument
 MUTATORS = _words("""append add insert extend update setdefault appendleft extendleft push put
 heappush heapify insort insort_left insort_right setitem delitem iadd copyto fill pop popleft
 popitem remove discard clear sort reverse rotate subtract shuffle place putmask""")
-# keep results apart
+# functions that keep several results apart
 KEEPING = _words("list tuple str repr print all any enumerate iter reversed join")
-# change no argument, whatever it is
+# functions that change no argument of any type
 PURE = KEEPING | _words("""len set sorted int float complex abs round bool sum min max isinstance
 type allclose range bytes frozenset divmod pow isclose isnan isinf isfinite fabs floor ceil sqrt gcd
 approx loads dumps literal_eval Decimal Fraction split strip startswith endswith count index find
@@ -54,16 +55,16 @@ AssertionError Exception ValueError""")
 SPECIAL = _words("__init__ __import__ __name__")
 RAISES = _words("raises assertRaises assertRaisesRegex")
 EQUAL = ("Equal", "_series_equal", "_frame_equal")
-# catch no exception but one that a test expects
+# context managers that catch only exceptions that a test expects
 CONTEXTS = _words("subTest catch_warnings errstate") | RAISES
 FAILURES = _words("AssertionError Exception BaseException")
 RETURNING = (ast.Return, ast.Yield, ast.YieldFrom)
 ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-# the fields of a node that others get the values of
+# fields of a node whose values flow to other names
 SOURCES = "value iter context_expr defaults kw_defaults"
 OPERANDS = "left target right value comparators elts keys lower upper step"
-# decide what runs, or how
+# fields of a node that decide what runs, or how
 DECIDING = "iter ifs test subject bases decorator_list format_spec"
 TARGETS = "targets target optional_vars args posonlyargs kwonlyargs"
 BOTH = "both sides are the solution's"
@@ -73,11 +74,11 @@ DECIDES = "the solution would decide what the tests do"
 STALE = "the solution may have changed its argument, which is not sent back"
 NAMED = {ast.Name: "id", ast.Attribute: "attr", ast.arg: "arg", ast.ExceptHandler: "name"}
 Node = TypeVar("Node", bound=ast.AST)
-Flow = tuple[set[str], set[str]]  # from names to others
+Flow = tuple[set[str], set[str]]  # (source names, names that get their values)
 
 
 class UnreadableTests(ValueError):
-    """The solution would decide its own verdict."""
+    """Raised if the solution could decide the verdict of the tests."""
 
 
 def nodes(tree: ast.AST, kind: type[Node] | tuple[type[Node], ...]) -> list[Node]:
@@ -85,7 +86,7 @@ def nodes(tree: ast.AST, kind: type[Node] | tuple[type[Node], ...]) -> list[Node
 
 
 def called(call: ast.Call) -> str:
-    """Returns the name of a called function or method, or nothing."""
+    """Returns the name of a called function or method, or ""."""
     return _key(call.func)
 
 
@@ -100,7 +101,7 @@ def is_asserting(tree: ast.AST) -> bool:
 
 
 def _ends_failure(handlers: Sequence[ast.ExceptHandler]) -> bool:
-    """Returns whether a failed assertion is caught, and not raised again."""
+    """Returns True if the handlers catch a failed assertion and do not raise it again."""
     for handler in handlers:
         if not handler.type or _mentioned(handler.type) & FAILURES:
             return not isinstance(handler.body[-1], ast.Raise)
@@ -108,7 +109,10 @@ def _ends_failure(handlers: Sequence[ast.ExceptHandler]) -> bool:
 
 
 def check(module: ast.Module, names: set[str]) -> Influence:
-    """Raises UnreadableTests if the solution, with these `names`, would decide a verdict."""
+    """Returns the influence of the solution, which defines `names`, on the tests in `module`.
+
+    Raises UnreadableTests if the solution could decide a verdict.
+    """
     influence = Influence(module, names)
     for node in ast.walk(module):
         if reason := influence.refusal(node):
@@ -125,7 +129,7 @@ def _children(node: ast.AST, fields: str) -> list[ast.AST]:
 
 
 def _key(node: ast.AST) -> str:
-    """Returns the name of a variable or an attribute, or nothing."""
+    """Returns the name of a variable, attribute, parameter or caught exception, or ""."""
     return getattr(node, NAMED.get(type(node), ""), None) or ""
 
 
@@ -134,7 +138,7 @@ def _mentioned(*trees: ast.AST) -> set[str]:
 
 
 def _arguments(function: ast.FunctionDef | ast.Lambda) -> list[str]:
-    """Returns the names of a function's parameters."""
+    """Returns the names of a function's parameters, without self and cls."""
     names = map(_key, nodes(function.args, ast.arg))
     return [name for name in names if name not in ("self", "cls")]
 
@@ -142,12 +146,12 @@ def _arguments(function: ast.FunctionDef | ast.Lambda) -> list[str]:
 def _bind(
     function: ast.FunctionDef | ast.Lambda, arguments: Sequence[ast.AST]
 ) -> Iterator[tuple[str, ast.AST]]:
-    """Returns the parameters that get positional arguments, and these."""
+    """Returns (parameter, argument) for each positional argument."""
     names = _arguments(function)
     rest = function.args.vararg
     if rest:
         names[names.index(rest.arg) :] = [rest.arg] * len(arguments)
-    # without `self` of a method that is called by its class
+    # drops the first argument, `self`, of a method that is called on its class
     return zip(names, arguments[-len(names) :], strict=False)
 
 
@@ -160,7 +164,7 @@ def _is_text(node: ast.AST) -> bool:
 
 
 def _is_odd_method(node: ast.AST) -> bool:
-    """Returns whether names do not tell which argument is the object."""
+    """Returns True for a method, not a static one, whose first parameter is not self or cls."""
     if not isinstance(node, ast.FunctionDef):
         return False
     first = ast.unparse(node.args).partition(",")[0]
@@ -174,7 +178,7 @@ def _passed(call: ast.Call) -> list[ast.expr]:
 
 
 def _mutated(call: ast.Call) -> list[ast.AST]:
-    """Returns expressions whose values a call changes."""
+    """Returns the expressions whose values a call may change."""
     if _is_in_place(call):
         return [*call.args]
     if called(call) not in MUTATORS:
@@ -194,12 +198,12 @@ def _reach(names: set[str], flows: Sequence[Flow]) -> set[str]:
 
 
 class Influence:
-    """What of the tests has values of the solution, its objects, or what evaluates."""
+    """The names in the tests that may have values or objects of the solution."""
 
     def __init__(self, module: ast.Module, names: set[str]) -> None:
         self.names = names
         self.functions: dict[str, list[ast.FunctionDef | ast.Lambda]] = defaultdict(list)
-        # names with a value that nothing changes
+        # names whose values never change
         self.fixed = {alias.asname or alias.name for alias in nodes(module, ast.alias)}
         self.fixed |= {"self", "_call_test", "_sized", *dir(builtins)}
         self.fixed -= {
@@ -222,7 +226,7 @@ class Influence:
         self.influenced = _reach(self.influenced, flows)
         self.asserting = _reach({item.name for item in functions if is_asserting(item)}, flows)
         self.capitalized = {name for name in names if name[0].isupper()}
-        # classes are told from functions by attributes of what they return
+        # a capitalised name counts as a class if the tests use attributes of the solution's values
         attributes = [node.value for node in nodes(module, ast.Attribute)]
         self.classes = self.capitalized if self.of(*attributes) else set()
         self.instances = self.several = set[str]()
@@ -230,15 +234,15 @@ class Influence:
         self.instances = {*map(_key, chain.from_iterable(made))}
         calls = nodes(module, ast.Call)
         given = [_passed(call) for call in calls if self.of(call.func)]
-        # arguments of the solution
+        # names whose values are passed to the solution
         self.given = _reach(self._roots(*chain.from_iterable(given)), flows)
-        # names with independent results
+        # names that may have several results of the solution
         collected = [_mutated(call) for call in calls if self.of(*call.args)]
         collected += [node.targets for node in assignments if self.is_several(node.value)]
         self.several = _reach(self._roots(*chain.from_iterable(collected)), flows)
 
     def _roots(self, *trees: ast.AST) -> set[str]:
-        """Returns the names and attributes whose values change with those of expressions."""
+        """Returns the names and attributes that may share their values with the expressions."""
         roots = set()
         todo = [*trees]
         for node in todo:
@@ -255,13 +259,13 @@ class Influence:
                 case _ if isinstance(node, COMPREHENSIONS):
                     todo += _children(node, "elt key value")
                 case ast.Compare() | ast.JoinedStr() | ast.Lambda() | ast.Call():
-                    pass  # shares nothing with its operands
+                    pass  # the result shares nothing with its operands
                 case _:
                     todo += ast.iter_child_nodes(node)
         return roots - self.fixed
 
     def _flows(self, node: ast.AST) -> Iterator[Flow]:
-        """Yields what a node passes on."""
+        """Yields the flows of values between names in a node."""
         match node:
             case ast.FunctionDef(name=name):
                 for wrapper in chain.from_iterable(map(self._functions, node.decorator_list)):
@@ -278,29 +282,31 @@ class Influence:
                 for function in self._functions(node.func):
                     for parameter, argument in _bind(function, arguments):
                         yield _mentioned(argument), {parameter}
-                        yield {parameter}, self._roots(argument)  # it may be changed in place
+                        yield {parameter}, self._roots(argument)  # may be changed in place
             case _:
                 sources = _children(node, SOURCES)
                 targets = self._roots(*_children(node, TARGETS))
                 yield _mentioned(*sources), targets
-                yield targets, self._roots(*sources)  # what is changed by another name
+                yield targets, self._roots(*sources)  # may be changed through the other name
 
     def _functions(self, node: ast.AST) -> list[ast.FunctionDef | ast.Lambda]:
-        """Returns the functions of the tests that an expression may be."""
+        """Returns the functions of the tests that an expression may refer to."""
         return [node] if isinstance(node, ast.Lambda) else self.functions.get(_key(node), [])
 
     def of(self, *trees: ast.AST) -> bool:
-        """Returns whether expressions can have values of the solution."""
+        """Returns True if expressions may have values of the solution."""
         return not self.influenced.isdisjoint(_mentioned(*trees))
 
     def is_object(self, node: ast.AST) -> bool:
-        """Returns whether an expression is an instance of a class of the solution."""
+        """Returns True if an expression is an instance of a class of the solution."""
         if isinstance(node, ast.Call):
             return ast.unparse(node.func) in self.classes
         return _key(node) in self.instances
 
     def is_several(self, tree: ast.AST) -> bool:
-        """Returns whether an expression has results of the solution that could agree."""
+        """Returns True if an expression may have several results of the solution, which could have
+        been chosen to agree.
+        """
         for node in ast.walk(tree):
             is_list = len([*filter(self.of, _children(node, "elts keys values"))]) > 1
             is_computed = isinstance(node, COMPREHENSIONS) and self.of(node)
@@ -309,7 +315,7 @@ class Influence:
         return False
 
     def refusal(self, node: ast.AST) -> str:
-        """Returns why a node makes the tests unjudgeable, empty if it does not."""
+        """Returns why a node makes the tests unjudgeable, or "" if it does not."""
         name = _key(node) or getattr(node, "name", "") or type(node).__name__
         if name in UNSUPPORTED or (name.startswith("__") and name not in SPECIAL):
             return f"{name} is not supported in tests"
@@ -354,7 +360,7 @@ class Influence:
         return DECIDES if self._decides(node) else ""
 
     def _is_ordering(self, tree: ast.AST) -> bool:
-        """Returns whether an expression has an order of the solution's values, and is no `not`."""
+        """Returns True if an expression orders values of the solution and is not a `not`."""
         is_negated = isinstance(tree, ast.UnaryOp)
         return not is_negated and self.of(tree) and bool(nodes(tree, ORDERS))
 
@@ -371,10 +377,10 @@ class Influence:
                 if any(isinstance(side, ast.Name) and side.id in self.names for side in sides):
                     return "variables of the solution are not sent"
                 if results == sides[-1:] and isinstance(operation, ast.In | ast.NotIn):
-                    return ""  # a container of the solution
+                    return ""  # the solution returned the container
             case ast.BinOp(op=ast.Mod()) | ast.AugAssign(op=ast.Mod()) if sides[:1] == results[:1]:
                 if not isinstance(sides[1], ast.Constant):
-                    return DECIDES  # the format
+                    return DECIDES  # % with a format that the solution returned
         if len(results) > 1:
             return BOTH
         is_object = any(map(self.is_object, sides))
@@ -393,7 +399,7 @@ class Influence:
                 return "its second argument is a message, which it compares with nothing"
             del arguments[1:]
         if is_assertion and ast.JoinedStr in map(type, call.args[2:]):
-            del arguments[2:3]  # the message
+            del arguments[2:3]  # the assertion's message
         is_solution = self.of(call.func)
         if not is_solution and not self.of(*arguments):
             return ""
@@ -436,7 +442,7 @@ class Influence:
         return BOTH if len(results) > 1 else ""
 
     def _decides(self, node: ast.AST) -> bool:
-        """Returns whether the solution decides what runs, or how."""
+        """Returns True if the solution decides what runs, or how."""
         match node:
             case ast.Assert():
                 return False
@@ -447,7 +453,7 @@ class Influence:
                 calls = chain.from_iterable(nodes(value, ast.Call) for value in later)
                 sent = [_passed(call) for call in calls if self.of(call.func)]
                 if isinstance(node.op, ast.Or) and ast.Attribute in map(type, chain(*sent)):
-                    return True  # it may be what cannot be sent
+                    return True  # the attribute may have a value that cannot be sent
                 return bool(_mentioned(*later) & {*MUTATORS, *self.functions} - self.names)
             case ast.Try(body=body, orelse=other, handlers=handlers) if self._is_judging(body):
                 if node.finalbody or all(isinstance(item.body[-1], ast.Raise) for item in handlers):

@@ -1,16 +1,16 @@
 """Runs untrusted code after irrevocably dropping every right that it must not have.
 
-The sandbox asks a fork server for a process that runs `run`; only the standard library:
+The sandbox asks a fork server for a process that calls `run`. The modes (standard library only):
 
     spec --> drop_rights() --> stdio      a program
-                               solution   functions, called by JSON lines; it replies on `report`
+                               solution   functions, called by JSON lines; replies on `report`
                                tests      statements in JSON lines (proxies.py)
 
-Every thread loses: capabilities; memory, CPU seconds, threads, file sizes and open files beyond the
-rlimits; all files outside Python's own and the folder (filesystem.py), which raise PermissionError;
-system calls that Python does not need (syscalls.py): a new process, a socket (unless a pair of
-streams) or a signal to others ends it with SIGSYS. Files can be created in the folder, subfolders
-cannot.
+Every thread loses capabilities. Rlimits limit memory, CPU seconds, threads, file sizes and open
+files. Files other than Python's and those in the folder (filesystem.py) raise PermissionError. Of
+system calls, those that Python does not need fail (syscalls.py): starting a process, opening a
+socket (except a pair of streams) or sending a signal to others ends the process with SIGSYS. The
+code can create files in the folder, but no subfolders.
 """
 
 import atexit
@@ -34,7 +34,7 @@ from megarl.jail.values import JailMessage
 PR_SET_PDEATHSIG = 1
 PR_SET_NO_NEW_PRIVS = 38
 MAX_THREADS = 64
-REAL_USERS = 0x70000000  # plus the process id: a real user id that no other process has
+REAL_USERS = 0x70000000  # + process id: a real user id that no other process has
 CAPABILITY_VERSION_3 = 0x20080522
 SECCOMP = "network and processes (seccomp)"
 
@@ -54,22 +54,23 @@ def set_rlimits(spec: JailMessage, is_counted: bool) -> None:
         hard = resource.getrlimit(number)[1]
         if hard != resource.RLIM_INFINITY:
             limit = min(limit, hard)
-        # SIGXCPU first, SIGKILL a second later
+        # the soft CPU limit sends SIGXCPU, the hard one SIGKILL a second later
         resource.setrlimit(number, (limit, limit + int(number == resource.RLIMIT_CPU)))
 
 
 def die_with(parent: int) -> None:
-    """Kills this process when `parent` dies, even if that was before this call."""
+    """Makes the kernel kill this process when `parent` dies; also if it died before this call."""
     check(LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def drop_rights(spec: JailMessage) -> dict[str, str]:
-    """Applies every limit, in the required order. Returns {limit that this machine lacks: error}.
+    """Applies every limit in the required order.
 
-    `spec` has `folder`, afterwards the empty current folder, `readable` paths, `memory_bytes`,
-    `cpu_s`, `disk_bytes`. The process must have one thread.
+    `spec` has `folder` (an empty folder, which becomes the current one), `readable` (paths),
+    `memory_bytes`, `cpu_s` and `disk_bytes`. The process must have one thread. Returns {limit that
+    this machine cannot enforce: error}.
     """
     missing = {}
     parent = os.getppid()
@@ -81,12 +82,12 @@ def drop_rights(spec: JailMessage) -> dict[str, str]:
             missing[limit] = str(error)
 
     is_counted = False
-    # RLIMIT_NPROC counts the threads of a real user id, but never root's, so that this process gets
-    # its own; the effective user id, which decides access to files, stays
+    # RLIMIT_NPROC counts the threads of a real user id, but not root's, so this process gets a
+    # unique one. The effective user id, which controls access to files, does not change.
     with suppress(OSError):
         os.setresuid(REAL_USERS + os.getpid(), -1, -1)
         is_counted = True
-    with suppress(OSError):  # Landlock confines the code without it
+    with suppress(OSError):  # without a private root, Landlock confines the code
         is_counted |= enter_mount_namespace()
         private_root(spec["folder"], spec["readable"], spec["disk_bytes"])
     os.chdir(spec["folder"])
@@ -97,25 +98,26 @@ def drop_rights(spec: JailMessage) -> dict[str, str]:
     attempt("memory, time, sizes (rlimits)", set_rlimits, spec, is_counted)
     attempt("kill with the parent (pdeathsig)", die_with, parent)
     attempt(SECCOMP, lambda: install(filter_rows()))
-    if SECCOMP in missing:  # no processes, no threads
+    if SECCOMP in missing:  # then forbid new processes and threads by an rlimit
         attempt("processes (rlimits)", resource.setrlimit, resource.RLIMIT_NPROC, (0, 0))
     return missing
 
 
 def run(spec: JailMessage, stdin: int, stdout: int, report: int) -> None:
-    """Runs a jailed process from its start to its end, as a job of the fork server.
+    """Runs a jailed process from start to end; the target of the fork server's job.
 
-    `stdin` is a program's standard input, or has requests; the server's is /dev/null.
+    `stdin` is a program's standard input, or else a pipe with requests; descriptor 0 then stays the
+    server's /dev/null.
     """
     if spec["mode"] == "stdio":
         os.dup2(stdin, 0)
         os.close(stdin)
     os.dup2(stdout, 1)
     os.close(stdout)
-    # the server's was /dev/null, which unlike a pipe has positions
+    # a new text layer: the server's stdout was /dev/null, which unlike a pipe is seekable
     sys.stdout = os.fdopen(1, "w", errors="surrogateescape", closefd=False)
     sys.__stdout__ = sys.stdout
-    os.environ.update(HOME=spec["folder"], TMPDIR=spec["folder"])  # to what little the server has
+    os.environ.update(HOME=spec["folder"], TMPDIR=spec["folder"])  # added to ENVIRONMENT
     os.chdir(spec["folder"])
     mode = spec["mode"]
     source = spec["source"].encode("utf-8", "replace").decode()
@@ -128,12 +130,12 @@ def run(spec: JailMessage, stdin: int, stdout: int, report: int) -> None:
         return
     if mode == "stdio":
         sys.argv = ["solution.py"]
-        builtins.__dict__.update(exit=sys.exit, quit=sys.exit)  # as Python's site module would
+        builtins.__dict__.update(exit=sys.exit, quit=sys.exit)  # like Python's site module
         kind = load(source, "__main__")[1]
-        if kind == "exited":  # sys.exit is no failure
+        if kind == "exited":  # sys.exit is not a failure
             kind = ""
         write(report, {"end": kind})
-        # as Python itself does at exit
+        # the steps of Python's own exit
         wait_for_threads = threading._shutdown  # pyright: ignore[reportAttributeAccessIssue]
         for step in (wait_for_threads, atexit._run_exitfuncs, sys.stdout.flush):
             with suppress(BaseException):
@@ -144,4 +146,4 @@ def run(spec: JailMessage, stdin: int, stdout: int, report: int) -> None:
         write(report, {"end": serve(source, requests, report)})
     else:
         run_tests(requests, report)
-    os._exit(0)  # without waiting for the solution's threads
+    os._exit(0)  # does not wait for the solution's threads

@@ -1,11 +1,11 @@
-"""Trusted judges of untrusted texts, in forked processes that have dropped their rights.
+"""Runs trusted judges on untrusted texts, in forked processes that have dropped their rights.
 
     items --batches--> child of a fork server: judge = factory(context); drop_rights()
                                                --a report per item--> Verdicts
 
-A text that makes its judge raise an error, never end or fill the memory is worth 0, and the texts
-after it are judged by a new child. If a judge cannot start, which is not the text's fault, there is
-no value.
+If a text makes its judge raise an error, hang or run out of memory, its value is 0; if the child
+ends, a new child judges the texts after it. If a judge cannot start, which is not the text's fault,
+the verdict has no value.
 """
 
 import math
@@ -28,12 +28,12 @@ from megarl.jail.sandbox import Ended, JailedProcess, Limits
 from megarl.jail.untrusted import write
 from megarl.jail.values import JailMessage
 
-# fewest and most texts judged by one child
+# fewest and most texts per child
 MIN_BATCH = 16
 MAX_BATCH = 128
 MAX_CHILDREN = 4
-START_S = 60.0  # for a child to make its judge
-BUSY_S = 20.0  # a child may wait this long for a processor, beyond its limit of CPU seconds
+START_S = 60.0  # time for a child to make its judge
+BUSY_S = 20.0  # wall-clock time beyond the CPU limit that a child may wait for a processor
 MEMORY_BYTES = 2 << 30
 DISK_BYTES = 1 << 20
 
@@ -42,20 +42,21 @@ Item = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Verdict:
-    """The value of a text, None if it was not judged through no fault of its own.
+    """The result of judging a text.
 
-    `cause` is one word, `detail` a sentence.
+    `value` is None if the text could not be judged for a reason other than the text.
     """
 
     value: float | None
-    cause: str = ""
-    detail: str = ""
+    cause: str = ""  # one word
+    detail: str = ""  # a sentence
 
 
 class JudgePool:
-    """Runs judges made by ``factory(context)``; `factory` is "module:function".
+    """Runs judges in forked children. ``factory(context)`` returns a judge.
 
-    ``judge(*item)`` returns a float or a Verdict with a value.
+    `factory` is "module:function"; `modules` are preloaded. ``judge(*item)`` returns a float or a
+    Verdict with a value.
     """
 
     def __init__(self, factory: str, *modules: str) -> None:
@@ -64,7 +65,7 @@ class JudgePool:
         self.server = ForkServer([*modules, factory.partition(":")[0]], path)
 
     def judge(self, context: Any, items: Sequence[Item], *, timeout_s: float) -> list[Verdict]:
-        """Returns one verdict per item, in order. `timeout_s` is in CPU seconds of one item."""
+        """Returns one verdict per item, in order; `timeout_s` limits the CPU seconds per item."""
         children = min(MAX_CHILDREN, os.cpu_count() or 1)
         size = min(max(math.ceil(len(items) / children), MIN_BATCH), MAX_BATCH)
         batches = [items[start : start + size] for start in range(0, len(items), size)]
@@ -85,9 +86,9 @@ class JudgePool:
     def _judge_in_child(
         self, context: Any, items: Sequence[Item], timeout_s: float
     ) -> list[Verdict]:
-        """Returns verdicts on all items, or up to the first that ends the child.
+        """Returns verdicts on all items, or up to and including the first that ends the child.
 
-        Raises ForkServerError if the child made no judge.
+        Raises ForkServerError if the child could not make its judge.
         """
         turn_s = timeout_s + BUSY_S
         process = JailedProcess(
@@ -118,7 +119,7 @@ class JudgePool:
 
 
 def _parse(report: JailMessage) -> Verdict:
-    match report.get("verdict"):  # untrusted, as the text may have written it
+    match report.get("verdict"):  # untrusted: the text may have written it
         case [float(value), str(cause), str(detail)] if math.isfinite(value):
             return Verdict(value, cause, detail.replace("\n", " "))
     return Verdict(0.0, "raised", f"returned {report}"[:200])
@@ -128,9 +129,9 @@ def _parse(report: JailMessage) -> Verdict:
 
 
 def serve(spec: JailMessage, _stdin: int, _stdout: int, report: int) -> None:
-    """Reports when the judge is ready, then on each item."""
+    """Reports that the judge is ready, then a verdict on each item; runs in the child."""
     factory, context, items, timeout_s = spec["source"]
-    # some modules are imported late
+    # the judge may import some modules later
     spec["readable"] += [path for path in sys.path if path.endswith("-packages")]
     try:
         judge = resolve_name(factory)(context)
@@ -140,7 +141,7 @@ def serve(spec: JailMessage, _stdin: int, _stdout: int, report: int) -> None:
         return
     write(report, {"missing": {}})
     for item in items:
-        signal.setitimer(signal.ITIMER_PROF, timeout_s)  # CPU time; ends the process
+        signal.setitimer(signal.ITIMER_PROF, timeout_s)  # SIGPROF after this CPU time; fatal
         write(report, {"verdict": _verdict(judge, item)})
 
 

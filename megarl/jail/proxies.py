@@ -1,13 +1,13 @@
-"""The tests of a problem, in their own jail: names of the solution are proxies that ask its jail.
+"""Runs the tests of a problem in a separate jail, with proxies for the solution's names.
 
     request {"run": text} --exec--> proxy --{"ask": ...} on the report pipe--> trainer --> solution
                                <--reply on the standard input-- trainer <-- plain values
     report {"verdict": kind of failure, "why"}
 
-No code or object of the solution is in this process, and no expected value leaves it. An object is
-a proxy that asks for its data: its attributes, length, items, text and results of its methods.
-Objects of classes that the tests name (capitalised) also answer `in`, and have methods with the
-names of those of plain data. Whatever else Python asks of an object, such as `==` or `+`, fails the
+No code or object of the solution is in this process, and no expected value leaves it. A proxy asks
+the solution's jail for an object's data: attributes, length, items, text and results of methods. An
+object of a class that the tests name (capitalised) also supports `in`, and its methods may have the
+names of methods of plain data. Any other operation on an object, such as `==` or `+`, fails the
 test, and so do exceptions that would end a loop or the process.
 """
 
@@ -23,28 +23,28 @@ from megarl.jail.influence import CONTROL
 from megarl.jail.untrusted import write
 from megarl.jail.values import PLAIN, JailMessage, decode, encode, failure
 
-# an object gives its data without knowing what the tests expect
+# operations that return data of an object; they do not depend on the expected values
 GIVING = """len str repr format bytes int float complex round iter reversed next bool getitem
 setitem delitem setattr delattr index neg pos abs invert"""
 REFUSED = "lt le gt ge hash reduce_ex instancecheck subclasscheck enter exit dir"
 
 
 class Unjudgeable(BaseException):
-    """An argument cannot be sent to the solution."""
+    """Raised if an argument cannot be sent to the solution."""
 
 
 class Refused(BaseException):
-    """The solution does not pass the test, even if the test goes on."""
+    """Raised if the solution fails the test; it fails even if the test catches this and goes on."""
 
 
 class Link:
-    """The way to the solution's jail, through the trainer, which checks what passes."""
+    """The connection to the solution's jail, through the trainer, which checks all messages."""
 
     def __init__(self, requests: BinaryIO, report: int, first: JailMessage) -> None:
         self.requests = requests
         self.report = report
         self.names = first["names"]
-        # classes that the tests expect
+        # exception classes of the solution that the tests expect
         self.errors = {name: type(name, (Exception,), {}) for name in first["errors"]}
         self.num_replies = 0
         self.refusal = ""
@@ -62,10 +62,11 @@ class Link:
         *,
         in_place: bool = False,
     ) -> Any:
-        """Returns plain data or an object.
+        """Applies the operation `do` to `remote` in the solution's jail; returns plain data or a
+        proxy.
 
-        With `in_place`, lists, dicts and sets among `arguments` get the items that the solution
-        gave them.
+        With `in_place`, lists, dicts and sets among `arguments` are updated with the solution's
+        changes. Raises the solution's exception.
         """
         operation = {
             "do": do,
@@ -82,7 +83,7 @@ class Link:
 
         def resolve(number: int, kind: str) -> Remote:
             is_instance = kind in self.names and kind[0].isupper()
-            if kind == "Solution" and remote._target != kind:  # was to return plain data
+            if kind == "Solution" and remote._target != kind:  # a function must not return one
                 is_instance = False
             return Remote(self, number, is_instance)
 
@@ -100,14 +101,17 @@ class Link:
         return value
 
     def error(self, reply: JailMessage) -> Exception:
-        """Returns the solution's exception, as the nearest class that the tests know."""
+        """Returns the solution's exception as an instance of the nearest class that the tests know.
+
+        Raises Refused for exceptions that would end a loop or the process.
+        """
         if "Exception" not in reply["raised"] or CONTROL.intersection(reply["raised"]):
             self.refuse(reply["kind"], reply["text"])
         known = vars(builtins) | self.errors
         classes = [known[name] for name in reply["raised"] if name in known]
         kind = classes[0]
         error = kind.__new__(kind, reply["text"])
-        # KeyError quotes its text, and a class of the solution may have a base that tests name
+        # KeyError quotes its text, and the solution's class may have several bases that tests name
         if str(error) != reply["text"] or not all(isinstance(error, base) for base in classes):
             kind = type(kind.__name__, (*classes,), {"__str__": lambda _: reply["text"]})
             error = kind.__new__(kind, reply["text"])
@@ -116,10 +120,10 @@ class Link:
 
 
 class Remote:
-    """A name or object of the solution."""
+    """A proxy for a name or an object of the solution."""
 
     __slots__ = ("_is_instance", "_link", "_target")
-    _is_instance: bool  # a name, or an object of a class that the tests name
+    _is_instance: bool  # True for a name, or an object of a class that the tests name
     _link: Link
     _target: str | int
 
@@ -172,7 +176,7 @@ def _verdict(error: BaseException, link: Link) -> str:
     kind = getattr(error, "kind_of_solution", "")
     if kind:
         return kind
-    # after a reply in this test, it may be the solution's choice
+    # after a reply in this test, the solution may have caused the error
     if isinstance(error, Unjudgeable) and not link.num_replies:
         return "unjudgeable"
     if isinstance(error, ModuleNotFoundError) and not link.num_replies:
@@ -181,10 +185,14 @@ def _verdict(error: BaseException, link: Link) -> str:
 
 
 def _sized(found: Any, expected: Any) -> Any:
-    """Returns `found`, plain data that NumPy is to compare; it broadcasts nothing to any shape."""
+    """Returns a copy of `found`, which NumPy then compares with `expected`.
+
+    Raises AssertionError if it has fewer items, or any where none are expected: NumPy would
+    broadcast them to any shape.
+    """
     import numpy as np
 
-    found = deepcopy(found)  # refuses objects, which may answer otherwise later
+    found = deepcopy(found)  # refuses proxies, whose data may differ in a later request
     size, least = (np.array(side, object).size for side in (found, expected))
     if size < least or (size and not least):
         raise AssertionError("other items than expected")
@@ -192,7 +200,9 @@ def _sized(found: Any, expected: Any) -> Any:
 
 
 def run_tests(requests: BinaryIO, report: int) -> None:
-    """Executes requests: {"names", "errors"} of the solution first, then {"run": text} each."""
+    """Executes requests: first {"names", "errors"} of the solution, then {"run": text} for each
+    test.
+    """
     link = Link(requests, report, json.loads(requests.readline()))
     namespace = {"__name__": "tests", "_call_test": lambda test: test(), "_sized": _sized}
     namespace |= link.errors

@@ -1,11 +1,11 @@
-"""Reads tests that are Python: assertions (MBPP), check(candidate) (HumanEval), test_..., unittest.
+"""Reads tests in Python: assertions (MBPP), check(candidate) (HumanEval), test_..., unittest.
 
-    texts --flatten check and test_--> prologue (uses nothing of the solution), tests (an assertion
-                                       each, where they can be split so far)
+    texts --flatten check and test_--> prologue (does not use the solution), tests (one assertion
+                                       each, where they can be split that far)
           --names that the tests use and do not define--> proxies of the solution in the tests' jail
 
-Tests are refused if the solution would decide their verdict (influence.py), or if they need
-functions of it other than the named one.
+Tests are refused if the solution could decide their verdict (influence.py), or if they need
+functions of the solution other than the named one.
 """
 
 import ast
@@ -30,7 +30,7 @@ from megarl.jail.influence import (
     nodes,
 )
 
-# names that tests use without an import
+# imports for names that tests often use without importing them
 IMPORTS = {
     "np": "import numpy as np",
     "Decimal": "from decimal import Decimal",
@@ -38,7 +38,7 @@ IMPORTS = {
 }
 IMPORTS |= {name: f"from typing import {name}" for name in typing.__all__ if name[0].isupper()}
 IMPORTS |= {name: f"from collections import {name}" for name in collections.__all__}
-# beginnings of names; these functions broadcast no items to any shape
+# prefixes of NumPy's assertions, which would broadcast an empty result to any shape
 NUMPY_ASSERTIONS = ("assert_a", "assert_equal")
 HOOKS = ("setUp", "tearDown", "__")
 DEFINITIONS = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
@@ -53,12 +53,15 @@ class Script:
     prologue: str
     tests: tuple[str, ...]
     names: tuple[str, ...]
-    errors: tuple[str, ...]  # classes of exceptions that the solution should define
+    errors: tuple[str, ...]  # exception classes that the solution should define
 
 
 @lru_cache(maxsize=64)  # the samples of a prompt share their tests
 def read_script(texts: tuple[str, ...], entry: str | None = None) -> Script:
-    """Reads tests of the function `entry`. Raises ValueError, and UnreadableTests."""
+    """Returns the tests of the function `entry` as a script.
+
+    Raises ValueError if the tests cannot be read, and UnreadableTests if they are refused.
+    """
     try:
         with ONE_PARSER:
             body = []
@@ -80,7 +83,9 @@ def _parse(text: str) -> list[ast.stmt]:
 
 
 def _flatten(body: Sequence[ast.stmt], entry: str | None) -> Iterator[ast.stmt]:
-    """Replaces check(candidate) and test_...() with their bodies, or a call if they cannot be."""
+    """Yields statements with check(candidate) and test_...() replaced by their bodies, or followed
+    by a call if they cannot be inlined.
+    """
     functions = {
         item.name
         for item in body
@@ -95,7 +100,7 @@ def _flatten(body: Sequence[ast.stmt], entry: str | None) -> Iterator[ast.stmt]:
         is_guard = ast.unparse(item).startswith("if __name__ ==")
         statements += getattr(item, "body", []) if is_guard else [item]
     statements = [item for item in statements if not ast.unparse(item).startswith(runners)]
-    num_users = collections.Counter()  # statements that mention a name
+    num_users = collections.Counter()  # name -> number of statements that mention it
     for item in statements:
         num_users.update(_names(item))
     for item in statements:
@@ -155,9 +160,10 @@ def _function(body: Sequence[ast.stmt], check: ast.FunctionDef, entry: str | Non
 
 
 def _solution_names(module: ast.Module, entry: str | None) -> tuple[set[str], set[str], list[str]]:
-    """Returns names that the tests use and do not define, and missing imports.
+    """Returns the names of the solution, the names of its exceptions, and missing imports.
 
-    The names are those of the solution, and those of its exceptions.
+    These are the names that the tests use and do not define. Raises ValueError if no function is
+    tested, and UnreadableTests if the tests need other functions or exceptions of modules.
     """
     free = _free_names(module)
     owners = {ast.unparse(node.value) for node in nodes(module, ast.Attribute)}
@@ -204,9 +210,9 @@ def _names(tree: ast.AST) -> set[str]:
 
 
 def _mark_in_place(module: ast.Module, names: set[str]) -> None:
-    """Marks calls whose result is not used, such as that of a function that sorts its argument.
+    """Marks calls of the solution whose result is not used, which may change their arguments.
 
-    And makes NumPy compare no empty result with what is expected.
+    Also wraps results in `_sized`, so that NumPy's assertions do not accept an empty result.
     """
     code = {*names, "candidate"}
     own = {function.name for function in nodes(module, ast.FunctionDef)}
@@ -223,7 +229,7 @@ def _mark_in_place(module: ast.Module, names: set[str]) -> None:
                 sides = f"{ast.unparse(found)}, {ast.unparse(expected)}"
                 place = call.args.index(found)
                 call.args[place] = ast.parse(f"_sized({sides})", mode="eval").body
-            elif call.keywords:  # actual=, desired=
+            elif call.keywords:  # for example actual=, desired=
                 raise UnreadableTests(f"{ast.unparse(call)[:80]} names what it compares")
     for expression in nodes(module, ast.Expr):
         call = expression.value
@@ -237,7 +243,7 @@ def _mark_in_place(module: ast.Module, names: set[str]) -> None:
 
 
 def _check_assertions(module: ast.Module) -> None:
-    """Raises ValueError if an assertion would never run."""
+    """Raises ValueError if there is no assertion, or if a function with one is never called."""
     run = {node.attr for node in nodes(module, ast.Attribute)} | _names(module)
     for statement in module.body:
         if ast.unparse(statement).startswith("__import__('unittest')."):
@@ -251,16 +257,20 @@ def _check_assertions(module: ast.Module) -> None:
 
 
 def _asserts(statement: ast.stmt) -> bool:
-    """Returns whether a statement asserts something or expects an error, and does not define it."""
+    """Returns True if a statement asserts something or expects an error.
+
+    Definitions and plain expressions do not count.
+    """
     if isinstance(statement, (*DEFINITIONS, ast.Expr)):
         return False
     return bool(nodes(statement, ast.Assert)) or expects_error(statement)
 
 
 def _split(body: Sequence[ast.stmt], influence: Influence, errors: set[str]) -> Script:
-    """Cuts the statements into tests, which each end with an assertion or a call of a test.
+    """Splits the statements into a prologue and tests that end with an assertion or a test call.
 
-    The statements that are left belong to the last test.
+    Statements after the last assertion belong to the last test. Raises ValueError if there are no
+    tests.
     """
     names = influence.names
     prologue = []

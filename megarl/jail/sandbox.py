@@ -1,17 +1,17 @@
-"""Starts untrusted code in a separate process, sends its input, and kills it if it exceeds a limit.
+"""Runs untrusted code in a separate process, and kills the process if it exceeds a limit.
 
     source, input --fork server--> jailed.py (its own process) --stdout, report pipe--> Run
 
     tests' jail --{"ask": call}--> checked here --call--> solution's jail
-                <----value-------- checked here <--value--      verdict: a report of the tests' jail
+                <----value-------- checked here <--value--      the tests' jail reports the verdict
 
-The solution has no pipe to the tests' jail, and what it sends is passed on only as values.py
-describes it.
+The solution has no pipe to the tests' jail. Its messages are passed on only if they have the form
+that values.py describes.
 
-A program is one process, which cannot start another, so killing it ends everything. Kinds of
-failure: `timeout`, `memory`, `threads`, `output` (printed too much), `disk`, `forbidden` (a file,
-socket, process or signal it has no right to), `syntax`, `exception`, `exited` (before it answered),
-`crashed` (by a signal), `sandbox` (a limit could not be set, so the code did not run).
+A program is a single process that cannot start another, so killing it ends everything. Kinds of
+failure: `timeout`, `memory`, `threads`, `output` (printed too much), `disk`, `forbidden` (used a
+file, socket, process or signal without the right to), `syntax`, `exception`, `exited` (before it
+replied), `crashed` (by a signal), `sandbox` (a limit could not be set, so the code did not run).
 """
 
 import json
@@ -36,14 +36,14 @@ from megarl.jail.fork_server import Child, ForkServer, ForkServerError
 from megarl.jail.jailed import MAX_THREADS
 from megarl.jail.values import JailMessage, failure, is_value
 
-# modules that programs often import, once for all of them
+# preloads modules that programs often import
 SERVER = ForkServer(
     ["megarl.jail.jailed", "collections", "heapq", "itertools", "math", "re", "string", "typing"],
     [str(Path(__file__).parents[2])],
 )
-START_S = 20.0  # for Python to start and to set the limits, on a busy machine
-TESTS_OUTPUT_BYTES = 64 << 20  # arguments of one call, which trusted tests send
-POLL_S = 0.1  # between two checks of the folder's size
+START_S = 20.0  # time for Python to start and to set the limits on a busy machine
+TESTS_OUTPUT_BYTES = 64 << 20  # trusted tests may send this many more bytes, for arguments of calls
+POLL_S = 0.1  # time between two checks of the folder's size
 SYSTEM = (
     "/lib",
     "/lib64",
@@ -57,24 +57,24 @@ BY_SIGNAL: dict[int, str] = {
     signal.SIGSYS: "forbidden",
     signal.SIGXCPU: "timeout",
     signal.SIGPROF: "timeout",
-    signal.SIGKILL: "memory",  # from the kernel's OOM killer
+    signal.SIGKILL: "memory",  # sent by the kernel's OOM killer
 }
-# of untrusted.failure_kind
+# kinds that a jailed process reports (untrusted.failure_kind, untrusted.load)
 REPORTED_KINDS = ["memory", "forbidden", "disk", "wrong_answer", "exited", "syntax"]
 
 
 @dataclass(frozen=True)
 class Limits:
-    time_s: float = 4.0  # wall clock, of a program or of one call
+    time_s: float = 4.0  # wall-clock time of a program or of one call
     memory_bytes: int = 512 << 20
     disk_bytes: int = 16 << 20
     output_bytes: int = 1 << 20
-    strict: bool = True  # do not run the code if a limit cannot be enforced
+    strict: bool = True  # True: do not run the code if a limit cannot be enforced
 
 
 @dataclass(frozen=True)
 class Run:
-    """`kind` of failure is empty if the code ran to its end."""
+    """The result of running a process; `kind`, the kind of failure, is "" if the code finished."""
 
     kind: str
     output: bytes = b""
@@ -84,7 +84,7 @@ class Run:
 def missing_limits() -> dict[str, str]:
     """Returns {limit that this machine cannot enforce: reason}.
 
-    Empty on Linux with Landlock and seccomp.
+    The result is empty on Linux with Landlock and seccomp.
     """
     if not sys.platform.startswith("linux"):
         return {"all": f"{sys.platform} is not Linux"}
@@ -97,45 +97,45 @@ def missing_limits() -> dict[str, str]:
 
 
 def run_program(source: str, stdin: str, limits: Limits, *, deadline: float = math.inf) -> Run:
-    """Runs `source` as a program; `deadline` is a time of ``time.monotonic``."""
+    """Runs `source` as a program; `deadline` is a ``time.monotonic`` time."""
     return JailedProcess(source, limits, stdin=stdin, deadline=deadline).run()
 
 
 def known_kind(kind: Any) -> str:
-    """Maps unknown kinds to "exception", because the code could have written the report itself."""
+    """Returns `kind` if it is known, else "exception": the code could have written the report."""
     return kind if kind in REPORTED_KINDS else "exception"
 
 
 class Ended(Exception):
-    """The process exceeded a limit, or ended: (kind of failure, detail)."""
+    """Raised with (kind of failure, detail) if the process exceeded a limit or ended."""
 
 
 @dataclass
 class JailedProcess:
-    """One process, from the creation of its folder to its removal; it must be closed.
+    """A jailed process with its temporary folder; call `close` to remove both.
 
-    A program is run to its end. Other processes answer requests one by one: methods raise Ended if
-    the process ends before.
+    `run` runs a program to its end. Other processes answer requests one by one; `start`, `receive`
+    and `ask` raise Ended if the process ends first.
     """
 
-    source: Any  # a text, or what another `target` expects
+    source: Any  # a text, or an object for another `target`
     limits: Limits
     mode: str = "stdio"
-    stdin: str | None = None  # of a program; None: requests
+    stdin: str | None = None  # input of a program; None: requests
     deadline: float = math.inf
     num_turns: int = 1
     start_s: float = START_S
-    server: ForkServer | None = None  # SERVER
+    server: ForkServer | None = None  # None: SERVER
     target: str = "megarl.jail.jailed:run"
-    missing: dict[str, str] | None = None  # limits; once they are set, and the code is about to run
+    missing: dict[str, str] | None = None  # limit -> error; None until the limits are set
     # untrusted: the code can write to the pipe as well
     reports: deque[JailMessage] = field(default_factory=deque)
     end: str = ""
     partial_report: bytes = b""
-    report_bytes: int = 0  # of this turn
+    report_bytes: int = 0  # received in this turn
     turn_deadline: float = math.inf
     output: bytearray = field(default_factory=bytearray)
-    # set at the end
+    # set when the process has ended
     ended: Run = Run("")
     status: int = 0
 
@@ -151,7 +151,7 @@ class JailedProcess:
         return self.ended
 
     def start(self) -> None:
-        """Returns when the limits are set, and the code is about to run."""
+        """Starts the process and waits until its limits are set and the code is about to run."""
         while self.missing is None:
             self._step()
 
@@ -164,7 +164,10 @@ class JailedProcess:
         return self.reports.popleft()
 
     def ask(self, request: JailMessage, until: float) -> JailMessage:
-        """Sends a request and returns the reply."""
+        """Sends a request and returns the reply, which is untrusted.
+
+        Raises Ended if the code has written to the report pipe or does not read the request.
+        """
         if self.reports:
             raise Ended("forbidden", "the code wrote to the report pipe")
         data = memoryview(json.dumps(request).encode() + b"\n")
@@ -177,7 +180,7 @@ class JailedProcess:
                 if not writable.poll(max(until - time.monotonic(), 0) * 1000):
                     raise Ended("timeout", "the code did not read a request") from None
             except BrokenPipeError:
-                break  # `receive` finds out why
+                break  # `receive` raises Ended with the cause
         return self.receive(until)
 
     def _step(self) -> None:
@@ -185,7 +188,7 @@ class JailedProcess:
             raise Ended(self.ended.kind or "exited", self.ended.detail)
 
     def _run(self) -> Generator[None, None, None]:
-        """Yields often; nothing is read or limited meanwhile."""
+        """Runs the process step by step. Between the steps, nothing is read or limited."""
         temporary = tempfile.TemporaryDirectory(prefix="megarl-code-", ignore_cleanup_errors=True)
         with temporary as folder, ExitStack() as ours, ExitStack() as theirs:
             report, report_end = os.pipe()
@@ -228,12 +231,12 @@ class JailedProcess:
         report: int,
         folder: str,
     ) -> Generator[None, None, str]:
-        """Reads until the process exceeds a limit, for which it must be killed, or ends by itself.
+        """Reads output and reports until the process ends or exceeds a limit.
 
-        Returns the kind of failure, "" if it ended. The first report, before the code runs, starts
-        its `time_s`; `receive` may prolong them.
+        Returns the kind of failure for which the process must be killed, or "" if it ended. The
+        first report, sent before the code runs, starts its `time_s`; `receive` sets a new deadline.
         """
-        # select() fails above 1024 open files
+        # poll(), because select() fails for descriptors above 1023
         open_streams = {stdout, report}
         poll = select.poll()
         for stream in open_streams:
@@ -305,18 +308,18 @@ class JailedProcess:
 
 @dataclass
 class Solution(JailedProcess):
-    """A solution that is called."""
+    """A jailed solution whose functions are called."""
 
     mode: str = "solution"
 
     def load(self) -> None:
         self.start()
         until = self.turn_deadline
-        while "loaded" not in self.receive(until):  # it reports how loading failed, and ends
+        while "loaded" not in self.receive(until):  # if loading fails, it reports how, and ends
             pass
 
     def call(self, operation: JailMessage, until: float) -> JailMessage:
-        """Applies an operation (untrusted.execute).
+        """Applies an operation (untrusted.execute) and checks the reply.
 
         Returns {"value", "arguments"?} or {"raised", "text", "kind"}.
         """
@@ -336,17 +339,17 @@ class Solution(JailedProcess):
 
 @dataclass
 class Tests(JailedProcess):
-    """The tests of a problem."""
+    """The jailed tests of a problem."""
 
     mode: str = "tests"
 
     def prepare(self, names: Sequence[str], errors: Sequence[str], until: float) -> None:
-        """`names` are the solution's; `errors` are classes of exceptions that it should raise."""
+        """Starts the jail; `names` are the solution's, `errors` the exceptions it should define."""
         self.start()
         self.ask({"names": names, "errors": errors}, until)
 
     def run(self, text: str, solution: Solution | None, until: float) -> tuple[str, str]:
-        """Executes statements. Returns the kind of their failure, empty if none, and a reason."""
+        """Executes statements. Returns (kind of failure, "" if there is none; reason)."""
         report = self.ask({"run": text}, until)
         while "ask" in report:
             assert solution is not None, "only statements without its names can run without it"
@@ -355,10 +358,10 @@ class Tests(JailedProcess):
 
 
 def _excess(pid: int, folder: str, disk_bytes: int) -> str:
-    """Returns the limit that a process exceeds, if the kernel does not enforce it.
+    """Returns the limit that a process exceeds ("threads" or "disk"), or "".
 
-    It is "threads", "disk" or "". Counts files in the folder and open ones without a name. Between
-    checks a process can write FSIZE x NOFILE bytes.
+    Checks the limits that the kernel may not enforce. Counts files in the folder and open files
+    without a name. Between two checks, a process can write up to FSIZE x NOFILE bytes.
     """
     with suppress(OSError):
         if os.stat(f"/proc/{pid}/task").st_nlink - 2 > MAX_THREADS:

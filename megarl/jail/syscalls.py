@@ -1,9 +1,9 @@
-"""The system calls of untrusted code: a seccomp filter that its process and threads cannot remove.
+"""Limits the system calls of untrusted code by a seccomp filter, which the code cannot remove.
 
-What Python, glibc and NumPy need is allowed, some of it for certain arguments only. Starting
-processes, the network, tracing and kernel queues kill the process with SIGSYS. Every other call
-fails: with EPERM, or with ENOSYS for calls since Linux 5.1, so that libraries fall back to an older
-one.
+Calls that Python, glibc and NumPy need are allowed, some for certain arguments only. Calls to start
+processes, use the network, trace or use kernel queues kill the process with SIGSYS. Every other
+call fails with EPERM or, if it is newer than Linux 5.0, with ENOSYS, so that libraries fall back to
+an older call.
 """
 
 import ctypes
@@ -19,16 +19,16 @@ KILL = 0x80000000
 EPERM = 0x00050001
 ENOSYS = 0x00050026
 ALLOW = 0x7FFF0000
-FIRST_RECENT = 424  # calls since Linux 5.1, with one number on every architecture
-X32 = 0x40000000  # x32 numbers the same calls differently
+FIRST_RECENT = 424  # from here: calls since Linux 5.1, with the same number on all architectures
+X32 = 0x40000000  # x32 calls have other numbers than x86_64 calls
 
 
-Numbers = tuple[int, int]  # on x86_64 and on aarch64; -1: does not exist
-Instruction = tuple[int, int, int, int]  # of BPF: code, jump if true, jump if false, operand
+Numbers = tuple[int, int]  # call numbers on x86_64 and aarch64; -1: does not exist
+Instruction = tuple[int, int, int, int]  # BPF: (code, jump if true, jump if false, operand)
 
 
 def _parse_table(text: str) -> dict[str, Numbers]:
-    """Parses "name x86_64 aarch64" entries; -1 means that the architecture lacks the call."""
+    """Parses entries "name x86_64 aarch64"; -1 means that the architecture lacks the call."""
     calls = {}
     for entry in text.split(","):
         name, x86_64, aarch64 = entry.split()
@@ -82,7 +82,7 @@ O_TRUNC = 0x200
 O_TMPFILE = 0x400000
 SOCK_FLAGS = 0x80800
 ALL_BITS = 0xFFFFFFFF
-# no locks, owners, leases, notices
+# excludes locks, owners, leases and notifications
 FCNTL_COMMANDS = (
     0,  # F_DUPFD
     1,  # F_GETFD
@@ -102,9 +102,9 @@ IOCTL_REQUESTS = (
     0x5451,  # FIOCLEX
 )
 PRCTL_OPTIONS = (
-    15,  # PR_SET_NAME, of a thread
+    15,  # PR_SET_NAME: sets a thread's name
     16,  # PR_GET_NAME
-    0x53564D41,  # PR_SET_VMA, a name of memory
+    0x53564D41,  # PR_SET_VMA: names a memory area
 )
 MADVICE = (
     0,  # MADV_NORMAL
@@ -119,25 +119,27 @@ MADVICE = (
 
 
 class Condition(NamedTuple):
-    """A check of an argument: unless (word & mask) is one of the values, `otherwise` happens."""
+    """A check of an argument: unless (word & mask) is one of `values`, the filter returns
+    `otherwise`.
+    """
 
-    word: int  # of 32 bits: 2n and 2n + 1 are the low and the high half of argument n
+    word: int  # index of a 32-bit word: 2n and 2n + 1 are the low and the high half of argument n
     mask: int
     values: tuple[int, ...]
     otherwise: int
 
 
-NEVER = (0, 0, (1,))  # a condition that no call fulfils: word & 0 is not 1
+NEVER = (0, 0, (1,))  # a condition that no call meets: word & 0 is never 1
 
 
 def conditional_calls(pid: int) -> dict[Numbers, list[Condition]]:
-    """Calls that process `pid` may make if all their conditions hold, by their numbers."""
+    """Returns {call numbers: conditions}: process `pid` may make a call if all conditions hold."""
 
     def only(argument: int, *values: int, otherwise: int = EPERM) -> list[Condition]:
         return [Condition(2 * argument, ALL_BITS, values, otherwise)]
 
     def open_flags(argument: int) -> list[Condition]:
-        # O_TRUNC with O_RDONLY truncates without the right to write
+        # excludes O_TRUNC with O_RDONLY, which truncates without the right to write
         modes = (0, 1, 2, O_TRUNC | 1, O_TRUNC | 2)
         return [
             Condition(2 * argument, O_ACCMODE | O_TRUNC, modes, EPERM),
@@ -153,7 +155,7 @@ def conditional_calls(pid: int) -> dict[Numbers, list[Condition]]:
         (234, 131): only(0, pid, otherwise=KILL),  # tgkill
         (302, 261): only(0, 0, pid, otherwise=KILL),  # prlimit64
         (204, 123): only(0, 0, pid),  # sched_getaffinity
-        # socket: name services try AF_UNIX
+        # socket: AF_UNIX fails instead of killing, because name services try it
         (41, 198): [*only(0, 1, otherwise=KILL), Condition(*NEVER, EPERM)],
         (53, 199): [*only(0, 1), stream_only],  # socketpair
         (44, 206): [*only(4, 0), Condition(9, ALL_BITS, (0,), EPERM)],  # sendto: without an address
@@ -167,9 +169,9 @@ def conditional_calls(pid: int) -> dict[Numbers, list[Condition]]:
 
 
 def filter_rows() -> list[Instruction]:
-    """Returns the filter of this process as BPF instructions.
+    """Returns the filter for this process as BPF instructions.
 
-    Raises OSError if its architecture is unknown.
+    Raises OSError if the architecture is unknown.
     """
     machine = os.uname().machine
     if machine not in ARCHES:
@@ -201,7 +203,7 @@ def filter_rows() -> list[Instruction]:
 
 
 def install(rows: list[Instruction]) -> None:
-    """Filters the calls of this process from now on. Raises OSError if the kernel cannot."""
+    """Installs a filter for all later calls of this process. Raises OSError if it cannot."""
     code = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *row) for row in rows))
     header = struct.pack("@HxxxxxxP", len(rows), ctypes.addressof(code))
     program = ctypes.create_string_buffer(header)
@@ -209,7 +211,7 @@ def install(rows: list[Instruction]) -> None:
 
 
 def check(result: int) -> int:
-    """Returns the result of a libc call. Raises its OSError if it is negative."""
+    """Returns the result of a libc call. Raises OSError with the errno if it is negative."""
     if result < 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))

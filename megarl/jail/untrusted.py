@@ -1,4 +1,4 @@
-"""Runs a program, or a solution that is called, after `jailed.drop_rights`."""
+"""Runs a program, or serves calls of a solution, after `jailed.drop_rights`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS = {
     SystemExit: "exited",
 }
 BY_ERRNO = {
-    errno.EXDEV: "forbidden",  # a link out
+    errno.EXDEV: "forbidden",  # a link out of the folder
     errno.EFBIG: "disk",
     errno.ENOSPC: "disk",
 }
@@ -41,11 +41,11 @@ def failure_kind(error: BaseException) -> str:
 def load(source: str, name: str) -> tuple[dict[str, Any], str]:
     """Runs `source` as the module `name`.
 
-    Returns its namespace and the kind of its failure, empty if it succeeded.
+    Returns (namespace, kind of failure); the kind is "" if the code succeeded.
     """
     module = types.ModuleType(name)
     sys.modules[name] = module
-    reserve = bytearray(1 << 20)  # freed to handle a MemoryError
+    reserve = bytearray(1 << 20)  # freed so that a MemoryError can be handled
     try:
         flags = 0 if "__annotations__" in source else LAZY_ANNOTATIONS
         program = compile(source, "solution.py", "exec", flags, dont_inherit=True)
@@ -61,7 +61,7 @@ def load(source: str, name: str) -> tuple[dict[str, Any], str]:
     return module.__dict__, ""
 
 
-# taken before the solution can change them
+# copied before the solution can change the originals
 OPERATIONS: dict[str, Callable[..., Any]] = {
     **vars(builtins),
     **vars(operator),
@@ -71,7 +71,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 def execute(request: JailMessage, namespace: dict[str, Any], objects: list[Any]) -> JailMessage:
-    """Applies an operation to a name or object of the solution.
+    """Applies an operation to a name or an object of the solution and returns the reply.
 
     {do, target, arguments, keywords?, in_place?} -> {value, arguments?} or {raised, text, kind}
     """
@@ -101,7 +101,7 @@ def execute(request: JailMessage, namespace: dict[str, Any], objects: list[Any])
 
 
 def lookup(name: str | int, namespace: dict[str, Any], objects: list[Any]) -> Any:
-    """Returns a global of the solution, a method of its class Solution, or a numbered object."""
+    """Returns a global of the solution, a method of its class Solution, or an object by number."""
     if isinstance(name, int):
         return objects[name]
     if name in namespace:
@@ -112,9 +112,9 @@ def lookup(name: str | int, namespace: dict[str, Any], objects: list[Any]) -> An
 
 
 def serve(source: str, requests: BinaryIO, report: int) -> str:
-    """Loads the solution and executes requests, one a line, until there are no more.
+    """Loads the solution and executes requests, one per line, until the input ends.
 
-    Returns the kind of its failure to load.
+    Returns the kind of failure if the solution does not load, else "".
     """
     namespace, kind = load(source, "solution")
     if kind:

@@ -1,9 +1,9 @@
-"""Plain values as JSON, with tags for what JSON lacks: arguments and results of the solution.
+"""Encodes arguments and results of the solution as JSON, with tags for types that JSON lacks.
 
     1, "a", None, [1, 2]    {"tuple": [...]}, {"dict": [[key, value], ...]}, {"int": hex}, ...
     {"object": [number, class]}  an object that stays in the process of the solution
 
-The trainer never decodes one, so that it builds no set or dict of untrusted keys.
+The trainer never decodes a value, so it never builds a set or dict with untrusted keys.
 """
 
 from collections import deque
@@ -13,18 +13,18 @@ from fractions import Fraction
 from itertools import islice
 from typing import Any
 
-MAX_DEPTH = 200  # of nested containers; a dict is two
-MAX_ITEMS = 100_000  # of an iterator, which may be endless
-# attributes of plain data, which a function was to return
+MAX_DEPTH = 200  # levels of nested containers; a dict counts as two
+MAX_ITEMS = 100_000  # items of an iterator that are sent; it may be endless
+# attributes of plain data
 PLAIN = {name for kind in (str, int, float, list, dict, set, bytes) for name in dir(kind)}
 
 JailMessage = dict[str, Any]  # a JSON object that jail and trainer exchange
 Refer = Callable[[Any], int]
-Builders = dict[str, Callable[[Any], Any]]  # by tag, from the decoded content
+Builders = dict[str, Callable[[Any], Any]]  # tag -> function that builds a value from the content
 
 
 class NotPlain(Exception):
-    """The value is not plain data; no exception that tests expect."""
+    """Raised if a value is not plain data. Not an exception that tests could expect."""
 
 
 class NamedItems(tuple):
@@ -36,7 +36,7 @@ class NamedItems(tuple):
         if name not in self.names or name.startswith("_"):
             raise AttributeError(name)
         value = self[self.names.index(name)]
-        if name in PLAIN and callable(value):  # an object that would answer startswith("abc")
+        if name in PLAIN and callable(value):  # a proxy that would answer startswith("abc")
             raise AttributeError(name)
         return value
 
@@ -71,14 +71,14 @@ def refuse(value: Any) -> int:
 
 
 def failure(error: str, text: str = "") -> JailMessage:
-    """Returns the reply to an operation that raised an exception of a builtin class."""
+    """Returns the reply to an operation that raised an exception of the builtin class `error`."""
     return {"raised": [error, "Exception"], "text": text, "kind": "exception"}
 
 
 def encode(value: Any, refer: Refer = refuse) -> Any:
-    """Encodes `value`, a subclass as its base.
+    """Returns `value` in the encoded form; an instance of a subclass is encoded as its base.
 
-    `refer` numbers what is not plain data, or raises NotPlain.
+    ``refer(value)`` returns a number for a value that is not plain data, or raises an error.
     """
     if value is None or isinstance(value, (bool, float)):
         return value
@@ -111,13 +111,13 @@ def encode(value: Any, refer: Refer = refuse) -> Any:
     if isinstance(value, range | slice):
         items = (value.start, value.stop, value.step)
         return {type(value).__name__: _encode_all(items, refer)}
-    if isinstance(value, KeysView):  # equals a set
+    if isinstance(value, KeysView):  # has its own tag, because a keys view equals a set
         return {"keys": _encode_all(value, refer)}
     if isinstance(value, deque | ValuesView | ItemsView):
         return _encode_all(value, refer)
     if type(value).__module__ in ("builtins", "itertools") and hasattr(value, "__next__"):
         return {"iterator": _encode_all(islice(value, MAX_ITEMS), refer)}
-    if hasattr(value, "tolist"):  # NumPy
+    if hasattr(value, "tolist"):  # NumPy's arrays and numbers
         return encode(value.tolist(), refer)
     return {"object": [refer(value), type(value).__name__]}
 
@@ -127,9 +127,9 @@ def _encode_all(values: Iterable[Any], refer: Refer) -> list[Any]:
 
 
 def decode(value: Any, resolve: Callable[[int, str], Any]) -> Any:
-    """Inverts `encode`, in jails only; `resolve` returns an object by number and class.
+    """Returns the value that `encode` has encoded. Only jails call this.
 
-    May raise anything.
+    ``resolve(number, class)`` returns an object. An untrusted value may raise any error.
     """
     if isinstance(value, list):
         return [decode(item, resolve) for item in value]
@@ -144,9 +144,9 @@ def decode(value: Any, resolve: Callable[[int, str], Any]) -> Any:
 
 
 def is_value(value: Any) -> bool:
-    """Returns whether untrusted JSON has the form of an encoded value.
+    """Returns True if untrusted JSON has the form of an encoded value.
 
-    Takes linear time, however deep it is.
+    Takes linear time at any depth.
     """
     todo = [(value, 0)]
     while todo:

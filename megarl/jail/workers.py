@@ -1,11 +1,12 @@
-"""Calls trusted functions in long-lived processes, so that a call that is late can be killed.
+"""Calls trusted functions in long-lived processes, so that a call can be killed at its time limit.
 
     caller --function, arguments: a pickle--> worker: a child of the fork server, with all rights
            <--- it has begun; the result ----
 
-A worker imports the module of a function once, and keeps its state, until a call is late or ends
-the process; the next call starts another one. It has the environment and the folder that the caller
-had when the first one started, and its search path, but nothing else of the caller's process.
+A worker imports a function's module once and keeps the module's state until a call times out or
+ends the process; the next call starts a new worker. A worker has the caller's search path, and the
+environment and working folder that the caller had when the first worker started, but no other state
+of the caller's process.
 """
 
 import pickle
@@ -21,12 +22,12 @@ from typing import Any
 
 from megarl.jail.fork_server import Child, ForkServer
 
-START_S = 600.0  # for a worker to import a function
+START_S = 600.0  # time for a worker to import a function
 SERVER = ForkServer([__name__], [str(Path(__file__).parents[2])], is_clean=False)
 
 
 class CallError(Exception):
-    """A call failed, for the reason `cause`, one word."""
+    """Raised if a call fails; `cause` is the reason in one word."""
 
     def __init__(self, cause: str, detail: str) -> None:
         super().__init__(detail)
@@ -34,33 +35,33 @@ class CallError(Exception):
 
 
 class TimeLimitExceeded(CallError):
-    """The call took longer than its limit and was stopped."""
+    """Raised if a call was stopped because it took longer than its limit."""
 
     def __init__(self, timeout_s: float) -> None:
         super().__init__("timeout", f"took longer than {timeout_s} s")
 
 
 class Worker:
-    """A process that makes one call at a time; any thread may ask for it."""
+    """A process that makes one call at a time; any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: tuple[Child, Connection] | None = None
 
     def call(self, function: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
-        """Returns ``function(*arguments)``, which are pickled, functions by their names.
+        """Returns ``function(*arguments)``; both are pickled, so `function` must be importable.
 
         Raises TimeLimitExceeded, and CallError if the function raises or its process ends.
         """
         task = pickle.dumps((function, arguments))
         with self._lock:
-            if self._process is None or self._process[1].poll():  # it has ended since the last call
+            if self._process is None or self._process[1].poll():  # ended since the last call
                 self._process = _start()
             child, connection = self._process
             self._process = None
             try:
                 connection.send_bytes(task)
-                # an empty message once the function is imported, then the reply
+                # an empty message after the function is imported, then the reply
                 reply = _receive(connection, START_S) or _receive(connection, timeout_s)
             except (EOFError, ConnectionError):
                 raise CallError("error", f"its process ended with status {child.kill()}") from None
@@ -68,7 +69,7 @@ class Worker:
                 child.kill()
                 raise
             self._process = child, connection
-        # from our own process, which runs the user's function
+        # safe to unpickle: the reply is from our own process, which runs the user's function
         status, value = pickle.loads(reply)
         if status == "error":
             raise CallError("error", f"raised {value}")
@@ -77,7 +78,7 @@ class Worker:
 
 @cache
 def worker_of(name: str) -> Worker:
-    """Returns the worker of this name: functions that it calls share their state."""
+    """Returns the worker named `name`, always the same one: functions that it calls share state."""
     return Worker()
 
 
@@ -97,7 +98,7 @@ def _receive(connection: Connection, timeout_s: float) -> bytes:
 
 
 def serve(path: Sequence[str], descriptor: int) -> None:
-    """Makes calls until the caller closes the connection."""
+    """Calls functions until the caller closes the connection; runs in the worker."""
     sys.path[:] = path
     connection = Connection(descriptor)
     with suppress(EOFError):
@@ -107,6 +108,6 @@ def serve(path: Sequence[str], descriptor: int) -> None:
                 function, arguments = pickle.loads(task)
                 connection.send_bytes(b"")
                 reply = pickle.dumps(("value", function(*arguments)))
-            except (Exception, SystemExit) as error:  # noqa: BLE001 (it may fail in any way)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 (functions may raise anything)
                 reply = pickle.dumps(("error", f"{type(error).__name__}: {error}"))
             connection.send_bytes(reply)

@@ -50,7 +50,7 @@ def moe_table(
 
 
 def decoder_table(shape: ModelShape, padded_vocab: int, **groups: Any) -> Table:
-    """Returns a Table of `groups`, with the embedding, the last norm and the head."""
+    """Returns a Table with embedding, last norm and head. `groups`: the other fields of Table."""
     size = (shape.vocab, shape.hidden)
     embedding = ShardDim0(
         "model.embed_tokens.weight", "embedding.word_embeddings.weight", size, padded_vocab

@@ -13,20 +13,20 @@ from megarl.models.shape import LatentSizes, ModelShape, Settings
 from megarl.platform.json_text import read_json
 
 SCALED = ("factor", "original_max_position_embeddings")
-# required keys
+# rope_type -> required keys
 ROPE_KEYS = {
     "default": (),
     "llama3": (*SCALED, "low_freq_factor", "high_freq_factor"),
     "yarn": SCALED,
 }
-# keys of multimodal models, or that change logits or whole layers
+# unsupported keys: those of multimodal models, and those that change logits or whole layers
 UNUSUAL = """
     final_logit_softcapping logits_scaling logit_scale output_multiplier_scale lm_head_multiplier
     per_layer_config dual_chunk_attention_config index_topk llama_4_scaling transformers_weights
     text_config vision_config audio_config
 """
 DTYPES = "float32 bfloat16 float16 float64"  # as torch names them
-# names of one setting in a line
+# each line lists the names of one setting
 SYNONYMS = """
     n_routed_experts num_experts num_local_experts moe_num_experts
     num_experts_per_tok moe_topk moe_k
@@ -34,7 +34,7 @@ SYNONYMS = """
     rope_type type
 """
 ROPES = ("rope_scaling", "rope_parameters")
-# optional keys and their defaults
+# yarn's optional keys and their defaults
 YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
 
 
@@ -57,7 +57,7 @@ class ConfigReader:
         return self._checked(key, value, is_valid, f"an integer of at least {least}, below 2**31")
 
     def count(self, key: str, default: int | None = 0) -> int:
-        """Returns an integer of at least 0, which null is."""
+        """Returns an integer of at least 0; null counts as absent, or as 0 without a default."""
         return 0 if self._get(key, default) is None else self.size(key, default, least=0)
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -77,16 +77,16 @@ class ConfigReader:
         return tuple(ids)
 
     def only(self, **supported: Any) -> None:
-        """Refuses any other value of these keys: transformers or vLLM implement them, megarl does
-        not."""
+        """Raises ValueError for any other value of these keys, which transformers or vLLM implement
+        and megarl does not."""
         for key, only in supported.items():
             value = self.raw.get(key)
             if value is not None and value != only:
                 raise self.unsupported(key, value, only)
 
     def only_neutral(self, *keys: str) -> None:
-        """Refuses these keys, and UNUSUAL, unless they are null, false or empty, or a scale of
-        1."""
+        """Raises ValueError for these keys and those in UNUSUAL, unless their value is null, false,
+        empty or a scale of 1."""
         for key in (*UNUSUAL.split(), *keys):
             value = self.raw.get(key)
             if value and (value != 1 or value is True):
@@ -97,14 +97,15 @@ class ConfigReader:
                 )
 
     def no_window(self) -> None:
-        """Refuses a sliding window, which vLLM applies also where transformers does not."""
+        """Raises ValueError for a sliding window, which vLLM applies even where transformers does
+        not."""
         window = self.count("sliding_window")
         if 0 < window < self.size("max_position_embeddings", 4096):
             raise self.unsupported("sliding_window", window, None)
 
     def block_format(self) -> BlockFormat | None:
-        """Returns the block format of the weights, None if they are in none. Raises ValueError for
-        one that is not supported."""
+        """Returns the block format of the weights, or None if they are not quantised. Raises
+        ValueError for an unsupported format."""
         values = self._get(CONFIG_KEY, {})
         if values == {}:
             return None
@@ -141,7 +142,7 @@ class ConfigReader:
         """Returns ModelShape's `rope_theta`, `rotary_fraction` and `rope_scaling`.
 
         theta, fraction: the family's defaults; a family with `fraction` 0 rotates whole heads only
-        mscale, kinds: if it implements yarn's `mscale` and `mscale_all_dim`; its `rope_type`s
+        mscale: if the family has yarn's `mscale` and `mscale_all_dim`; kinds: its `rope_type`s
         """
         key = "rope_parameters" if self.raw.get("rope_parameters") else "rope_scaling"
         if all(map(self.raw.get, ROPES)):
@@ -223,8 +224,8 @@ class ConfigReader:
 
 
 def read_config(file: Path) -> ConfigReader:
-    """Reads a JSON object; one that does not exist is empty. Raises ValueError for anything
-    else."""
+    """Reads a JSON object; a file that does not exist counts as empty. Raises ValueError if the
+    file contains anything else."""
     raw: Any = {}
     try:
         if file.is_file():
@@ -247,7 +248,7 @@ def read_decoder(
     layer_types: Sequence[str] = ("full_attention",),
     **fields: Any,
 ) -> ModelShape:
-    """Reads the common kind of decoder: pre-norm, with SwiGLU. `fields`: further fields of
+    """Reads the shape of a common decoder: pre-norm, with SwiGLU. `fields`: further fields of
     ModelShape.
 
     head_dim: the family's default; 0: hidden / heads

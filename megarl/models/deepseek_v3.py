@@ -1,4 +1,4 @@
-"""DeepSeek-V3, Kimi-K2: latent attention, leading dense layers, shared experts, a sigmoid router
+"""DeepSeek-V3 and Kimi-K2: latent attention, leading dense layers, shared experts, a sigmoid router
 with an fp32 bias."""
 
 from collections.abc import Callable, Iterator
@@ -31,7 +31,8 @@ def read(config: ConfigReader) -> ModelShape:
 
 
 def read_experts(config: ConfigReader) -> Settings:
-    """Raises ValueError for missing keys whose defaults differ between transformers and vLLM."""
+    """Reads the fields of ModelShape for experts. Raises ValueError if a key is missing whose
+    default differs between transformers and vLLM."""
     config.no_window()
     config.only(moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc")
     width = config.size("moe_intermediate_size")
@@ -105,8 +106,8 @@ def latent_attention(shape: ModelShape, spec: LayerSpec) -> Iterator[Rule]:
 
 
 def prediction(shape: ModelShape, padded_vocab: int) -> Rules:
-    """Returns the rules of multi-token prediction except its transformer layer; embedding and head
-    are shared."""
+    """Returns the rules of multi-token prediction, except those of its transformer layer. Embedding
+    and head are shared with the model."""
     mtp = "mtp.layers.{layer}."
     norm = (shape.hidden,)
     vocab = (shape.vocab, shape.hidden)
@@ -123,7 +124,7 @@ def prediction(shape: ModelShape, padded_vocab: int) -> Rules:
 
 
 def engine(shape: ModelShape, table: Table) -> Table:
-    """Fuses the two down projections, which vLLM replicates."""
+    """Returns vLLM's table, in which the two down projections are fused and replicated."""
     latent = shape.latent
     assert latent is not None
     if not latent.q_lora_rank:
@@ -140,7 +141,7 @@ def engine(shape: ModelShape, table: Table) -> Table:
 
 
 def megatron(shape: ModelShape) -> Settings:
-    """Fields of MLATransformerConfig."""
+    """Returns settings of Megatron's MLATransformerConfig."""
     latent = shape.latent
     scaling = shape.rope_scaling
     assert latent is not None
@@ -151,7 +152,7 @@ def megatron(shape: ModelShape) -> Settings:
         "qk_pos_emb_head_dim": latent.qk_rope_head_dim,
         "v_head_dim": latent.v_head_dim,
         "qk_layernorm": True,
-        "softmax_scale": None,  # Megatron's own, which includes yarn's factor
+        "softmax_scale": None,  # Megatron's default, which includes yarn's factor
         "rotary_base": shape.rope_theta,
         "rope_type": "rope",
     }
@@ -169,7 +170,7 @@ def random_config(values: Settings, experts: int, width: int) -> Settings:
     return random_experts(values, experts, width) | {
         "num_key_value_heads": values["num_attention_heads"],
         "q_lora_rank": values["hidden_size"] // 2,
-        # this and the next are the only sizes that vLLM's latent attention supports on a CPU
+        # this and the next size are the only ones that vLLM's latent attention supports on a CPU
         "kv_lora_rank": 512,
         "qk_rope_head_dim": 64,
         "qk_nope_head_dim": values["head_dim"],

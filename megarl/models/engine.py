@@ -9,9 +9,9 @@ In a block format, the weights of linear layers have scales:
 
     rule of X.weight --with_scales--> that rule, and one of X.weight_scale_inv: a number per block
 
-Embeddings, head, norms, routers and biases stay as they are. vLLM splits scales as it splits
-weights, so none of its ranks may have part of a block (`engine_format`). A trainer's rank has all
-scales of its tensors (weights/encode/blocks.py)."""
+Embeddings, head, norms, routers and biases are not quantised. vLLM splits scales as it splits
+weights, so none of its ranks may have part of a block (`engine_format`). A rank of the trainer has
+all scales of its tensors (weights/encode/blocks.py)."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -41,8 +41,8 @@ VOCAB_MULTIPLE = 64  # of vLLM's padded vocabulary, for any number of ranks
 
 
 def engine_table(shape: ModelShape, fmt: BlockFormat | None = None) -> Table:
-    """Returns vLLM's table, with scales if its linear layers are in `fmt`. Raises ValueError for a
-    family without a table."""
+    """Returns vLLM's table, with rules for scales if the linear layers are in `fmt`. Raises
+    ValueError for a family without a table."""
     padded_vocab = -(-shape.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     table = megatron_table(shape, padded_vocab=padded_vocab)
     derived = Table(
@@ -55,8 +55,8 @@ def engine_table(shape: ModelShape, fmt: BlockFormat | None = None) -> Table:
 
 
 def _derived(rule: Rule) -> Rule:
-    """Returns the rule for the same tensors in vLLM, whose parameter is named after the tensor or
-    tensors it fuses."""
+    """Returns the rule for the same tensors in vLLM, which names a parameter after the tensor, or
+    after the tensors that it fuses."""
     if is_expert(rule):
         return _derived_expert(rule)
     if isinstance(rule, Qkv):
@@ -70,7 +70,7 @@ def _derived(rule: Rule) -> Rule:
 
 
 def _derived_expert(rule: Rule) -> Rule:
-    """Returns the rule for the same tensors of all experts of the rank, which vLLM stacks in one
+    """Returns the rule for the same tensors in vLLM, which stacks a rank's experts in one
     parameter."""
     name = next(iter(rule.shapes()))
     weight = "w13" if "linear_fc1" in rule.param else "w2"
@@ -80,7 +80,7 @@ def _derived_expert(rule: Rule) -> Rule:
 
 
 def with_scales(table: Table, fmt: BlockFormat, *, is_whole: bool = False) -> Table:
-    """Returns the table with rules for scales; `is_whole`: each rank has all scales of a tensor."""
+    """Returns the table with rules for scales. `is_whole`: each rank has all scales of a tensor."""
 
     def scales(rules: Rules) -> Rules:
         return tuple(chain.from_iterable(_scales(rule, fmt, is_whole) for rule in rules))
@@ -93,7 +93,7 @@ def with_scales(table: Table, fmt: BlockFormat, *, is_whole: bool = False) -> Ta
 
 
 def _scales(rule: Rule, fmt: BlockFormat, is_whole: bool) -> Iterator[Rule]:
-    """Yields the rules of a rule's scales: none unless its weights are in blocks."""
+    """Yields the rules for the scales of a rule's weights; none if these are not quantised."""
     if not linears(rule):
         return
     grids = {name: fmt.grid(*size) for name, size in rule.shapes().items()}
@@ -112,13 +112,13 @@ def _scales(rule: Rule, fmt: BlockFormat, is_whole: bool) -> Iterator[Rule]:
 
 
 def linear_shapes(shape: ModelShape) -> dict[str, Shape]:
-    """Returns the HF weights that a block format applies to."""
+    """Returns the shapes of the HF weights that a block format applies to."""
     table = megatron_table(shape).map_layers(partial(filter, linears))
     return shapes_of(replace(table, embedding=(), head=(), tied=()), shape)
 
 
 def format_config(shape: ModelShape, fmt: BlockFormat) -> Settings:
-    """Returns the `quantization_config` of a model in a format of FP8 blocks."""
+    """Returns the `quantization_config` of a model in an FP8 block format."""
     linear = linear_shapes(shape)
     others = [
         name.removesuffix(".weight")
@@ -134,8 +134,8 @@ def format_config(shape: ModelShape, fmt: BlockFormat) -> Settings:
 
 
 def engine_format(name: str, shape: ModelShape, tensor: int, expert: int = 1) -> BlockFormat:
-    """Returns the first of ENGINE_FORMATS[name] whose blocks no rank of an engine cuts. Raises
-    ValueError naming a weight."""
+    """Returns the first of ENGINE_FORMATS[name] of which no engine rank has part of a block. Raises
+    ValueError, naming a weight and the sizes that would work, if there is none."""
     setting = f"rollout.quantization={name}"
     if shape.bridge is not None or shape.swiglu_limit:
         raise ValueError(f"{setting} does not support {shape.family}; set it to none")
@@ -161,8 +161,8 @@ def _cut_weight(
     tensor: int,
     expert: int,
 ) -> str | None:
-    """Describes a weight of which an engine's rank would keep part of a block, or stack one within
-    a block."""
+    """Describes a weight of which an engine rank would store part of a block, or which it would
+    stack in the middle of a block; None if there is none."""
     table = engine_table(shape)
     for rule in filter(linears, table.layer_rules):
         ranks = 1 if is_expert(rule) and expert > 1 else tensor
@@ -171,7 +171,7 @@ def _cut_weight(
             problem = None
             rows, columns = part.shape
             whole = rule.shapes()[part.name]
-            # the rest of the last tensor's block is unused
+            # the last tensor may leave the rest of its last block unused
             is_last = part is parts[-1] and part.shape == whole
             if rows % fmt.block[0] and not is_last:
                 problem = f"{rows} rows"

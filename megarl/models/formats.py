@@ -24,7 +24,8 @@ CONFIG_KEY = "quantization_config"
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """Blocks are counted from the tensor's first element; the last one of a dim may be partial."""
+    """How a quantised tensor is stored. Blocks are counted from the tensor's first element; the
+    last block of a dim may be partial."""
 
     name: str
     element: Element
@@ -34,10 +35,10 @@ class BlockFormat:
     scale_dtype: str  # safetensors' name; U8: the exponent of a power of two, plus 127
     # safetensors' dtype of the stored values, each as many elements as fill it, lowest bits first
     item: str = "F8_E4M3"
-    # fp32 [1], of the whole tensor; scales are multiplied by it before they are rounded
+    # suffix of the global scale, fp32 [1]; block scales are multiplied by it before rounding
     global_scale: str = ""
-    full_shape: str = ""  # int64 [dims], the tensor's shape
-    power_of_2: bool = False  # e4m3: scales are
+    full_shape: str = ""  # suffix of the tensor's shape, int64 [dims]
+    power_of_2: bool = False  # for e4m3: scales are powers of two
     # stored as [..., out, in / block, block / per_item] of a tensor [..., in, out]
     is_transposed: bool = False
 
@@ -48,13 +49,13 @@ class BlockFormat:
 
     @property
     def per_item(self) -> int:
-        """Elements in an item."""
+        """Elements in a stored value (`item`)."""
         return 8 * ITEM_BYTES[self.item] // self.bits
 
     @property
     def column_step(self) -> int:
-        """Columns can be read from a multiple of this: whole items; of packed ones, whole
-        blocks."""
+        """Alignment, in columns, of the start of a partial read: 1; if items pack several elements,
+        a block, or an item where a block has all columns."""
         return 1 if self.per_item == 1 else self.block[1] or self.per_item
 
     def tensors(self, names: Collection[str]) -> frozenset[str]:
@@ -68,7 +69,7 @@ class BlockFormat:
         return -(-rows // (high or rows)), -(-columns // (wide or columns))
 
     def parts(self, shape: Shape) -> dict[str, tuple[str, Shape]]:
-        """Returns the dtype and shape of each stored tensor, by suffix, of a tensor of `shape`."""
+        """Returns {suffix: (dtype, shape)} of the stored tensors of a tensor of `shape`."""
         *lead, rows, columns = shape
         if self.is_transposed:
             rows, columns = columns, rows
@@ -102,7 +103,7 @@ FORMATS = {
     for fmt in (
         # DeepSeek-V3, Kimi-K2, Qwen3
         replace(_FP8, name="fp8_block", block=(128, 128), scale="_scale_inv"),
-        # this and the next four are compressed-tensors': GLM-4.5-FP8
+        # GLM-4.5-FP8; this format and the next four are compressed-tensors'
         replace(_FP8, name="fp8_channel", block=(1, 0)),
         _FP8,
         _FP4,
@@ -127,13 +128,13 @@ FORMATS = {
         replace(_FP4, name="mxfp4", values="_blocks", scale="_scales", is_transposed=True),
     )
 }
-# by rollout.quantization: formats of vLLM's linear layers; GPUs and experts need the first
+# rollout.quantization -> formats of vLLM's linear layers; GPUs and experts need the first one
 ENGINE_FORMATS = {
     "fp8": [replace(FORMATS["fp8_block"], block=(rows, 128)) for rows in (128, 64, 32)],
 }
 
 
-# Keys of a quantization_config that are read here, or are of activations, cache or calibration
+# Keys of a quantization_config that are read here, or concern activations, cache or calibration
 ACCEPTED = """
     quant_method fmt scale_fmt weight_block_size activation_scheme modules_to_not_convert
     ignored_layers dequantize run_compressed
@@ -145,7 +146,7 @@ ACCEPTED = """
 
 
 def as_stored(part: ShardSlice, fmt: BlockFormat, dims: int) -> ShardSlice:
-    """Returns the slice of a tensor of `dims` dims with its inputs last."""
+    """Returns the slice of a tensor of `dims` dims in the stored order: with the inputs last."""
     if not fmt.is_transposed:
         return part
 
@@ -156,8 +157,8 @@ def as_stored(part: ShardSlice, fmt: BlockFormat, dims: int) -> ShardSlice:
 
 
 def matrix_ranges(part: ShardSlice, dims: int) -> tuple[list[range], range, range]:
-    """Returns a slice's (single) leading indices, rows (maybe two dims: pairs) and columns, in the
-    stored order."""
+    """Returns the ranges of a slice in its leading dims (one index each), rows and columns, in the
+    stored order. Rows that are viewed as pairs become one dim again."""
     starts = list(part.start)
     sizes = list(part.shape)
     if len(sizes) == dims + 1:
@@ -169,14 +170,15 @@ def matrix_ranges(part: ShardSlice, dims: int) -> tuple[list[range], range, rang
 
 
 def coarse(indices: range, size: int) -> range:
-    """Returns the indices of the blocks of `size` that hold these; a block of size 0 has all."""
+    """Returns the indices of the blocks of `size` that contain `indices`; size 0: a single block
+    contains all."""
     return range(indices.start // size, -(-indices.stop // size)) if size else range(1)
 
 
 def read_format(raw: Settings) -> BlockFormat:
-    """Returns the format of weights that a `quantization_config` describes, whatever the
-    activations' and the cache's. Raises ValueError with the value that is not supported, and what
-    is."""
+    """Returns the format of weights that a `quantization_config` describes; the formats of
+    activations and KV cache do not matter. Raises ValueError with the unsupported value and the
+    supported ones."""
     method = raw.get("quant_method")
     _only(raw, "quant_method", "fp8", "mxfp4", "compressed-tensors")
     _accept(raw)
@@ -234,14 +236,15 @@ def _compressed(weights: Settings, stored_as: Any) -> BlockFormat:
 
 
 def _accept(raw: Settings) -> None:
-    """Raises ValueError for a key that is not known, unless its value is null, false or empty."""
+    """Raises ValueError for an unknown key, unless its value is null, false or empty."""
     for key, value in raw.items():
         if value and key not in ACCEPTED.split():
             raise ValueError(f"{key}={json.dumps(value)[:80]} is not supported")
 
 
 def _in_blocks(fmt: BlockFormat, raw: Settings, key: str) -> BlockFormat:
-    """Returns `fmt` with blocks of this size; null: one scale for a tensor."""
+    """Returns `fmt` with blocks of the size `raw[key]`; null: one scale per tensor. Raises
+    ValueError if the size is invalid."""
     size = raw.get(key)
     if size is None:
         return replace(fmt, name="fp8_tensor", block=(0, 0))

@@ -1,4 +1,4 @@
-"""GLM-4.5: grouped-query attention that rotates half of each head, and DeepSeek-V3's experts."""
+"""GLM-4.5: grouped-query attention with RoPE on half of each head, and DeepSeek-V3's experts."""
 
 from functools import partial
 

@@ -59,8 +59,8 @@ def table(shape: ModelShape, spec: LayerSpec, padded_vocab: int) -> Table:
 
 
 def engine(shape: ModelShape, table: Table) -> Table:
-    """Renames some parameters; vLLM interleaves gate and up, and adds the down projection's bias on
-    one rank only."""
+    """Returns vLLM's table: some parameters have other names, gate and up are interleaved, and only
+    the first rank stores the down projection's bias."""
 
     def edited(rule: Rule) -> Rule:
         if isinstance(rule, InterleavedGateUp):

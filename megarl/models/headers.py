@@ -21,8 +21,8 @@ INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-POINTER = b"version https"  # the start of one of git-lfs
-# by safetensors' names
+POINTER = b"version https"  # the start of a git-lfs pointer file
+# safetensors dtype -> bytes per element
 ITEM_BYTES = dict.fromkeys(["I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"], 1)
 ITEM_BYTES |= {"F16": 2, "BF16": 2, "I16": 2, "F32": 4, "I32": 4, "F64": 8, "I64": 8}
 
@@ -30,7 +30,7 @@ ITEM_BYTES |= {"F16": 2, "BF16": 2, "I16": 2, "F32": 4, "I32": 4, "F64": 8, "I64
 @dataclass(frozen=True)
 class HfTensor:
     file: Path
-    offset: int  # of its first byte in the file
+    offset: int  # of the first byte in the file
     shape: Shape
     dtype: str  # safetensors' name, a key of ITEM_BYTES
 
@@ -41,17 +41,17 @@ class HfTensor:
 
 @cache
 def header_shapes(folder: Path) -> dict[str, Shape]:
-    """Returns the full shape of every tensor of the folder. Raises the ValueErrors of
+    """Returns the full shape of every tensor of the folder. Raises ValueError like
     `read_headers`."""
     return {name: tensor.shape for name, tensor in read_headers(folder).items()}
 
 
 def read_headers(folder: Path) -> dict[str, HfTensor]:
-    """Returns the tensors of the files that are the model: those of the index, or else
-    model.safetensors, or else all *.safetensors.
+    """Returns the model's tensors, from the files in the index; without an index, from
+    model.safetensors; without that, from all *.safetensors.
 
-    Raises ValueError, naming file and tensor, for a file that is missing or damaged, and where
-    transformers and vLLM would read different files.
+    Raises ValueError, naming file and tensor, if a file is missing or damaged, or if transformers
+    and vLLM would read different files.
     """
     for file in filter(Path.is_file, folder.glob("*")):
         with file.open("rb") as stream:
@@ -103,7 +103,7 @@ def read_headers(folder: Path) -> dict[str, HfTensor]:
 
 
 def check_tied(tensors: Mapping[str, HfTensor]) -> None:
-    """Raises ValueError if a model with tied embeddings has a head of its own that differs."""
+    """Raises ValueError if a tied model's folder has a head that differs from its embedding."""
     head = tensors.get(HEAD)
     embedding = tensors.get(EMBEDDING)
     if head is None or embedding is None or _bytes_equal(head, embedding):
@@ -123,7 +123,8 @@ def _bytes_equal(*tensors: HfTensor) -> bool:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """Returns the name of each tensor's file, which is in the index's own folder."""
+    """Returns {tensor: file name}; the files are in the index's folder. Raises ValueError if the
+    index is invalid."""
     try:
         names = read_json(index).get("weight_map")
         if not names:
@@ -139,8 +140,8 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def _read_header(file: Path) -> dict[str, HfTensor]:
-    """Returns the tensors of a file, which the safetensors library has checked: they fill it, end
-    to end."""
+    """Returns the tensors of a file. Raises ValueError if a dtype is not supported, or if the
+    safetensors library finds that the tensors do not fill the file end to end."""
     try:
         safe_open(file, framework="numpy")
         with file.open("rb") as stream:

@@ -1,7 +1,7 @@
-"""Hugging Face hub ids as `model.path`, and as other models with `@revision` (`teacher.model:
-org/name@v1`).
+"""Resolves and downloads Hugging Face hub ids: `model.path`, and other models with `@revision`
+(`teacher.model: org/name@v1`).
 
-id, revision --download(SMALL)---> <cache>/.../snapshots/<commit>: all that a check or a plan needs
+id, revision --download(SMALL)---> <cache>/.../snapshots/<commit>: what a check or a plan needs
 id, commit   --download(WEIGHTS)-> the same folder, now with *.safetensors
 id, commit   --model_folder------> the same folder, without network
 """
@@ -16,11 +16,11 @@ from megarl.platform.hub import Repository
 
 # config, tokenizer, chat template, index
 SMALL = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
-CODE = ("*.py",)  # of a tokenizer
+CODE = ("*.py",)  # code of a tokenizer
 WEIGHTS = ("*.safetensors",)
-# subfolders and Mistral's own format have the weights a second time
+# subfolders and files in Mistral's format duplicate the weights
 IGNORED = ("*/*", "consolidated*")
-# as huggingface_hub validates it
+# the pattern that huggingface_hub accepts
 HUB_ID = re.compile(r"(?!.*(--|\.\.))(\w([\w.-]*\w)?/)?\w([\w.-]{0,94}\w)?(?<!\.git)", re.ASCII)
 
 
@@ -30,7 +30,7 @@ def is_hub_id(path: str) -> bool:
 
 
 def split_revision(path: str) -> tuple[str, str | None]:
-    """Splits `id@revision`; the path of a folder is returned as it is."""
+    """Splits `id@revision` into (id, revision or None). Returns the path of a folder unchanged."""
     name, _, revision = path.partition("@")
     if is_hub_id(name) and not _expanded(path).is_dir():
         return name, revision or None
@@ -38,8 +38,8 @@ def split_revision(path: str) -> tuple[str, str | None]:
 
 
 def model_folder(path: str, revision: str | None = None) -> Path:
-    """Returns the folder `path`, or that of a hub id in the cache, if `download` was called for
-    it."""
+    """Returns the folder `path`; for a hub id that has been downloaded, its folder in the
+    cache."""
     if revision is None:
         path, revision = split_revision(path)
     if is_hub_id(path):
@@ -52,10 +52,10 @@ def model_folder(path: str, revision: str | None = None) -> Path:
 
 
 def copied_files(folder: Path) -> list[Path]:
-    """Returns the files that a copy of the model has beside its weights: config, tokenizer and its
-    code, but no index and no Megatron metadata.json.
+    """Returns the files that a copy of the model has in addition to its weights: config, tokenizer
+    and its code, but no index and no Megatron metadata.json.
 
-    Raises ValueError for a link to no file or to one elsewhere, except to the blobs of a hub cache.
+    Raises ValueError for a link that is broken or leaves the folder, except to a hub cache's blobs.
     """
     home = folder.resolve()
     places = [home]
@@ -76,7 +76,7 @@ def copied_files(folder: Path) -> list[Path]:
 
 
 def _expanded(path: str) -> Path:
-    # unlike Path.expanduser, it leaves the name of an unknown user as it is
+    # unlike Path.expanduser, this leaves the name of an unknown user unchanged
     return Path(os.path.expanduser(path))
 
 
@@ -86,8 +86,9 @@ def download(
     patterns: Sequence[str],
     where: str,
 ) -> Path:
-    """Downloads a hub id's top-level files that match `patterns`, and returns their folder, named
-    by the commit. Raises ValueError with the remedy and `where`, the setting with its value."""
+    """Downloads a hub id's top-level files that match `patterns`. Returns their folder, which is
+    named by the commit. Raises ValueError, naming `where` (the setting and its value), if the model
+    has no config.json or no weights."""
     revision_key = "model.revision" if where.startswith("model.path") else "its part after @"
     repository = Repository("model", path, revision, where, revision_key)
     folder = repository.download(patterns, ignored=IGNORED, progress=patterns == WEIGHTS)

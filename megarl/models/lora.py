@@ -1,11 +1,11 @@
-"""LoRA adapters as a table: which tensors of a PEFT folder each adapted linear layer of Megatron
-has. No torch.
+"""LoRA adapters as a table, which maps tensors of a PEFT folder to the adapted linear layers of
+Megatron. No torch.
 
     family's table, targets --adapter_table--> table of the adapters --slices_of--> rank's slices
 
 PEFT has an A [rank, in], split like the layer's input, and a B [out, rank], split like its output,
-for each projection. Where Megatron fuses projections, they are stacked in two parameters beside the
-weight: `lora_A` and `lora_B`."""
+for each projection. Where Megatron fuses projections, these are stacked in two parameters next to
+the weight: `lora_A` and `lora_B`."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from megarl.models.shards import (
     Table,
 )
 
-PREFIX = "base_model.model."  # of PEFT's names
+PREFIX = "base_model.model."  # prefix of PEFT's tensor names
 ALL_LINEAR = "all-linear"
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -30,9 +30,9 @@ WEIGHTS = "adapter_model.safetensors"
 
 @dataclass(frozen=True)
 class AdapterFormat:
-    """All adapters of a model, as an engine must know them when it starts."""
+    """The properties of a model's adapters that an engine needs when it starts."""
 
-    shapes: Mapping[str, Shape]  # of every A and B, by PEFT's names
+    shapes: Mapping[str, Shape]  # PEFT name -> shape, for every A and B
     rank: int
     alpha: float
 
@@ -42,8 +42,8 @@ class AdapterFormat:
 
 
 def adapter_table(table: Table, targets: Sequence[str], rank: int) -> Table:
-    """Returns the adapters' table. Raises ValueError naming targets that no linear layer of the
-    model has."""
+    """Returns the table of the adapters. Raises ValueError naming the `targets` that are not linear
+    layers of the model."""
     known = sorted(set(map(module_name, chain.from_iterable(map(linears, table.layer_rules)))))
     unbound = [name for name in targets if name not in known and name != ALL_LINEAR]
     if unbound:
@@ -61,19 +61,19 @@ def adapter_table(table: Table, targets: Sequence[str], rank: int) -> Table:
 
 
 def module_name(tensor: str) -> str:
-    """The last name of the module of a tensor: q_proj."""
+    """Returns the last part of the name of a tensor's module, for example q_proj."""
     return tensor.split(".")[-2]
 
 
 def adapter_names(weight: str) -> tuple[str, str]:
-    """Names of A and B beside a weight of a layer or a grouped expert."""
+    """Returns the names of A and B for a weight of a layer or of a grouped expert."""
     module, _, leaf = weight.rpartition(".")
     suffix = leaf.removeprefix("weight")
     return f"{module}.lora_A{suffix}", f"{module}.lora_B{suffix}"
 
 
 def peft_names(weight: str) -> tuple[str, str]:
-    """Names of A and B of an HF tensor in a PEFT folder."""
+    """Returns the names of A and B in a PEFT folder for an HF weight."""
     a, b = adapter_names(weight)
     return f"{PREFIX}{a}.weight", f"{PREFIX}{b}.weight"
 
@@ -83,7 +83,7 @@ def is_adapter(param: str) -> bool:
 
 
 def linears(rule: Rule) -> list[str]:
-    """Returns the HF tensors of a rule that are weights of linear layers other than a router, whose
+    """Returns the HF tensors of a rule that are weights of linear layers. Excludes routers, whose
     near-ties need precision."""
     shapes = rule.shapes().items()
     weights = [name for name, size in shapes if name.endswith(".weight") and len(size) == 2]
@@ -115,8 +115,8 @@ def rows_of_outputs(
     b: Slices,
     rank: int,
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Yields where Bs lie in a weight, of this rank's slices: (row of the weight, row of B, rows,
-    number of the A)."""
+    """Yields (first row in the weight, first row in the stacked B, number of rows, index of the A)
+    for every adapted slice of a weight, from this rank's slices of weight, A and B."""
     numbers = {part.name.replace(".lora_A.", ".lora_B."): number for number, part in enumerate(a)}
     stacked = {part.name: part for part in b}
     for part in weight:
@@ -128,7 +128,7 @@ def rows_of_outputs(
 
 
 def targets_of(rules: Iterable[Rule]) -> list[str]:
-    """The names of the adapted modules."""
+    """Returns the names of the modules that `rules` adapt."""
     return _modules(chain.from_iterable(rule.shapes() for rule in rules))
 
 

@@ -1,5 +1,5 @@
-"""Mixtral: Llama's attention, and experts with a softmax router in every layer, under other
-names."""
+"""Mixtral: Llama's attention, and experts with a softmax router in every layer. The names of expert
+tensors differ from other families'."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""The families by `model_type`, and the functions that return a model's shape and table.
+"""Maps each `model_type` to its family, and a model to its shape and table.
 
 A family is one file and one line in MODULES; Megatron-Bridge, if installed, builds any other
 `model_type`."""
@@ -53,8 +53,8 @@ def read_model(path: str | Path) -> ModelShape:
 
 
 def parse_model(raw: Mapping[str, Any], where: str, folder: Path | None = None) -> ModelShape:
-    """Returns the shape of a parsed config.json, `where` in errors. A family without a table needs
-    the `folder`."""
+    """Returns the shape of a parsed config.json. `where` is its name in errors. A family without a
+    table needs the `folder`. Raises ValueError if the config is not supported."""
     config = ConfigReader(raw, where)
     if config.family in FAMILIES:
         shape = FAMILIES[config.family].read(config)
@@ -82,8 +82,8 @@ def check_architectures(folder: Path) -> None:
 
 
 def _read_bridged(config: ConfigReader, folder: Path | None) -> ModelShape:
-    """Reads the sizes of a family that Megatron-Bridge builds and converts. Raises ValueError if it
-    cannot do so here."""
+    """Reads the sizes of a family that Megatron-Bridge builds and converts. Raises ValueError if
+    Megatron-Bridge, Transformer Engine or the folder is missing."""
     raw = config.raw
     family = raw.get("model_type")
     missing = [
@@ -110,7 +110,7 @@ def _read_bridged(config: ConfigReader, folder: Path | None) -> ModelShape:
     latent = read_latent(config) if raw.get("kv_lora_rank") else None
     return ModelShape(
         **read_sizes(config, latent=latent),
-        rms_eps=0.0,  # Bridge reads this and the next itself
+        rms_eps=0.0,  # Megatron-Bridge reads this and the next value itself
         rope_theta=0.0,
         experts=experts,
         experts_per_token=experts_per_token,
@@ -123,7 +123,8 @@ def _read_bridged(config: ConfigReader, folder: Path | None) -> ModelShape:
 def megatron_table(
     shape: ModelShape, *, spec: LayerSpec = "local", padded_vocab: int | None = None
 ) -> Table:
-    """Raises ValueError for a family without a table. `padded_vocab`: None: without padding."""
+    """Returns the table of Megatron's parameters. `padded_vocab`: rows of the embedding over all
+    ranks; None: no padding. Raises ValueError for a family without a table."""
     if shape.bridge is not None:
         raise ValueError(
             f"{shape.family} has no table: it can be trained and synced, but `megarl plan` and "
@@ -140,17 +141,16 @@ def padded_vocab(vocab: int, tensor: int) -> int:
 
 
 def hf_shapes(shape: ModelShape, *, mtp: bool = False) -> dict[str, Shape]:
-    """Returns the full shapes of the HF checkpoint's tensors, without a tied lm_head; without a
-    table, all tensors of the folder. `mtp` adds multi-token prediction, which neither side
-    builds."""
+    """Returns the full shapes of the HF checkpoint's tensors, without a tied lm_head; for a family
+    without a table, those of all tensors in the folder. `mtp` adds multi-token prediction, which
+    neither trainer nor engine builds."""
     if shape.bridge is not None:
         return header_shapes(shape.bridge)
     return shapes_of(megatron_table(shape), shape, mtp=mtp)
 
 
 def fp32_tensors(shape: ModelShape) -> frozenset[str]:
-    """Returns the HF tensors that Megatron and vLLM both keep in fp32, whatever the training dtype
-    is."""
+    """Returns the HF tensors that both Megatron and vLLM keep in fp32, for any training dtype."""
     if shape.bridge is not None:
         biases = ("correction_bias", "expert_bias")  # of routers
         return frozenset(name for name in header_shapes(shape.bridge) if name.endswith(biases))

@@ -20,8 +20,8 @@ class LatentSizes:
 
     q_lora_rank: int  # 0: queries are projected directly
     kv_lora_rank: int
-    qk_nope_head_dim: int  # of query and key, not rotated
-    qk_rope_head_dim: int  # rotated; all heads share the key's
+    qk_nope_head_dim: int  # part of query and key without RoPE
+    qk_rope_head_dim: int  # part with RoPE; all heads share the key's
     v_head_dim: int
 
 
@@ -33,18 +33,18 @@ class Router:
     norm_topk_prob: bool = True  # the weights of the chosen experts add up to one
     expert_bias: bool = False  # an fp32 bias per expert, added to the scores for selection only
     linear_bias: bool = False  # a bias of the router's linear layer
-    groups: int = 1  # of experts; a token first selects groups_per_token of them
+    groups: int = 1  # groups of experts; a token first selects groups_per_token of them
     groups_per_token: int = 1
-    scale: float = 1.0  # of the routed experts' output
+    scale: float = 1.0  # factor of the routed experts' output
 
 
 @dataclass(frozen=True)
 class LayerKind:
     """A kind of decoder layer, for which its family's table has rules."""
 
-    name: str  # in errors
+    name: str  # for errors
     has_experts: bool = False
-    # tokens attend to earlier ones, so ranks can split rows and rows can share a prefix
+    # tokens attend to earlier tokens, so ranks can split rows and rows can share a prefix
     is_attention: bool = True
 
 
@@ -54,8 +54,8 @@ EXPERTS = LayerKind("experts", has_experts=True)
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The values of a `config.json`, with Hugging Face's meaning; only the sizes for a family
-    without a table."""
+    """The values of a `config.json`, with Hugging Face's meaning. For a family without a table,
+    only the sizes are set."""
 
     family: str  # `model_type`
     layers: int
@@ -73,20 +73,20 @@ class ModelShape:
     qk_norm: bool = False
     # {}, or the keys of llama3's or yarn's scaling
     rope_scaling: Settings = field(default_factory=dict)
-    rotary_fraction: float = 1.0  # of head_dim that is rotated
-    out_bias: bool = False  # of o_proj
+    rotary_fraction: float = 1.0  # the part of head_dim with RoPE
+    out_bias: bool = False  # bias of o_proj
     sinks: bool = False  # a learned logit per head in the attention softmax
-    sliding_window: int = 0  # tokens, of layers 0, 2, 4, ...; 0: none
+    sliding_window: int = 0  # in tokens, for layers 0, 2, 4, ...; 0: none
     latent: LatentSizes | None = None
     experts: int = 0
     experts_per_token: int = 0
     moe_intermediate: int = 0
     shared_intermediate: int = 0  # of all shared experts together
-    # of the first layers; the last is that of all that follow. Empty: all are alike
+    # kinds of the first layers; the last one is also that of all further layers. Empty: all alike
     kinds: tuple[LayerKind, ...] = ()
     router: Router = Router()
     swiglu_limit: float = 0.0  # of gpt-oss's clamped SwiGLU; 0: not clamped
-    mtp_layers: int = 0  # of multi-token prediction, stored after the last layer
+    mtp_layers: int = 0  # layers of multi-token prediction, stored after the last layer
     eos: tuple[int, ...] = ()
     # folder of a model without a table, which Megatron-Bridge builds and converts
     bridge: Path | None = None
@@ -100,27 +100,28 @@ class ModelShape:
         return [*map(self.kind, range(self.layers))]
 
     def kind(self, layer: int) -> LayerKind:
-        """Returns the kind of a global layer; multi-token prediction follows the last layer."""
+        """Returns the kind of a global layer. Multi-token prediction follows the last layer."""
         kinds = self.kinds or (EXPERTS if self.is_moe else DENSE,)
         return kinds[min(layer, len(kinds) - 1)]
 
 
 @dataclass(frozen=True)
 class Family:
-    """One `model_type`, whose functions take and return plain data. CONTRIBUTING.md shows how to
-    add one."""
+    """One `model_type`: functions that take and return plain data. CONTRIBUTING.md shows how to add
+    a family."""
 
     architecture: str  # the class in transformers; empty: there is none, hence no random models
     # reads config.json; raises ValueError for settings that transformers or vLLM implement and
     # megarl does not
     read: Callable[["ConfigReader"], ModelShape]
-    # of Megatron's parameters, for a padded vocabulary
+    # returns the table of Megatron's parameters, for a padded vocabulary
     table: Callable[[ModelShape, "LayerSpec", int], "Table"]
-    # TransformerConfig's settings that do not follow from the shape; `activation_func` by its name
+    # returns TransformerConfig settings that do not follow from the shape; `activation_func` is a
+    # name
     megatron: Callable[[ModelShape], Settings] = lambda shape: {}
-    # edits vLLM's table
+    # edits the table derived for vLLM
     engine: Callable[[ModelShape, "Table"], "Table"] = lambda shape, table: table
     is_moe: bool = False
-    # the family's keys of a random model's config.json, from the common keys, and the number and
-    # width of experts
+    # returns the family's keys of a random model's config.json, from the common keys, and the
+    # number and width of experts
     random_config: Callable[[Settings, int, int], Settings] = lambda values, experts, width: {}

@@ -3,7 +3,7 @@ parameter. No torch.
 
     table (one family)  --slices_of(shape, layout)-->  list[ShardSlice]  (one rank)
 
-Import, export, conversion and sync read the same slices, in any layouts. The engine's tables have
+Import, export, conversion and sync read the same slices, in any layout. The engine's tables have
 vLLM's parameters.
 
 In names, `{layer}` and `{expert}` are global on the HF side and local to the rank on the Megatron
@@ -30,9 +30,9 @@ LayerSpec = Literal["local", "te"]
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """[start, start + shape) of HF tensor `name` is `param` (contiguous) viewed with `strides` from
-    element `offset`. A slice with one dim more than its tensor views the last dim as pairs,
-    [..., n / 2, 2]: gpt-oss's gate and up."""
+    """The region [start, start + shape) of HF tensor `name`, which is a view of the contiguous
+    `param` with `strides` from element `offset`. A slice with one more dim than its tensor views
+    the last dim as pairs, [..., n / 2, 2]: gpt-oss's gate and up."""
 
     name: str
     start: Shape
@@ -47,11 +47,11 @@ class ShardSlice:
 
 
 Slices = Sequence[ShardSlice]
-SlicesByName = dict[str, list[ShardSlice]]  # those of a parameter or a module
+SlicesByName = dict[str, list[ShardSlice]]  # parameter or module -> slices
 
 
 def whole_tensor(name: str, shape: Shape) -> ShardSlice:
-    """Returns the slice of a parameter `name` that is the whole tensor of that name."""
+    """Returns the slice of a parameter that stores the whole HF tensor of the same name."""
     return ShardSlice(name, (0,) * len(shape), shape, name, 0, _strides(shape))
 
 
@@ -74,8 +74,8 @@ class _OneTensor:
         first: int,
         count: int,
     ) -> ShardSlice:
-        """Returns the slice of a parameter that holds only [first, first + count) of `dim`, in the
-        tensor's order."""
+        """Returns the slice of a parameter that contains only [first, first + count) of `dim`, in
+        the tensor's order."""
         shape = (*self.shape[:dim], count, *self.shape[dim + 1 :])
         start = [0] * len(shape)
         start[dim] = first
@@ -96,8 +96,8 @@ class Replicated(_OneTensor):
 
 @dataclass(frozen=True)
 class ShardDim0(_OneTensor):
-    """Split along dim 0 (column-parallel linear, vocabulary). The parameter has `padded` rows, if
-    that is more."""
+    """Split along dim 0 (column-parallel linear, vocabulary). The parameter has `padded` rows over
+    all ranks, if that is set."""
 
     padded: int | None = None
 
@@ -158,7 +158,7 @@ class Stack:
     param: str
     rows: Shape
     rest: Shape  # dims after the rows
-    # of each tensor; 0: no limit. Neighbours share one if the axis has more ranks
+    # per tensor; 0: no limit. If the axis has more ranks, neighbouring ranks share a shard
     max_shards: Shape = ()
 
     def shapes(self) -> dict[str, Shape]:
@@ -205,7 +205,7 @@ class Qkv:
                 offset += prod(shape)
 
 
-# maps HF tensors to one parameter, which `tp` splits (expert_tensor for experts)
+# a Rule maps HF tensors to one parameter, which `tp` splits (expert_tensor for experts)
 Rule = Replicated | ShardDim0 | ShardDim1 | Transposed | InterleavedGateUp | Stack | Qkv
 Rules = tuple[Rule, ...]
 
@@ -225,17 +225,17 @@ class Table:
     head: Rules  # last stage
     tied: Rules = ()  # the embedding's copy on a last stage that is not also the first
     mtp: Rules = ()  # in addition to the layer's, in each layer of multi-token prediction
-    # bits of an element, of HF names that move in another dtype than that of training
+    # HF name -> bits of an element, for tensors that do not move in the training dtype
     bits: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def layer_rules(self) -> Rules:
-        """The rules of all kinds of layers, those of experts last."""
+        """The rules of all kinds of layers, with those of experts last."""
         return tuple(sorted(chain.from_iterable(self.layers.values()), key=is_expert))
 
     def rules_of(self, shape: ModelShape, layer: int) -> tuple[Rules, Rules]:
         """Returns the rules of a global layer, and those of its experts. Raises ValueError if the
-        table has none of its kind."""
+        table has no rules for this kind of layer."""
         kind = shape.kind(layer)
         if kind not in self.layers:
             raise ValueError(
@@ -246,13 +246,13 @@ class Table:
         return tuple(filterfalse(is_expert, rules)), tuple(filter(is_expert, rules))
 
     def map_layers(self, function: Callable[[Rules], Iterable[Rule]]) -> "Table":
-        """Returns the table with the function's rules for every kind of layer."""
+        """Returns the table with `function` applied to the rules of every kind of layer."""
         layers = {kind: tuple(function(rules)) for kind, rules in self.layers.items()}
         return replace(self, layers=layers)
 
 
 def by_prefix(chunks: Sequence[Any]) -> dict[str, Any]:
-    """Returns chunks by the prefix of their tensors' names: `chunk<n>.` if there are several."""
+    """Returns {prefix of parameter names: chunk}; the prefix is "" if there is a single chunk."""
     if len(chunks) == 1:
         return {"": chunks[0]}
     return {f"chunk{number}.": chunk for number, chunk in enumerate(chunks)}
@@ -342,7 +342,7 @@ def slices_of(
 
 
 def slices_by_rank(table: Table, shape: ModelShape, layout: Layout) -> list[list[ShardSlice]]:
-    """Returns the slices of every rank of a layout, given that of one."""
+    """Returns the slices of every rank, by rank. `layout` may be that of any rank."""
     return [
         slices_of(table, shape, Layout.of(layout.sizes, layout.world, rank))
         for rank in range(layout.world)
@@ -393,16 +393,16 @@ def without_pairs(box: ShardSlice, dims: int) -> tuple[Shape, Shape]:
     return start, shape
 
 
-# --- what moves is counted in units, of the size of the smallest elements or at least a byte: the
-# last dim of other tensors is a multiple longer, or a fraction as long
+# --- a sync counts in units: the size of the smallest elements, but at least a byte. The last dim
+# of a tensor with larger elements is a multiple longer; with smaller ones, a fraction as long
 
 
 @dataclass(frozen=True)
 class ElementSizes:
-    """Bits of an element of each HF tensor, as it moves."""
+    """Bits per element of each HF tensor while it moves."""
 
     usual: int
-    others: Mapping[str, int]  # by name, or template of names
+    others: Mapping[str, int]  # HF name, or name template -> bits
 
     @property
     def unit(self) -> int:
@@ -415,8 +415,8 @@ def in_units(slices: Iterable[ShardSlice], sizes: ElementSizes) -> list[ShardSli
 
 
 def recounted(part: ShardSlice, bits: int, unit: int) -> ShardSlice:
-    """Returns a slice of elements of `bits` bits counted in units of `unit` bits. Raises ValueError
-    if the rows of its last dim, which must be contiguous, are not whole units."""
+    """Returns the slice, whose elements have `bits` bits, counted in units of `unit` bits. Its last
+    dim must be contiguous. Raises ValueError if the rows do not fill whole units."""
     if bits == unit:
         return part
     *start, first = part.start
@@ -458,8 +458,8 @@ def first_mismatch(table: Iterable[ShardSlice], recorded: Iterable[ShardSlice]) 
 
 
 def _split_like(whole: ShardSlice, part: ShardSlice) -> Iterator[ShardSlice]:
-    """Yields the slices of `whole` in the shape of `part`: the last dim as pairs, and one expert at
-    a time."""
+    """Yields the slices of `whole` in the shape of `part`: the last dim viewed as pairs, and a
+    slice per expert."""
     if len(part.shape) > len(whole.shape):
         whole = as_pairs(whole)
     if len(whole.shape) < 2 or part.shape[0] > 1:

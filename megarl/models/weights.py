@@ -20,7 +20,7 @@ from megarl.models.shards import Table, shapes_of
 SCORE = "score."  # of a value head or a reward model
 FLOATS = ("F64", "F32", "F16", "BF16")
 ACTIVATION_SCALES = ("input_scale", "input_global_scale")
-# computed, of the engine's activations and cache, or 0 in the formats that are supported
+# computed at run time; scales of activations and KV cache; or 0 in all supported formats
 NOT_WEIGHTS = (*ACTIVATION_SCALES, "rotary_emb.inv_freq", "k_scale", "v_scale", "weight_zero_point")
 
 
@@ -29,10 +29,10 @@ def check_weights(
     shape: ModelShape,
     table: Table | None = None,
 ) -> dict[str, HfTensor]:
-    """Returns the folder's tensors. Raises ValueError, naming file and tensor, unless they are the
-    table's and no others, except another head and multi-token prediction.
+    """Returns the folder's tensors. Raises ValueError, naming file and tensor, unless they are
+    exactly those of the table. Other heads and multi-token prediction are also accepted.
 
-    `table`: None: the family's.
+    table: None for that of the family
     """
     tensors = read_headers(folder)
     if shape.tied:
@@ -41,7 +41,7 @@ def check_weights(
         return tensors
     fmt = read_config(folder / "config.json").block_format()
     shapes = shapes_of(table or megatron_table(shape), shape)
-    # those that the folder lacks keep their initial values
+    # a value or reward head that the folder lacks keeps its initial values
     shapes = {name: size for name, size in shapes.items() if not name.startswith(SCORE)}
     others = [HEAD, SCORE]
     others += [f"model.layers.{shape.layers + n}." for n in range(shape.mtp_layers)]
@@ -59,8 +59,9 @@ def check_tensors(
     ignored: Collection[str] = (),
     config: str = "config.json",
 ) -> None:
-    """Raises ValueError, naming tensor and file, if tensors are missing or have another shape, or
-    if there are others than these and those `ignored`."""
+    """Raises ValueError, naming tensor and file, if a tensor of `shapes` is missing, has another
+    shape or is quantised in another format, or if there is a tensor that is neither in `shapes` nor
+    in `ignored`."""
     expected = dict(shapes)
     in_blocks = set()
     if fmt:

@@ -1,6 +1,6 @@
-"""Finding where two computations of the same batch first differ.
+"""Finds where two computations of the same batch first differ.
 
-Importing it prepares Megatron-Core for a CPU.
+Without a GPU, importing this package prepares Megatron-Core for the CPU.
 """
 
 from megarl.patches import megatron as megatron_on_cpu

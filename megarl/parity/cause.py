@@ -1,13 +1,13 @@
 """Finds where an engine differs from the trainer, by recomputing one thing at a time.
 
-    sampled tokens, scored again --they agree--> another temperature, or decoding is at fault
-    the engine's routes, replayed --they agree--> routing
-    first sublayer that differs by more than rounding --its output replaced by the engine's-->
-    the next, until none does
-    log-probs still differ --> softmax, scale of the logits or output head
+    score the sampled tokens again    log-probs agree -> sampling temperature or decoding
+    replay the engine's routes        log-probs agree -> routing
+    replace sublayers' outputs        a replaced sublayer -> a cause
+    compare log-probs again           they still differ -> softmax, logit scale or output head
 
-A sublayer that had to be replaced is a cause; one that only passed a difference on agrees
-afterwards.
+Sublayers are replaced in order: the output of the first one that differs by more than rounding is
+replaced by the engine's, until none differs. A sublayer that only passed a difference on then
+agrees.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,10 +42,13 @@ X = TypeVar("X")
 
 @dataclass(frozen=True)
 class CauseSearch:
-    """The methods are collectives of all ranks and return the same on each."""
+    """Searches for the cause of a difference between trainer and engine.
+
+    Methods are collectives of all ranks, and return the same result on each.
+    """
 
     trainer: Trainer
-    engine: Engine  # of this rank
+    engine: Engine  # this rank's
     transport: Transport
     eps: float  # relative rounding error of a sublayer
 
@@ -54,8 +57,8 @@ class CauseSearch:
     ) -> str | None:
         """Returns the cause, as the end of a sentence; None if it is not found.
 
-        `floor`: what rounding explains on the few rows of `batch`; `rollout_logprobs_T`: of the
-        engine when it sampled them, at the batch's temperature.
+        `batch` should have few rows. `floor`: the differences that rounding explains on these rows;
+        `rollout_logprobs_T`: the engine's log-probs at sampling, at the batch's temperature.
         """
         batch_1 = replace(batch, temperature=1.0)
         logprobs_T = self.trainer.logprobs(batch_1)
@@ -82,8 +85,9 @@ class CauseSearch:
     def _fitted_temperature(
         self, batch: TokenBatch, floor: Quantiles, rollout_logprobs_T: Tensor
     ) -> float | None:
-        """Returns the temperature that leaves little of the difference, or what rounding explains;
-        None: none does.
+        """Returns the temperature that explains the difference, or None.
+
+        It must remove 80% of the median difference, or half of it if rounding explains the rest.
         """
 
         def diff_at(log2: float) -> Quantiles:
@@ -106,8 +110,9 @@ class CauseSearch:
     def _of_routing(
         self, batch: TokenBatch, floor: Quantiles, rank: int, before: Quantiles
     ) -> str | None:
-        """Replays the routes of the engine on `rank`; None if they do not explain the
-        difference.
+        """Replays the routes of the engine on `rank`.
+
+        Returns routing as the cause, or None if it does not explain the difference.
         """
         scores, choices = self._of_engine(
             rank, lambda engine: engine.score_with_choices(_rows(batch))
@@ -127,8 +132,8 @@ class CauseSearch:
         )
 
     def _of_model(self, batch: TokenBatch, floor: Quantiles, rank: int) -> str | None:
-        """Names the sublayers of the engine on `rank` that differ on their own, then the head if it
-        does.
+        """Names the sublayers that differ on their own in the engine on `rank`, and the head if it
+        does; None if nothing differs.
         """
         rows = _rows(batch)
         seen = self._of_engine(
@@ -178,8 +183,10 @@ class CauseSearch:
         replaced: Mapping[str, Tensor],
         logprobs_T: Tensor,
     ) -> str:
-        """Compares the label with the likeliest token: their distance does not depend on the
-        softmax's sum.
+        """Returns the fault of softmax, logit scale or output head; "" if log-probs agree.
+
+        It compares the log-probs of the label and of the likeliest token, whose difference does not
+        depend on the softmax's sum.
         """
         rows = _rows(batch)
         scores_T = _padded(self._of_engine(rank, lambda engine: engine.score(rows)))
@@ -216,7 +223,10 @@ class CauseSearch:
         return logprobs_T, outputs_NT8
 
     def _of_engine(self, rank: int, compute: Callable[[Engine], X]) -> X:
-        """All engines compute, because those of one replica must; returns what `rank` found."""
+        """Runs `compute` on all engines, and returns the result of the one on `rank`.
+
+        All must run it, because the ranks of a replica compute together.
+        """
         found = compute(self.engine)
         return self.transport.gather(found if self.transport.rank == rank else None)[rank]
 
@@ -226,7 +236,7 @@ def _rows(batch: TokenBatch) -> list[Tensor]:
 
 
 def _padded(rows: Sequence[Tensor]) -> Tensor:
-    """Flattens what an engine returns for each row from its second token on; 0 at the end of each
+    """Returns [T]: an engine's values from each row's second token on, with a 0 appended to each
     row.
     """
     return torch.cat([torch.cat([row, row.new_zeros(1)]) for row in rows])

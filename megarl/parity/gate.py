@@ -1,8 +1,8 @@
 """Compares trainer and engine: on a probe before a version commits, and on every batch before its
 update.
 
-Both are bounded by what rounding explains for this model on these tokens, unless
-checks.max_logprob_diff sets a bound.
+The bound is what rounding explains for this model on these tokens, unless checks.max_logprob_diff
+sets one.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,27 +34,27 @@ from megarl.weights.sync.transports import Transport
 
 PROBE_PROMPTS = 8
 MOE_PROBE_PROMPTS = 32
-PROBE_TOKENS = 32  # that the engine adds to each
-DRAWS = 4  # of rounding errors, at most
-ENOUGH = 2048  # tokens in all draws
-REMEASURED_EVERY = 10  # batches, at most
+PROBE_TOKENS = 32  # tokens that the engine generates for each prompt
+DRAWS = 4  # maximum number of forward passes with rounding errors
+ENOUGH = 2048  # number of tokens, over all draws, that suffices
+REMEASURED_EVERY = 10  # batches before the floor is measured again, except before a refusal
 CAUSE_ROWS = 8
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Log-probs [K] of the tokens in the mask, and what two correct implementations differ by."""
+    """Log-probs [K] of tokens in the mask, and the differences between correct implementations."""
 
-    logprobs_K: Tensor  # with the engine's weights, if it quantises them
+    logprobs_K: Tensor  # under quantised weights, if the engine quantises them
     floor: Quantiles
-    of_policy: Quantiles  # the floor under the trained weights, which the engine may quantise
+    of_policy: Quantiles  # floor between the trained weights and the engine's quantised ones
 
 
 def rounding_of(trainer: Trainer, encoder: BlockEncoder | None = None) -> float:
     """Returns the relative rounding error of a sublayer's output.
 
-    `encoder`: of the engine's weights, whose format on a GPU the activations that they multiply
-    have too.
+    `encoder` quantises the engine's weights; on a GPU, the activations that they multiply have the
+    same format.
     """
     is_cuda = trainer.device.type == "cuda"
     if trainer.precision.recipe or (encoder and is_cuda):
@@ -67,24 +67,24 @@ def rounding_of(trainer: Trainer, encoder: BlockEncoder | None = None) -> float:
 def sampled_rows(
     batch: AnyBatch, count: int | None = None, *, first: int | None = None
 ) -> AnyBatch:
-    """Returns the rows that have sampled tokens, at most `count`; row `first` before others."""
+    """Returns rows that have sampled tokens, at most `count`, beginning with row `first`."""
     masks = batch.mask.split(batch.lengths_N.tolist())
     rows = [row for row, mask_L in enumerate(masks) if mask_L.any()]
     return take_rows(batch, sorted(rows, key=lambda row: row != first)[:count])
 
 
 def difference(batch: TrainBatch, logprobs_K: Tensor) -> Quantiles:
-    """Compares log-probs of the tokens in the mask with those that the engine sampled them with."""
+    """Compares log-probs of the tokens in the mask with the engine's at sampling."""
     return Quantiles.of(logprobs_K - batch.rollout_logprobs[batch.mask])
 
 
 def measure_logprobs(
     trainer: Trainer, batch: TokenBatch, encoder: BlockEncoder | None = None
 ) -> Measured:
-    """Measures log-probs and their floor on the trainer's ranks. A collective.
+    """Measures log-probs and their floor on the trainer's ranks. Collective.
 
-    It takes one forward pass, and up to DRAWS more with rounding errors; with an encoder, under
-    the weights that the engine has, after one more under those that are trained.
+    It runs one forward pass, and up to DRAWS more with rounding errors. With an encoder, these use
+    the quantised weights, and one pass before them uses the trained weights.
     """
     eps = rounding_of(trainer, encoder)
     trained_K = trainer.logprobs(batch)[batch.mask]
@@ -95,7 +95,7 @@ def measure_logprobs(
             with rounding_errors(trainer, eps, draw=draw):
                 noise.append(trainer.logprobs(batch)[batch.mask] - seen_K)
     noise_DK = torch.stack(noise)
-    policy_DK = noise_DK + (seen_K - trained_K) / 2**0.5  # the floor doubles the variance
+    policy_DK = noise_DK + (seen_K - trained_K) / 2**0.5  # rounding_floor doubles the variance
     return Measured(
         seen_K,
         floor=rounding_floor(seen_K, noise_DK, error=LOG_SOFTMAX_ERROR),
@@ -104,7 +104,7 @@ def measure_logprobs(
 
 
 def as_in_engine(trainer: Trainer, encoder: BlockEncoder | None) -> AbstractContextManager[None]:
-    """Rounds the trainer's weights through the engine's format in its context."""
+    """Context: rounds the trainer's weights through the engine's format."""
     if encoder is None:
         return nullcontext()
     return encoder.applied(trainer.parameters_by_name())
@@ -112,27 +112,27 @@ def as_in_engine(trainer: Trainer, encoder: BlockEncoder | None) -> AbstractCont
 
 @dataclass
 class ParityChecks:
-    """publish.Probe; `parity` is a roles.Gate."""
+    """publish.Probe of weight syncs; the method `parity` is the roles.Gate of updates."""
 
     transport: Transport
-    measure: Callable[[TokenBatch], Measured]  # the trainer's side
-    # this rank's; split: all replicas, which complete and score, or none where only the gate is
+    measure: Callable[[TokenBatch], Measured]  # measures the trainer's log-probs
+    # this rank's; in split mode all replicas, or none in a process that only runs the gate
     engines: Sequence[Engine] = ()
-    prompts: Sequence[Sequence[int]] = ()  # of the probe, as token ids; the same on every rank
+    prompts: Sequence[Sequence[int]] = ()  # token ids of the probe; the same on every rank
     max_tokens: int = PROBE_TOKENS
-    # bound on any token's difference, in nats; None: what rounding explains
+    # bound on any token's difference, in nats; None: the floor decides
     max_diff: float | None = None
     always: bool = False
     is_moe: bool = False
-    follows_engine: bool = False  # the trainer takes the choices of rank 0's engine
+    follows_engine: bool = False  # the trainer replays the choices of rank 0's engine
     find: Callable[..., str | None] | None = None  # parity.cause.CauseSearch.find
-    floor: Quantiles | None = None  # of the policy's tokens, as last measured
-    floor_age: int = REMEASURED_EVERY  # batches since, or many
-    # of the weights last published; None: all tokens have it
+    floor: Quantiles | None = None  # the last measured `of_policy`
+    floor_age: int = REMEASURED_EVERY  # batches since that measurement
+    # version of the weights last published; None: all tokens were sampled by these
     version: Callable[[], int | None] = lambda: None
 
     def check(self) -> None:
-        """publish.Probe."""
+        """Raises CheckFailed if trainer and engine differ on the probe by more than the bound."""
         batch, found = self.probe()
         worst = max(found, key=lambda excess: (excess.statistic, excess.found.max))
         if self._is_within(worst, worst.found.max):
@@ -146,11 +146,11 @@ class ParityChecks:
         )
 
     def probe(self) -> tuple[TokenBatch, list[Excess]]:
-        """Returns the rows and the comparison with each rank of the engine. A collective.
+        """Returns the probe's rows, and the comparison with each rank of the engine. Collective.
 
-        The engine continues the prompts, so that the tokens are likely ones: in the tail of the
-        distribution, where random tokens lie, low precision is at its worst. Both sides score them
-        at temperature 1.
+        The engine completes the prompts, so that the tokens are likely ones. Random tokens lie in
+        the tail of the distribution, where low precision is worst. Both sides score the tokens at
+        temperature 1.
         """
         lengths = [len(prompt) + self.max_tokens for prompt in self.prompts]
         completed = self.engines[0].complete(self.prompts, max_tokens=self.max_tokens)
@@ -174,13 +174,13 @@ class ParityChecks:
         return batch, [self.excess(each, floor, prompts=len(rows)) for each in found]
 
     def judge(self, batch: TrainBatch) -> Excess:
-        """Compares sampled tokens with the trainer's log-probs, measured anew. A collective."""
+        """Compares sampled tokens with newly measured log-probs of the trainer. Collective."""
         measured = self.measure(batch)
         found = difference(batch, measured.logprobs_K)
         return self.excess(found, measured.floor, prompts=batch.prompt_id.unique().numel())
 
     def cause(self, batch: TrainBatch, first: int | None = None) -> str | None:
-        """Searches the cause of a difference on a few rows, row `first` before others."""
+        """Searches for the cause of a difference on a few rows, beginning with row `first`."""
         assert self.find is not None
         few = sampled_rows(batch, CAUSE_ROWS, first=first)
         return self.find(few, self.measure(few).floor, few.rollout_logprobs)
@@ -188,22 +188,23 @@ class ParityChecks:
     def excess(self, found: Quantiles, floor: Quantiles, *, prompts: int) -> Excess:
         """Returns the difference over the floor.
 
-        With experts, only prompts are independent: a token that is routed elsewhere moves all that
-        follow it.
+        With experts, only prompts are independent: a token that is routed to other experts changes
+        all later tokens.
         """
         return Excess(found, floor, prompts if self.is_moe else None)
 
     def parity(self, batch: ScoredBatch) -> dict[str, float]:
-        """Compares the tokens just sampled (roles.Gate).
+        """Compares the tokens just sampled with the trainer's log-probs; a roles.Gate.
 
-        All ranks have the batch, and refuse together.
+        Returns metrics. Raises CheckFailed if they differ by more than the bound; all ranks have
+        the batch, and raise together.
 
-        Tokens of older weights, from which the trainer has moved on, are not judged; without
-        others, the last probe was the judge. The floor is an earlier batch's; it is measured again
-        before a refusal and, at most every REMEASURED_EVERY batches, where more than half of the
-        limit is used up.
+        Tokens sampled by older weights are ignored; if there are no others, nothing is compared,
+        and the last probe has to suffice. The floor is an earlier batch's. It is measured again
+        before a refusal, and if the statistic exceeds half of the limit, but then at most every
+        REMEASURED_EVERY batches.
         """
-        if not self.follows_engine:  # choices that the trainer has recorded are not the engine's
+        if not self.follows_engine:  # the trainer recorded these choices, not the engine
             batch = replace(batch, choices=())
         version = self.version()
         is_fresh_T = batch.mask & (batch.versions == version)
@@ -240,7 +241,7 @@ class ParityChecks:
         return excess.is_explained if self.max_diff is None else largest <= self.max_diff
 
     def _cause(self, batch: ScoredBatch, parity: Parity) -> str:
-        """Finds the cause on the first rows, or guesses it where the engine cannot compute."""
+        """Returns the cause found on a few rows, or a guess if the engine cannot compute."""
         guess = explain(parity, is_moe=self.is_moe, temperature=batch.temperature)
         if self.find is None or any(self.transport.gather(self.engines[0].is_asleep)):
             return f"{guess}; `megarl check --parity` looks for the cause"

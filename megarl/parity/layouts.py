@@ -1,7 +1,7 @@
 """Trains one batch in several layouts: loss, gradient norm, and the first layer whose hidden states
 differ.
 
-    layouts, one after another --> LayoutResult of each --> where it first differs from the first
+    layouts, one after another --> LayoutResult of each --> first difference from the first layout
 """
 
 import re
@@ -20,8 +20,8 @@ from megarl.parity.sublayers import record_outputs, transformer_layers
 from megarl.trainer.trainer import Trainer
 from megarl.types import Prompt, TokenBatch
 
-# of hidden states, loss and gradient norm, relative to the largest; powers of two as scales round
-# alike in any block
+# precision -> tolerance of hidden states, loss and gradient norm, relative to the largest; scales
+# that are powers of two round alike in any block
 TOLERANCE = {
     "fp32": 1e-4,
     "bf16": 5e-2,
@@ -41,7 +41,7 @@ class LayoutResult:
 
 
 def parse_layout(text: str) -> Parallel:
-    """ "tp2,pp2" -> its sizes; "1" or "dp": only data parallelism.
+    """Parses sizes such as "tp2,pp2"; "1" or "dp": only data parallelism.
 
     Raises ValueError for any other text.
     """
@@ -60,8 +60,9 @@ def parse_layout(text: str) -> Parallel:
 
 
 def prompt_rows(prompts: Sequence[Prompt], *, num_tokens: int, vocab: int) -> TokenBatch:
-    """Returns a row per prompt, followed by `num_tokens` random tokens and trained from its second
-    token on.
+    """Returns one row per prompt, which is followed by `num_tokens` random tokens.
+
+    All tokens are trained, from the second one of a row on.
     """
     random = torch.Generator().manual_seed(0)
     rows = []
@@ -81,10 +82,10 @@ def check_layouts(
     world: int,
     rank: int,
 ) -> list[dict[str, Any]]:
-    """Builds a trainer in each layout with `build` and makes one update.
+    """Builds a trainer with `build` in each layout, and runs one update.
 
-    Returns layout, loss, grad_norm of each, and the first difference from the first layout
-    ("": none). Every rank must call; results are the same.
+    Returns a dict for each layout: layout, loss, grad_norm, and the first difference from the first
+    layout ("": none). Every rank must call it, and gets the same results.
     """
     results = []
     rows = []

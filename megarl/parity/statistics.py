@@ -27,16 +27,16 @@ class Parity:
     share_off: float  # share of tokens that differ by more than a tenth of the maximum
     share_above: float  # share of tokens whose log-prob is higher in the engine than in the trainer
     early: float  # largest difference on the first sampled token of any row
-    row: int  # of the maximum
-    position: int  # sampled tokens of that row before it
+    row: int  # row of the maximum; -1: there are no tokens
+    position: int  # number of sampled tokens before it in that row
     trainer: float
     engine: float
 
 
-# Relative rounding error of a sublayer's output. fp32 kernels also differ in exp. Not measured:
-# tf32 and fp8 on a GPU.
+# format -> relative rounding error of a sublayer's output. fp32 kernels also differ in exp. tf32
+# and e4m3 have not been measured on a GPU.
 FORMAT_EPS = {"fp32": 2**-18, "tf32": 2**-10, "bf16": 2**-8, "e4m3": 2**-4}
-# absolute, in fp32; exp is approximate in torch on a CPU: 7e-6 off over 49,152 tokens
+# absolute error in fp32; torch's exp is approximate on a CPU: 7e-6 off over 49,152 tokens
 LOG_SOFTMAX_ERROR = 2**-17
 MAX_EXCESS = 2.0
 
@@ -45,7 +45,7 @@ MAX_EXCESS = 2.0
 class Quantiles:
     """Quantiles of absolute differences of log-probs, in nats.
 
-    A few tokens that are routed to other experts change neither.
+    A few tokens that are routed to other experts change neither `median` nor `p90`.
     """
 
     median: float
@@ -55,7 +55,7 @@ class Quantiles:
 
     @classmethod
     def of(cls, diff: Tensor) -> "Quantiles":
-        """NaN counts as infinite."""
+        """Returns the quantiles of |diff|; NaN counts as infinite."""
         diff_K = torch.nan_to_num(diff.double().abs().flatten(), nan=torch.inf)
         if not (count := diff_K.numel()):
             return cls(0.0, 0.0, 0.0, 0)
@@ -68,17 +68,17 @@ class Quantiles:
         return f"median {self.median:.3g}, 90% below {self.p90:.3g}"
 
 
-carry(Quantiles)  # over a Transport
+carry(Quantiles)  # ranks send them over a Transport
 
 
 def rounding_floor(
     x_K: Tensor, noise_DK: Tensor, *, eps: float = 2**-22, error: float = 0.0
 ) -> Quantiles:
-    """What `x_K`, log-probs or others, differ by between trainer and engine if both are correct.
+    """Returns the differences of `x_K` that rounding causes between a correct trainer and engine.
 
-    `noise_DK` [draws, K] is the trainer with planted rounding errors minus itself; both sides
-    round, so the floor has twice its variance. `eps` is the relative rounding of `x_K` itself,
-    `error` the absolute one of its kernel.
+    `x_K` are log-probs or other values. `noise_DK` [draws, K] is what planted rounding errors
+    change in the trainer; both sides round, so the floor has twice its variance. `eps` is the
+    relative rounding error of `x_K` itself, `error` the absolute error of its kernel.
     """
     rounding = eps * x_K.double().abs().mean() + error
     return Quantiles.of((noise_DK * 2**0.5).double().abs() + rounding)
@@ -86,22 +86,25 @@ def rounding_floor(
 
 @dataclass(frozen=True)
 class Excess:
-    """What trainer and engine differ by, over what rounding explains."""
+    """The difference between trainer and engine, compared with what rounding explains."""
 
     found: Quantiles
     floor: Quantiles
-    num_independent: int | None = None  # None: every token
+    num_independent: int | None = None  # number of independent tokens; None: all
 
     @property
     def statistic(self) -> float:
-        """The larger squared ratio; about 1 or less in a healthy run, 0 without tokens."""
+        """The larger of the squared ratios of `found` to `floor`, of median and p90.
+
+        It is about 1 or less in a healthy run, and 0 without tokens.
+        """
         if not self.found.count:
             return 0.0
         return max(self.found.median / self.floor.median, self.found.p90 / self.floor.p90) ** 2
 
     @property
     def limit(self) -> float:
-        """MAX_EXCESS, and more for so few independent tokens that quantiles waver."""
+        """MAX_EXCESS, increased for few independent tokens, whose quantiles are noisy."""
         count = self.found.count if self.num_independent is None else self.num_independent
         return MAX_EXCESS * (1 + 2 / max(count, 1) ** 0.5) ** 2
 
@@ -132,7 +135,7 @@ def compare(batch: ScoredBatch) -> Parity:
     worst = int(diff.argmax())
     top = float(diff.max())
     row_of = torch.searchsorted(batch.cu_seqlens, positions, right=True) - 1
-    is_first = row_of.diff(prepend=row_of.new_tensor([-1])) > 0  # of its row
+    is_first = row_of.diff(prepend=row_of.new_tensor([-1])) > 0  # first sampled token of its row
     k3 = KL["k3"](-signed.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), torch.zeros_like(signed))
     row = int(row_of[worst])
     return Parity(
@@ -150,7 +153,7 @@ def compare(batch: ScoredBatch) -> Parity:
 
 
 def explain(parity: Parity, *, is_moe: bool, temperature: float) -> str:
-    """Returns a likely cause."""
+    """Returns a likely cause, guessed from how the differences are distributed."""
     if parity.share_above > 0.98 or parity.share_above < 0.02:
         side = "more" if parity.share_above > 0.5 else "less"
         return (

@@ -1,5 +1,5 @@
-"""Records the outputs of modules of the trainer, independent of the layout, replaces them, and
-plants rounding errors.
+"""Records and replaces the outputs of the trainer's modules, independent of the layout, and plants
+rounding errors in them.
 
     module of a stage --hook--> [Q / tp, H] --gather tp, project--> [Q, P]
                       --scatter by batch position--> [modules, T, P]
@@ -24,7 +24,7 @@ NUM_PROJECTIONS = 8
 
 
 def fixed_projections(hidden: int) -> Tensor:
-    """Returns [H, 8] fp64, the same on every rank. They keep the scale of a vector."""
+    """Returns projections [H, 8] fp64, the same on every rank; they keep the scale of a vector."""
     random = torch.Generator().manual_seed(0)
     return torch.randn(hidden, NUM_PROJECTIONS, generator=random, dtype=torch.float64) / hidden**0.5
 
@@ -36,8 +36,9 @@ def transformer_layers(trainer: Trainer) -> dict[str, nn.Module]:
 
 
 def trainer_sublayers(trainer: Trainer) -> dict[str, nn.Module]:
-    """Returns those of this rank's stage under the names of rollout.sublayers, without norms that
-    Transformer Engine fuses into the projection that follows.
+    """Returns the sublayers of this rank's stage, by the names of rollout/vllm/sublayers.py.
+
+    Norms that Transformer Engine fuses into the next projection are left out.
     """
     found = {}
     for name, module in nn.ModuleList(trainer.model).named_modules():
@@ -63,10 +64,11 @@ def record_outputs(
     names: Sequence[str],
     replaced: Mapping[str, Tensor] | None = None,
 ) -> Iterator[Tensor]:
-    """A context for one call of `trainer.forward(batch)`.
+    """Context: records the outputs of modules during one call of `trainer.forward(batch)`.
 
-    Yields [names, T, 8] fp64 on the CPU, filled on exit, equal on all ranks. `modules`: those of
-    `names` that this rank has; `replaced`: [T, H] instead of a module's output.
+    Yields projected outputs [names, T, 8] fp64 on the CPU, filled in on exit, equal on all ranks.
+    `modules` has the modules of `names` that are on this rank; `replaced` has outputs [T, H] that
+    replace a module's own.
     """
     projection_H8 = fixed_projections(trainer.shape.hidden)
     outputs_NT8 = torch.zeros(len(names), batch.num_tokens, NUM_PROJECTIONS, dtype=torch.float64)
@@ -90,7 +92,7 @@ def record_outputs(
                 )
             microbatch = next(remaining)
             is_real_Q = microbatch.source >= 0
-            # where it lies in the batch
+            # positions in the batch
             index = microbatch.rows.index[microbatch.source[is_real_Q]]
             if replacement_TH is not None:
                 full_QH[is_real_Q] = replacement_TH[index].to(full_QH)
@@ -115,8 +117,10 @@ def record_outputs(
 
 @contextmanager
 def rounding_errors(trainer: Trainer, eps: float, *, draw: int) -> Iterator[None]:
-    """Multiplies the output of each attention, each MLP and the final norm by 1 + u, u uniform in
-    [-eps, eps]. Repeating a forward pass would measure nothing: on a CPU it is bit-equal.
+    """Context: multiplies the outputs of each attention, each MLP and the final norm by 1 + u.
+
+    u is uniform in [-eps, eps]. Repeating a forward pass without it would measure nothing: on a
+    CPU, passes are bit-equal.
     """
     random = torch.Generator(trainer.device).manual_seed(
         draw * trainer.layout.world + trainer.layout.rank

@@ -1,9 +1,9 @@
 """Patches to the checkpoints of torch and Megatron-Core: PATCHES, `install` and `queue_of_a_write`.
 
-Pickles are loaded without running code that a crafted one names:
+Pickles are loaded without running code that a crafted pickle may name:
 
-    .metadata, records of a conversion    SafeUnpickler resolves the names in ALLOWED, and no other
-    objects in *.distcp                   torch.load(weights_only=True), with numpy's names
+    .metadata, records of a conversion    SafeUnpickler only resolves dtypes and names in ALLOWED
+    objects in *.distcp                   torch.load(weights_only=True), with numpy's names allowed
     common.pt                             Megatron-Core loads it with weights_only=True
 """
 
@@ -58,11 +58,11 @@ NUMPY = [
 
 
 class UnsafePickleError(ValueError):
-    """A pickle names a class or function that a checkpoint does not contain."""
+    """Raised if a pickle names a class or function that no checkpoint needs."""
 
     @classmethod
     def of(cls, file: object, name: str) -> "UnsafePickleError":
-        """Builds the error without an __init__, as ranks send it to each other."""
+        """Returns the error. It has no custom __init__, because ranks send it to each other."""
         return cls(
             f"{file} refers to {name}, which could run code, so it is not loaded; "
             "use another checkpoint"
@@ -87,7 +87,9 @@ def load_pickle(stream: IO[bytes]) -> Any:
 
 
 def load_object(stream: IO[bytes], file: object) -> Any:
-    """Loads what torch.save wrote. Raises ValueError, naming `file`."""
+    """Loads an object that torch.save wrote. Raises ValueError, naming `file`, if it is unsafe, has
+    FP8 state or cannot be read.
+    """
     try:
         with torch.serialization.safe_globals(NUMPY):
             value = torch.load(stream, map_location="cpu", weights_only=True)
@@ -143,10 +145,10 @@ _INSTALLED = ExitStack()
 
 
 def install() -> None:
-    """Makes torch.distributed.checkpoint load its pickles safely, in this process."""
+    """Makes torch.distributed.checkpoint load pickles safely in this process from now on."""
     _INSTALLED.enter_context(replaced(PATCHES[1:]))
 
 
 def queue_of_a_write() -> AbstractContextManager[None]:
-    """Gives the write that begins within the context a queue of its own."""
+    """Gives the checkpoint write that begins within the context a separate queue."""
     return replaced([replace(QUEUE, replacement=queue.Queue())])

@@ -39,7 +39,7 @@ def _nothing(*_args: Any, **_kwargs: Any) -> None: ...
 
 
 class _Stream(contextlib.AbstractContextManager):
-    """A CUDA stream or event. A CPU executes in order: one stream, and nothing to wait for."""
+    """Stands in for a CUDA stream or event. A CPU executes in order, so nothing has to wait."""
 
     __init__ = __exit__ = wait_stream = wait_event = synchronize = record = wait = _nothing
 
@@ -54,13 +54,14 @@ class _Stream(contextlib.AbstractContextManager):
 
 
 # Replaces the GPU's random state, which Megatron seeds, saves and swaps while it checks that the
-# CPU's is unchanged. Nothing draws from it: layers have no dropout, and parameters are loaded.
+# CPU's random state is unchanged. No numbers are drawn from it: layers have no dropout, and
+# parameters are loaded.
 _GENERATOR = torch.Generator()
 _RANDOM = ("torch.cuda", "torch.cuda.random")
 
 
 def _no_compile(function: Any = None, **_options: Any) -> Any:
-    """torch.compile, with or without arguments, as a decorator that changes nothing."""
+    """Replaces torch.compile, with or without arguments, by a decorator that changes nothing."""
     return function or _no_compile
 
 
@@ -101,7 +102,7 @@ def _as_integers(sizes: Any) -> list[int] | None:
 def _all_gather(
     tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
 ) -> Any:
-    """Pads parts of different lengths to the longest."""
+    """Replaces all_gather; pads parts of different lengths to the longest, as gloo needs."""
     if len({part.shape for part in tensor_list}) == 1:
         return dist.all_gather(tensor_list, tensor.contiguous(), group, async_op)
     assert not async_op, "an uneven all_gather is emulated and cannot be asynchronous"
@@ -120,7 +121,9 @@ def _reduce_scatter(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    """Reduces parts of different lengths as one tensor, of which each rank keeps its part."""
+    """Replaces reduce_scatter; all-reduces parts of different lengths as one tensor, of which each
+    rank keeps its part.
+    """
     if len({part.shape for part in input_list}) == 1:
         inputs = [part.contiguous() for part in input_list]
         return dist.reduce_scatter(output, inputs, op, group, async_op)
@@ -131,7 +134,7 @@ def _reduce_scatter(
 
 
 def _type_name(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """`tensor.type()` returns the name of the CUDA type; with arguments it converts as usual."""
+    """Replaces `tensor.type`: returns the CUDA type's name; with arguments, converts as usual."""
     result = tensor.type(*args, **kwargs)
     return result if args or kwargs else result.replace("torch.", "torch.cuda.", 1)
 
@@ -238,7 +241,7 @@ PATCHES = (
 
 @dataclass
 class _Rewrite(ast.NodeTransformer):
-    """Rewrites `x.cuda(...)` to `__host_cuda__(x, ...)`."""
+    """Rewrites method calls such as `x.cuda(...)` to `__host_cuda__(x, ...)`."""
 
     methods: dict[str, str]
 
@@ -271,12 +274,12 @@ class _Loader(SourceFileLoader):
 
 
 class _Host:
-    """The finder on `sys.meta_path`."""
+    """The finder on `sys.meta_path` that loads megatron.core and megatron.bridge with PATCHES."""
 
     def __init__(self) -> None:
         self.methods = {}
         self.hidden = [patch.where for patch in PATCHES if patch.where.isalpha()]
-        self.names = defaultdict(dict)  # replacements, by module
+        self.names = defaultdict(dict)  # module -> {name: replacement}
         self.builtins = {**vars(builtins), "__import__": self._import}
         for patch in PATCHES:
             if patch.where in self.hidden:
@@ -299,7 +302,10 @@ class _Host:
                 self.names[outer][name] = view
 
     def _import(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns a view of torch for `import torch.x`, of torch.x for `from torch.x import y`."""
+        """Replaces __import__: returns the view of a patched module in place of the module.
+
+        That is torch for `import torch.x`, and torch.x for `from torch.x import y`.
+        """
         if args[0] in self.hidden:
             raise ImportError(f"{args[0]} is hidden from {_PACKAGE}")
         module = builtins.__import__(*args, **kwargs)
@@ -320,10 +326,10 @@ def is_installed() -> bool:
 
 
 def install() -> bool:
-    """Makes megatron.core run on a CPU; returns whether the patches are active.
+    """Makes megatron.core run on a CPU; returns True if the patches are active.
 
-    Does nothing with CUDA, or when called again. Raises RuntimeError if megatron.core has been
-    imported before.
+    Does nothing with CUDA, or when called again. Raises RuntimeError if megatron.core was imported
+    earlier.
     """
     if torch.cuda.is_available():
         return False

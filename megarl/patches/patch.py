@@ -1,6 +1,7 @@
-"""The row type of the tables in this folder, and how a row replaces a name of a loaded library.
+"""`Patch`, a replaced name of another library, and the context that applies patches.
 
-Each file exports PATCHES, all changes of one library, and the function that applies them.
+Each module of this folder exports PATCHES, all changes to one library, and a function that applies
+them.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -14,18 +15,18 @@ from typing import Any
 class Patch:
     """A name of another library that megarl replaces."""
 
-    where: str  # dotted name; in megatron.py also a `.method()` of any object
+    where: str  # dotted name; in megatron.py also a `.method()` of any object, or a module to hide
     replacement: Any
-    why: str  # what the library does with the name, and why megarl differs
-    versions: str  # of the library
+    why: str  # how the library uses the name, and why megarl replaces it
+    versions: str  # versions of the library that need the patch
     delete_when: str
-    test: str  # in tests/; fails once the library no longer needs the patch
-    calls_original: bool = False  # the replacement takes the original before the arguments
+    test: str  # test in tests/ that fails when the library no longer needs the patch
+    calls_original: bool = False  # True: the replacement takes the original as its first argument
 
 
 @contextmanager
 def replaced(patches: Iterable[Patch]) -> Iterator[None]:
-    """Imports the libraries, and replaces their names within the context."""
+    """Imports the libraries and applies the patches within the context."""
     with ExitStack() as stack:
         for patch in patches:
             owner_name, _, name = patch.where.rpartition(".")

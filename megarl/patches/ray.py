@@ -1,4 +1,4 @@
-"""Patches to Ray while a local cluster starts: PATCHES and `applied`."""
+"""Patches that Ray needs while a local cluster starts: PATCHES and `applied`."""
 
 import socket
 import time
@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl.patches.patch import Patch, replaced
 
-START_S = 240.0  # for Ray's own processes, on a busy machine
+START_S = 240.0  # time for Ray's processes to start on a busy machine
 AGENTS = ("metrics_agent", "metrics_export", "runtime_env_agent", "dashboard_agent_listen")
 _row = partial(Patch, versions="2.60")
 _TESTS = "unit/patches/test_ray.py"
@@ -73,5 +73,5 @@ PATCHES = (
 
 
 def applied(has_dashboard: bool) -> AbstractContextManager[None]:
-    """Patches Ray within the context; without a dashboard its agents serve no HTTP."""
+    """Patches Ray within the context. Without a dashboard, its agents do not serve HTTP."""
     return replaced(x for x in PATCHES if x is not NO_DASHBOARD or not has_dashboard)

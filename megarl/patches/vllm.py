@@ -1,4 +1,4 @@
-"""Patches to vLLM while an engine starts in the trainer's process: PATCHES and `applied`."""
+"""Patches that vLLM needs while an engine starts in a trainer's process: PATCHES and `applied`."""
 
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -71,7 +71,7 @@ PATCHES = (SEGMENT_NAME, FP8_LINEAR, FP8_EXPERTS, MOE_WITHOUT_LORA, FINALIZER)
 
 
 def applied(prefix: str) -> AbstractContextManager[None]:
-    """Patches vLLM within the context; names of its shared memory start with `prefix`."""
+    """Patches vLLM within the context; the names of its shared-memory segments get `prefix`."""
     from vllm import _custom_ops
     from vllm.platforms import current_platform
 

@@ -1,4 +1,4 @@
-"""The device of this process, host memory to copy to, and memory statistics."""
+"""Selects the device of this process; allocates host memory and reads memory statistics."""
 
 import ctypes
 import math
@@ -11,23 +11,22 @@ from torch import Tensor
 
 from megarl.platform.env import get_env
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # config.train.dtype
-# options of glibc's mallopt: one arena, nothing mapped, the heap grows by 64 MiB and is given back
-# above 2 GiB
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # config.train.dtype -> torch dtype
+# options of glibc's mallopt: one arena, no mmap, grow the heap by 64 MiB, trim it above 2 GiB
 MALLOC = {
     -8: 1,  # M_ARENA_MAX
     -4: 0,  # M_MMAP_MAX
     -2: 1 << 26,  # M_TOP_PAD
     -1: 2**31 - 1,  # M_TRIM_THRESHOLD
 }
-# larger ones are not rounded up: torch would take 64 GiB for 43 GB
+# pinned blocks above 64 MB are not rounded up: torch would allocate 64 GiB for 43 GB
 PINNED = "pinned_max_round_threshold_mb:64"
 
 
 def pick_device(local_rank: int) -> torch.device:
     """Selects the GPU of this local rank, or the CPU if torch finds none.
 
-    Raises ValueError if GPUs are too few.
+    Raises ValueError if the node has too few GPUs.
     """
     if not torch.cuda.is_available():
         keep_freed_memory()
@@ -42,15 +41,16 @@ def pick_device(local_rank: int) -> torch.device:
     configured = get_env("PYTORCH_ALLOC_CONF") or ""
     try:
         torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (configured, PINNED))))
-    except (RuntimeError, ValueError):  # torch 2.11 does not know it, but would give it to vLLM
+    except (RuntimeError, ValueError):  # torch 2.11 rejects it, but would pass it on to vLLM
         torch._C._accelerator_setAllocatorSettings(configured)
     return device
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc's malloc keep what is freed, for the next tensor: a step that returns it to the
-    system faults every page in again. Peaks of resident memory then include what earlier phases
-    have freed. Does nothing elsewhere.
+    """Makes glibc's malloc keep freed memory for later tensors.
+
+    If memory is returned to the system, the next step faults every page in again. Peaks of resident
+    memory then include memory that earlier phases have freed. Does nothing without glibc.
     """
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         for option, value in MALLOC.items():
@@ -58,44 +58,44 @@ def keep_freed_memory() -> None:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies without waiting for the device: to a GPU, from pinned memory."""
+    """Copies a tensor to the device without waiting for it; copies to a GPU use pinned memory."""
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def gpu_uuids(count: int) -> list[str]:
-    """UUIDs, without the prefix `GPU-`, of the first `count` GPUs that this process sees."""
+    """Returns the UUIDs, without the prefix `GPU-`, of the first `count` visible GPUs."""
     return [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
 
 
 def host_bytes(size: int, device: torch.device) -> Tensor:
-    """Returns [size] uint8 on the host, uninitialised; pinned for copies to and from a GPU."""
+    """Returns an uninitialised host tensor [size] uint8, pinned if `device` is a GPU."""
     return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
 
 
 def device_bytes(device: torch.device) -> tuple[int, int] | None:
-    """Free and total memory of a GPU; what torch has cached is not free. None on a CPU."""
+    """Returns (free, total) bytes of a GPU, None on a CPU. Memory cached by torch is not free."""
     return torch.cuda.mem_get_info(device) if device.type == "cuda" else None
 
 
 def free_host_bytes() -> int:
-    """Memory that processes can allocate without swapping."""
+    """Returns the bytes that processes can allocate without swapping."""
     return psutil.virtual_memory().available
 
 
 def reset_peak(device: torch.device) -> None:
-    """Reset the peak that `peak_gb` returns."""
+    """Resets the peak that `peak_gb` returns."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
     with suppress(
         OSError
-    ):  # not Linux, or not permitted: peak_gb returns the peak since the start of the process
+    ):  # not Linux, or not permitted: peak_gb then returns the peak since the process started
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_gb(device: torch.device) -> float:
-    """Peak memory in GB (1e9 bytes): allocated by torch on a GPU, resident in this process on a
-    CPU; NaN if unknown.
+    """Returns the peak memory in GB (1e9 bytes), or NaN if unknown: on a GPU, memory allocated by
+    torch; on a CPU, resident memory of this process.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9

@@ -1,9 +1,9 @@
 """The process environment, read once into a frozen `Env`; the only module that uses `os.environ`.
 
-No torch.
+Does not import torch.
 
-torchrun sets RANK, WORLD_SIZE and so on. megarl adds MEGARL_JOB_ID, which prefixes the names of a
-job's shared resources on a host, and MEGARL_LAUNCHED, the process id of megarl's own launcher.
+torchrun sets RANK, WORLD_SIZE and so on. megarl adds MEGARL_JOB_ID, a part of the names of a job's
+shared resources on a host, and MEGARL_LAUNCHED, the process id of megarl's own launcher.
 """
 
 import json
@@ -23,23 +23,23 @@ from typing import Any
 from unicodedata import category
 from urllib.parse import quote, quote_plus, unquote
 
-# For ranks on one node: the interface on which gloo, NCCL and vLLM listen, of which no other host
-# can reach a port.
+# For ranks on one node: gloo, NCCL and vLLM listen on the loopback interface, which other hosts
+# cannot reach.
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
 # One file per GPU. Sandboxes do not always mount /proc/driver.
 GPU_FILES = (("/proc/driver/nvidia/gpus", "*"), ("/dev", "nvidia[0-9]*"))
 
-RESUME_CHANGED = "MEGARL_RESUME_CHANGED"  # set: other data than a run began with are accepted
-# in the name of a variable or of a field
+RESUME_CHANGED = "MEGARL_RESUME_CHANGED"  # if set, a run may resume with changed data
+# matches names of variables and fields with secrets
 SECRET = re.compile(
     r"TOKEN|KEY|SECRET|PASS|_PWD\b|AUTH|CREDENTIALS?|DSN|COOKIE|BEARER|JWT|WEBHOOK|PRIVATE|ENCRYPT"
     r"|CONNECTION_STRING|SIGNATURE|(?<![A-Z])(?:PAT|SK|SAS|SIG)(?![A-Z])",
     re.IGNORECASE,
 )
-SECRET_NAMES = set[str]()  # of other variables that hold one
-SECRET_CHARS = 8  # shorter values are words that texts need
-PASSWORD = re.compile(r"(?<=://)[^/\s:]*:([^/\s]+|[^\s@]+)@")  # in a URL
-# Secrets anywhere. Texts may be hostile, so nothing is searched twice without a limit.
+SECRET_NAMES = set[str]()  # other variables with secrets
+SECRET_CHARS = 8  # shorter values may be ordinary words, and are not redacted
+PASSWORD = re.compile(r"(?<=://)[^/\s:]*:([^/\s]+|[^\s@]+)@")  # group 1: the password in a URL
+# Matches secrets anywhere in a text. Texts may be hostile, so all backtracking is limited.
 FORMS = re.compile(
     # user:password@ in a URL
     r"(?<=://)(?:[^/\s'\"]*|[^/\s'\":]{0,99}:(?!\d+/)[^\s'\"@]{0,400})(?=@)"
@@ -50,15 +50,15 @@ FORMS = re.compile(
     r"(?:(?:bearer|basic|token|digest|negotiate)\s{1,3})?+|\bbearer\s{1,3})"
     r"(?!\*{3}|[<\[({]|(?:true|false|none|null)(?![\w-]))"
     r"(?:(?<=\")[^\"\n\\]{4,}|(?<=')[^'\n\\]{4,}|[^\s'\"&,;#]{4,})(?:; [\w.-]+=[^\s;'\"]*)*"
-    # known beginnings
+    # known prefixes of tokens, and private keys
     r"|(?-i:\b(?:(?:hf|npm|gh[oprsu])_(?=[A-Za-z0-9]{10})|github_pat_|glpat-|xox[abeprs]-|eyJ|AIza"
     r"|sk-|[rs]k_live_|A[KS]IA|pypi-Ag|SG\.|ya29\.|nvapi-)[\w-]{10,}(?:\.[\w-]+)*)"
     r"|-----BEGIN[^-\n]{0,40}KEY[^-\n]{0,9}-----(?:[^-]|-(?!----))*(?:-----END[^-\n]*-----)?",
     re.IGNORECASE,
 )
-# packages that only some settings need
+# packages that only some settings or installations need
 BASE = "pip install megarl[cpu] or megarl[gpu]"
-OPTIONAL = {  # module: its project, and what installs it
+OPTIONAL = {  # module -> project, and the command that installs it
     "torch": f"PyTorch: {BASE}",
     "megatron.core": f"Megatron-Core: {BASE}",
     "vllm": f"vLLM: {BASE}",
@@ -73,16 +73,16 @@ OPTIONAL = {  # module: its project, and what installs it
     "google.protobuf": "protobuf: pip install protobuf",
     "tiktoken": "tiktoken: pip install tiktoken",
 }
-HIDDEN = "Cc Cf Cn Co Cs Zl Zp"  # categories of Unicode
-# blank, though they count as letters or marks
+HIDDEN = "Cc Cf Cn Co Cs Zl Zp"  # Unicode categories of characters to escape
+# characters that look blank, but count as letters or marks
 FILLERS = "\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0"
-MAX_CHARS = 8_000  # of a text in a log
-READ_CHARS = 3 * MAX_CHARS  # of its beginning, and of its end
+MAX_CHARS = 8_000  # length limit of a text in a log
+READ_CHARS = 3 * MAX_CHARS  # characters processed at its beginning and at its end
 
 
 @dataclass(frozen=True)
 class Env:
-    """A process's rank and job; a single rank if there is no launcher."""
+    """The rank and the job of a process; without a launcher, a job with a single rank."""
 
     rank: int = 0
     world_size: int = 1
@@ -94,7 +94,7 @@ class Env:
     launched: bool = False  # the launcher is megarl's own
     launcher_pid: int = 0  # the same on every rank of a host; its death ends the job
     job_id: str = ""  # the same on every rank of a host, unique to the job
-    store_fd: int = -1  # of memory shared with megarl's own launcher (megarl.processes.heartbeat)
+    store_fd: int = -1  # memory shared with megarl's launcher (megarl.processes.heartbeat)
     slots_fd: int = -1
 
     @property
@@ -103,7 +103,7 @@ class Env:
 
     @classmethod
     def read(cls) -> "Env":
-        """Raises ValueError if a launcher's variable is not a number."""
+        """Reads the environment. Raises ValueError if a launcher's variable is not an integer."""
         source = os.environ
         job_id = source.get("MEGARL_JOB_ID", "")
         if "RANK" not in source or "WORLD_SIZE" not in source:
@@ -121,7 +121,7 @@ class Env:
 
         world_size = number("WORLD_SIZE")
         port = number("MASTER_PORT")
-        # torchrun's run id, or otherwise the port, distinguishes jobs on one host
+        # torchrun's run id, or else the port, distinguishes jobs on a host
         job_id = (
             job_id or source.get("TORCHELASTIC_RUN_ID", "none").replace("none", "") or f"p{port}"
         )
@@ -142,12 +142,12 @@ class Env:
 
 
 def get_env(name: str, default: str | None = None) -> str | None:
-    """Read a variable of another library; for rank and job use `Env`."""
+    """Returns a variable of another library; for rank and job use `Env`."""
     return os.environ.get(name, default)
 
 
 def set_env(**variables: str | int | None) -> None:
-    """Set variables that other libraries read when they are imported; None removes one."""
+    """Sets variables that other libraries read when they are imported; None removes a variable."""
     for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)
@@ -156,13 +156,13 @@ def set_env(**variables: str | int | None) -> None:
 
 
 def child_env(**variables: str | int) -> dict[str, str]:
-    """This process's environment, updated by `variables`, for a child process."""
+    """Returns this process's environment, updated by `variables`, for a child process."""
     return {**os.environ, **{name: str(value) for name, value in variables.items()}}
 
 
 def redact(text: str) -> str:
-    """Replaces what must not be logged: values of variables that hold a secret, by their names, and
-    what has the form of one.
+    """Removes secrets from a text: replaces the values of secret variables by the variables' names,
+    and text in the form of a secret by ***.
     """
     secrets = {}
     for name, value in os.environ.items():
@@ -178,19 +178,21 @@ def redact(text: str) -> str:
 
 
 def _encodings(secret: str) -> list[str]:
-    """Returns a secret as it may stand in a text: as it is, in quotes, in a URL, in base64."""
+    """Returns the forms in which a text may contain a secret: plain, escaped, in a URL, base64."""
     quoted = [repr(secret)[1:-1], json.dumps(secret)[1:-1]]
     in_url = [quote(secret, ""), quote(secret), quote_plus(secret), unquote(secret)]
     return [secret, *quoted, *in_url, b64encode(os.fsencode(secret)).decode().rstrip("=")]
 
 
 def log_text(text: str) -> str:
-    """Returns a text of a model, server or user as it may be printed: redacted, the middle of a
-    long one left out, control characters escaped, and each further line indented.
+    """Returns a text of a model, server or user in a form that is safe to print.
+
+    Secrets are redacted, the middle of a long text is left out, control characters are escaped, and
+    lines after the first are indented.
     """
     head = _log_part(text[:READ_CHARS])
     tail = head
-    if len(text) > READ_CHARS:  # a secret on a cut is not shown in part
+    if len(text) > READ_CHARS:  # drops the ends at the cuts, which may have part of a secret
         head = head[:-MAX_CHARS]
         tail = _log_part(text[-READ_CHARS:])[MAX_CHARS:]
     elif len(head) <= MAX_CHARS:
@@ -204,7 +206,7 @@ def _log_part(text: str) -> str:
 
 
 def escape_hidden(text: str) -> str:
-    """Escapes what moves a terminal's cursor, or hides or turns text; half surrogates too."""
+    """Escapes characters that move a terminal's cursor or hide or reverse text, and surrogates."""
     return "".join(
         ascii(char)[1:-1]
         if char not in "\n\t" and (category(char) in HIDDEN or char in FILLERS)
@@ -224,7 +226,7 @@ class _LogRecord(logging.LogRecord):
 
 
 def clean_logs() -> None:
-    """Makes every logger of this process write messages as `log_text` returns them."""
+    """Makes every logger of this process pass its messages through `log_text`."""
     logging.setLogRecordFactory(_LogRecord)
 
 
@@ -238,7 +240,7 @@ def is_interactive() -> bool:
 
 
 def count_gpus() -> int:
-    """Number of GPUs visible to this process, without importing torch; 0 for a CPU
+    """Returns the number of GPUs visible to this process, without importing torch; 0 for a CPU
     build of torch.
     """
     try:
@@ -255,9 +257,7 @@ def count_gpus() -> int:
 
 
 def has_bf16_products(cpuinfo: str = "/proc/cpuinfo") -> bool:
-    """Returns True if the CPU has instructions for products of bf16 numbers, or the system does not
-    tell.
-    """
+    """Returns True if the CPU has instructions for bf16 products, or if that is unknown."""
     with suppress(OSError):
         if flags := re.search(
             r"^(?:flags|Features)\s*:(.*)$", Path(cpuinfo).read_text(), re.MULTILINE
@@ -285,14 +285,14 @@ def is_installed(module: str) -> bool:
 
 
 def _find(name: str, path: Any) -> ModuleSpec | None:
-    if sys.modules.get(name, name) is None:  # import refuses it
+    if sys.modules.get(name, name) is None:  # a None entry makes `import` fail
         return None
     for finder in sys.meta_path:
         try:
             spec = finder.find_spec(name, path)
         except ImportError:
             return None
-        except Exception:  # noqa: BLE001 (a broken finder is no answer)
+        except Exception:  # noqa: BLE001 (a broken finder is skipped)
             continue
         if spec:
             return spec

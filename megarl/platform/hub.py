@@ -1,5 +1,6 @@
-"""Downloads from the Hugging Face hub, by huggingface_hub's environment variables; from its cache
-if unreachable.
+"""Downloads models and datasets from the Hugging Face hub, or from its cache if it is unreachable.
+
+huggingface_hub's environment variables apply.
 """
 
 import sys
@@ -11,13 +12,13 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Repository:
-    """A model or dataset on the hub, and the settings that name it, for errors."""
+    """A model or dataset on the hub, and the config keys that name it, for errors."""
 
     kind: Literal["model", "dataset"]
     id: str
     revision: str | None  # None: main
-    name: str  # the setting with its value, as in model.path=org/name
-    revision_key: str
+    name: str  # config key and value, for example model.path=org/name
+    revision_key: str  # config key of the revision
 
     def download(
         self,
@@ -26,13 +27,14 @@ class Repository:
         ignored: Sequence[str] = (),
         progress: bool,
     ) -> Path:
-        """Downloads the files that match, or all; returns their folder, named by the commit.
+        """Downloads the files that match `patterns` (None: all) and not `ignored`.
 
-        Raises ValueError.
+        Returns their folder, which is named by the commit. Raises ValueError with the cause and a
+        remedy if the download fails.
         """
         from huggingface_hub import constants, snapshot_download
 
-        # HTTPError is httpx's
+        # HTTPError is a class of httpx
         from huggingface_hub.errors import (
             HTTPError,  # pyright: ignore[reportPrivateImportUsage]
             XetDownloadError,

@@ -10,8 +10,10 @@ TOO_DEEP = f"it is nested more than {MAX_DEPTH} deep"
 
 
 def parse_json(text: str | bytes, where: object) -> Any:
-    """Returns the value. Raises ValueError, which begins with `where` (a file, or a file and line),
-    if it is not JSON, too deep or has a key twice.
+    """Returns the value of a JSON text.
+
+    Raises ValueError, prefixed with `where` (a file, or file and line), if the text is not JSON, is
+    nested too deep or has a key twice.
     """
     try:
         if isinstance(text, bytes):
@@ -29,7 +31,7 @@ def parse_json(text: str | bytes, where: object) -> Any:
 
 
 def read_json(file: Path) -> Any:
-    """Returns the value in a file. Raises OSError, and the ValueErrors of `parse_json`."""
+    """Returns the value in a JSON file. Raises OSError, and ValueError like `parse_json`."""
     return parse_json(file.read_bytes(), file)
 
 

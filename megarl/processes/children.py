@@ -1,5 +1,5 @@
-"""The processes that this one has started, directly or not: one that ends is noticed at once,
-before a call that waits for its answer times out, and all are ended with their segments.
+"""Watches this process's descendants: reports at once that one has ended, before a call that waits
+for its answer times out, and kills all of them and unlinks their shared memory.
 
     /proc --pids, their segments in /dev/shm--> Children --pidfd, event loop--> on_lost(cause)
 """
@@ -13,14 +13,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-SEGMENT = re.compile(r"(/dev/shm/\S+)$", re.MULTILINE)  # in /proc/<pid>/maps
-OWN_SEGMENTS = re.compile(r"/(psm_|vllm|megarl|-tp|sem\.)")  # not of Ray's object store
+SEGMENT = re.compile(r"(/dev/shm/\S+)$", re.MULTILINE)  # matches lines of /proc/<pid>/maps
+OWN_SEGMENTS = re.compile(r"/(psm_|vllm|megarl|-tp|sem\.)")  # excludes Ray's object store
 
 
 @dataclass
 class Children:
     pids: dict[int, str]  # process id -> name
-    segments: set[str]  # of shared memory, that they have mapped
+    segments: set[str]  # shared-memory segments that this process and its descendants have mapped
     lost: asyncio.Event = field(default_factory=asyncio.Event)
 
     @classmethod
@@ -33,7 +33,7 @@ class Children:
         return cls(pids, {name for name in segments if OWN_SEGMENTS.search(name)})
 
     def watch(self, loop: asyncio.AbstractEventLoop, on_lost: Callable[[str], None]) -> None:
-        """Calls `on_lost` once, in the loop, when one of them has ended."""
+        """Calls `on_lost(cause)` in the event loop `loop` for each process that ends."""
 
         def ended(handle: int, pid: int, name: str) -> None:
             loop.remove_reader(handle)
@@ -46,7 +46,7 @@ class Children:
                 loop.add_reader(handle, ended, handle, pid, name)
 
     def end(self) -> None:
-        """Kills those that are left, and unlinks their segments."""
+        """Kills the remaining processes and their descendants, and unlinks the segments."""
         for pid in {*self.pids, *descendants(os.getpid())}:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -56,7 +56,7 @@ class Children:
 
 
 def descendants(pid: int) -> list[int]:
-    """Process ids of the children of `pid`, and theirs."""
+    """Returns the process ids of the children of `pid`, and of their descendants."""
     found = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):

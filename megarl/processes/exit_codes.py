@@ -1,12 +1,12 @@
-"""Records how a job ended. No torch.
+"""Records how a job ended. Does not import torch.
 
     rank fails -> its slot (processes.heartbeat) -+
                                                +-> first_failure -> one message, exit.json
     rank killed -> exit status ----------------+
 
-Exit codes: 0 done, 1 a bug, 2 the config or input is wrong, 3 a check refused to continue, a rank
-was stopped or the disk is full, 130 interrupted, 143 SIGTERM: everything so far is saved, and the
-same command goes on.
+Exit codes: 0 done; 1 a bug; 2 the config or input is wrong; 3 a check refused to continue, a rank
+was stopped or the disk is full; 130 interrupted; 143 SIGTERM: the last complete step is saved, and
+the same command resumes after it.
 """
 
 import json
@@ -28,7 +28,7 @@ REFUSED = 3
 STOPPED = 130
 TERMINATED = 143
 PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
-# of megarl.types, which imports torch, and split.ray_cluster
+# exceptions of megarl.types, which imports torch, and of split.ray_cluster: name -> exit code
 NAMED = {"CheckFailed": REFUSED, "Terminated": TERMINATED, "NodeGone": REFUSED}
 SAVED = "stopped by SIGTERM; the last complete step is saved, and the same command resumes after it"
 SAME_MOMENT_S = 2.0
@@ -36,8 +36,8 @@ SAME_MOMENT_S = 2.0
 
 @dataclass
 class CurrentPhase:
-    """What a rank is doing: set as the run goes on, read when an exception ends the rank, and by
-    its heartbeat.
+    """The phase that a rank is in. The run updates it; the rank's heartbeat and the handler of an
+    exception that ends the rank read it.
     """
 
     name: str = "start-up"
@@ -50,9 +50,9 @@ class Failure:
     rank: int  # -1: no particular rank
     code: int
     message: str  # one line
-    phase: str = ""  # in which the failure happened
+    phase: str = ""  # the rank's phase at the time
     traceback: str = ""  # the last lines; recorded for bugs only
-    # since the epoch; the earliest failure is the cause
+    # seconds since the epoch; the earliest failure is the cause
     time_s: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
@@ -63,8 +63,8 @@ class Failure:
 def classify(error: BaseException) -> int:
     """Returns the exit code for an exception that ends a rank.
 
-    A ValueError or FileNotFoundError is the user's to correct only if megarl itself raised it, with
-    the values and the remedy; inside a library, it is a bug.
+    A ValueError or FileNotFoundError is a user error if megarl itself raised it, with the values
+    and the remedy. If a library raised it, it is a bug.
     """
     if (name := type(error).__name__) in NAMED:
         return NAMED[name]
@@ -97,10 +97,14 @@ def parse_record(text: str | bytes) -> Failure:
 
 
 def first_failure(failures: Iterable[Failure]) -> Failure | None:
-    """Returns the earliest; if simultaneous, a refused check comes before the bugs it may cause."""
+    """Returns the earliest failure, or None.
+
+    If all failures are within SAME_MOMENT_S, one that is not a bug precedes the bugs that it may
+    have caused.
+    """
     failures = sorted(failures, key=lambda failure: failure.time_s)
     if failures and failures[-1].time_s - failures[0].time_s < SAME_MOMENT_S:
-        failures.sort(key=lambda failure: failure.code == DEFECT)  # stable: by time within each
+        failures.sort(key=lambda failure: failure.code == DEFECT)  # stable: keeps the order by time
     return next(iter(failures), None)
 
 
@@ -110,9 +114,9 @@ def say(text: str) -> None:
 
 
 def write_exit(run_dir: Path, code: int, failure: Failure | None = None, **facts: float) -> None:
-    """Writes exit.json: the exit code, which torchrun turns into 1, and what failed.
+    """Writes exit.json: the exit code, which torchrun would replace by 1, and the failure.
 
-    Reports a disk that refuses it.
+    Prints a message if the file cannot be written.
     """
     values = {"code": code, **facts}
     if failure:

@@ -1,6 +1,6 @@
-"""Files that readers see complete or not at all, and the disk that has no room for them.
+"""Writes files atomically, and explains errors of full disks.
 
-No torch.
+Does not import torch.
 """
 
 import errno
@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-SLACK_BYTES = 1 << 16  # blocks, and what a file has besides its data
+SLACK_BYTES = 1 << 16  # partly filled blocks and metadata of a file
 
 
 @contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """Yields a path beside `file` to write to; on success it is flushed to disk and renamed to
-    `file`.
+    """Yields a path in the folder of `file` to write to. On success, the new file is flushed to
+    disk and renamed to `file`; on an error it is removed.
     """
     staging = file.with_name(f".{file.name}.{os.getpid()}")
     try:
@@ -41,7 +41,7 @@ def write_json(file: Path, values: Mapping[str, Any]) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Flush a file, or a folder's entries, to disk."""
+    """Flushes a file, or a folder's entries, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -50,9 +50,12 @@ def sync_path(path: Path) -> None:
 
 
 def full_disk(error: BaseException, folder: Path, missing_bytes: int = 0) -> str:
-    """Returns one line about the disk of `folder` or the limit on file sizes, if one of them caused
-    `error`, else "". Libraries hide the cause (torch's zip writer: "unexpected pos 704 vs 598"):
-    the disk must also have room for `missing_bytes`, what an incomplete file lacks.
+    """Returns a message if a full disk (of `folder`) or the limit on file sizes caused `error`,
+    else "".
+
+    Some libraries hide the cause (torch's zip writer: "unexpected pos 704 vs 598"). So the disk
+    also counts as full if it has no room for `missing_bytes`, the bytes that an incomplete file
+    lacks.
     """
     codes = {cause.errno for cause in causes(error) if isinstance(cause, OSError)}
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]

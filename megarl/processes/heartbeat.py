@@ -1,24 +1,26 @@
-"""What each rank is doing, which one is late, and why it failed. No torch where a launcher runs.
+"""Reports the state of each rank, detects late ranks and passes on failures.
 
-    launcher --two memfds, inherited--> ranks: a FileStore over one; in the other, a slot a rank
+The launcher uses this module without importing torch.
+
+    launcher --two inherited memfds--> ranks: a FileStore over one, a slot per rank in the other
     rank:     a thread --StackSampler.beat, every BEAT_S--> its slot; at the end its failure
     launcher: Heartbeats.check --> a warning, then a Failure, for a stopped, silent or stuck rank
 
     under torchrun, FailureWatch:
     each rank: beat --every STORE_BEAT_S--> key in the job's store --> rank 0: Heartbeats.check
-    failing rank, or rank 0 for one that is stuck --broadcast--> key --a thread a rank--> exits
+    a failing rank, or rank 0 for a late one --broadcast--> key --a thread per rank--> ranks exit
 
-The memory has no name, so no other user and no other host can open it, a full disk does not matter,
-and nothing is left behind. A store without a server also outlives any stopped rank. Under torchrun
-the last rank observes rank 0. A stopped rank cannot exit: torchrun kills it when another rank of
-its node has exited, and `srun --kill-on-bad-exit` where it was alone.
+A memfd has no name, so no other user or host can open it, it needs no disk, and nothing is left
+behind. The FileStore has no server, so it also survives a stopped rank. Under torchrun, the last
+rank observes rank 0. A stopped rank cannot exit: torchrun kills it after another rank of its node
+has exited; if it is alone on its node, `srun --kill-on-bad-exit` does.
 
-To its peers a stopped process looks like a slow one, but the kernel knows. A rank that is silent
-without being stopped may be in a call that holds the GIL, and gets almost twice the time. A rank
-waits if its main thread is in a communication call. It is stuck if it does not wait, and for
-STALL_S has neither moved nor computed. So the ranks' collectives, which differ between pipeline
-stages, need no comparison. (torch's flight recorder is of no use: it keeps gloo's finished
-collectives open, and reading it takes 60 ms.)
+To its peers, a stopped process looks like a slow one, but the kernel reports it as stopped. A rank
+that is silent without being stopped may be in a call that holds the GIL; it gets almost twice the
+time. A rank counts as waiting if its main thread is in a communication call. It counts as stuck if
+it does not wait and has neither moved nor computed for STALL_S. So there is no need to compare the
+collectives of ranks, which differ between pipeline stages. (torch's flight recorder does not help:
+it reports gloo's finished collectives as open, and reading it takes 60 ms.)
 """
 
 import json
@@ -49,23 +51,23 @@ from megarl.processes.exit_codes import (
 )
 
 BEAT_S = 0.5
-# until a rank that is stopped, or silent, is reported
+# seconds without a beat until a stopped or a silent rank is reported
 STOPPED_S = 5.0
 SILENT_S = 30.0
-SILENT = 0.9  # of the time-out, so that the run ends before the peers of a silent rank fail
+SILENT = 0.9  # share of the time-out, so that the run ends before a silent rank's peers fail
 SLOW = "is late, but not stuck"
 SLOT_BYTES = 1 << 16
 STATE_BYTES = 1 << 12
 FAILURE_BYTES = SLOT_BYTES - STATE_BYTES
-STALL_S = 30.0  # in one place, until a rank counts as waiting or stuck
-BUSY_CPU = 0.05  # of a core: who uses more is computing
+STALL_S = 30.0  # seconds in one place until a rank counts as waiting or stuck
+BUSY_CPU = 0.05  # share of a core above which a rank counts as computing
 WAITS = re.compile(
     r"/(torch|vllm)/distributed/"
     r"|/(p2p_communication|param_and_grad_buffer|transports/collective)\.py$"
 )
 WRAPPERS = ("/torch/_ops.py", "/torch/utils/_contextlib.py", "/c10d_logger.py")
 SHOWN_FRAMES = 4
-# under torchrun: keys of the job's store, seconds
+# under torchrun: keys of the job's store, and periods
 FAILED = "megarl/failed"
 BEAT = "megarl/beat"
 POLL_S = 1.0
@@ -75,17 +77,18 @@ HOST = socket.gethostname()
 
 
 class RankState(NamedTuple):
-    """One sample of a rank."""
+    """A sample of what a rank is doing."""
 
     pid: int
     host: str
     phase: str
     operation: str  # an engine step, or empty
-    is_waiting: bool  # for other ranks
-    # elsewhere: a reward waits for other programs, start-up for disks and compilers
+    is_waiting: bool  # waits for other ranks
+    # True where another time limit applies: in rewards (other programs) and start-up (disks,
+    # compilers)
     is_limited: bool
-    seconds: float  # since anything of it changed
-    cpu_s: float  # used meanwhile, by all threads
+    seconds: float  # since the stack, the phase or the engine step changed
+    cpu_s: float  # CPU time of all threads in these seconds
     stack: str  # innermost frames
 
     @property
@@ -100,7 +103,7 @@ class RankState(NamedTuple):
 
 @dataclass
 class StackSampler:
-    """Samples the main thread of this process, from another thread."""
+    """Samples the main thread of this process; called from another thread."""
 
     phase: CurrentPhase
     _place: Any = None
@@ -109,10 +112,10 @@ class StackSampler:
     _beats: int = 0
 
     def beat(self) -> str:
-        """Returns the number of beats and, unless sampling fails, the state of this one as JSON."""
+        """Returns the number of this beat and, unless sampling fails, the rank's state as JSON."""
         self._beats += 1
         state = ""
-        with suppress(Exception):  # the beats, by which a rank lives, go on
+        with suppress(Exception):  # beats must go on: a rank without beats counts as dead
             state = json.dumps(self.sample())
         return f"{self._beats} {state}"
 
@@ -147,11 +150,11 @@ class StackSampler:
 
 
 def find_late(states: Mapping[int, RankState]) -> tuple[list[int], list[int]]:
-    """Returns (late ranks, ranks that wait).
+    """Returns (late ranks, waiting ranks).
 
-    Stuck ranks are late. If none is stuck but some wait, the ranks that do not wait are late,
-    though only slow. If all wait, those are late that wait in another phase or operation than most:
-    they left out or added a collective.
+    Stuck ranks are late. If no rank is stuck but some wait, the other ranks are late, though only
+    slow. If all wait, the ranks that wait in another phase or operation than most are late: they
+    left out or added a collective.
     """
     waiting = [
         rank for rank, state in states.items() if state.is_waiting and state.seconds >= STALL_S
@@ -170,13 +173,13 @@ def find_late(states: Mapping[int, RankState]) -> tuple[list[int], list[int]]:
 
 
 def make_store(env: Env, timeout: timedelta) -> Any:
-    """The store in which the ranks of megarl's own launcher meet; its operations raise after
-    `timeout`.
+    """Returns the rendezvous store of ranks under megarl's launcher, or else a HashStore of this
+    process alone. Its operations raise an error after `timeout`.
     """
     import torch.distributed as dist
 
     if env.launched:
-        os.set_inheritable(env.store_fd, False)  # not for the processes that a rank starts
+        os.set_inheritable(env.store_fd, False)  # child processes of a rank must not inherit it
         make = dist.FileStore  # pyright: ignore[reportPrivateImportUsage]
         store = make(f"/proc/self/fd/{env.store_fd}", env.world_size)
     else:
@@ -187,9 +190,9 @@ def make_store(env: Env, timeout: timedelta) -> Any:
 
 @dataclass(frozen=True)
 class Slots:
-    """The slots of all ranks: the last beat, and one line with the failure.
+    """Shared memory with a slot per rank: the rank's newest beat, and a line with its failure.
 
-    Each rank writes its own.
+    Each rank writes its own slot.
     """
 
     fd: int
@@ -214,26 +217,26 @@ class Slots:
         start = rank * SLOT_BYTES + STATE_BYTES
         data = record.encode(errors="replace")[: FAILURE_BYTES - 1]
         os.pwrite(self.fd, data, start)
-        os.pwrite(self.fd, b"\n", start + len(data))  # last: now it can be read
+        os.pwrite(self.fd, b"\n", start + len(data))  # last: marks the record as complete
 
     def failure(self, rank: int) -> str:
-        """Returns what the rank wrote, or ""."""
+        """Returns the rank's complete failure record, or ""."""
         data = os.pread(self.fd, FAILURE_BYTES, rank * SLOT_BYTES + STATE_BYTES)
         return data[: data.find(b"\n") + 1].decode(errors="replace").rstrip()
 
 
 @dataclass
 class Heartbeats:
-    """The observer's view of the ranks: of megarl's launcher or, under torchrun, of a thread in a
-    rank.
+    """An observer's view of the ranks. The observer is megarl's launcher or, under torchrun, a
+    thread in a rank.
     """
 
     read: Callable[[int], str]  # rank -> its newest beat
     timeout_s: float  # launch.timeout_s
-    every_s: float = BEAT_S  # between two checks
+    every_s: float = BEAT_S  # shortest time between two checks
     say: Callable[[str], object] = say
-    states: dict[int, RankState] = field(default_factory=dict)  # the newest of each rank
-    # the rank that is late now: what its peers report is a consequence
+    states: dict[int, RankState] = field(default_factory=dict)  # the newest state of each rank
+    # failure of the rank that is late now; failures of its peers are consequences
     suspect: Failure | None = None
     # rank -> (number of the newest beat, seconds since then)
     _silences: dict[int, tuple[str, float]] = field(default_factory=dict)
@@ -241,8 +244,9 @@ class Heartbeats:
     _checked: float = field(default_factory=time.monotonic)
 
     def check(self, pids: Mapping[int, int]) -> Failure | None:
-        """Looks at the running ranks, {rank: process id, 0 if unknown}; returns the failure of one
-        that is overdue.
+        """Checks the running ranks `pids`, {rank: process id (0 if unknown)}.
+
+        Reports ranks that are late. Returns the failure of one for which the run must end, or None.
         """
         elapsed = time.monotonic() - self._checked
         if elapsed < self.every_s:
@@ -251,10 +255,10 @@ class Heartbeats:
         for rank in pids:
             beats, _, text = self.read(rank).partition(" ")
             last, seconds = self._silences.get(rank, ("", 0.0))
-            # an observer that was itself stopped has seen nothing
+            # an observer that was itself stopped may have missed beats, so the time is capped
             seconds += min(elapsed, 2 * self.every_s)
             self._silences[rank] = beats, seconds * (beats == last)
-            with suppress(ValueError, TypeError):  # none yet, or it is being written
+            with suppress(ValueError, TypeError):  # no state yet, or one that is being written
                 self.states[rank] = RankState(*json.loads(text))
         silent = [
             rank for rank in pids if self._silences[rank][1] >= min(STOPPED_S, self.timeout_s / 2)
@@ -275,8 +279,8 @@ class Heartbeats:
     def _late(
         self, rank: int, pid: int, waiting: Sequence[int]
     ) -> tuple[Failure, str, bool] | None:
-        """Reports how a rank is late, once; returns it as a failure, how, and whether the run must
-        end.
+        """Reports once how a rank is late. Returns (failure, how it is late, True if the run must
+        end), or None if the rank has not begun or it is too early to report it.
         """
         state = self.states.get(rank)
         _, seconds = self._silences[rank]
@@ -293,7 +297,7 @@ class Heartbeats:
                 limit_s = self.timeout_s / 2
             elif seconds < min(SILENT_S, limit_s) or not (
                 pid or state
-            ):  # under torchrun it has not begun
+            ):  # under torchrun, the rank has not begun
                 return None
         elif not state or state.is_waiting:
             how = "waits where most ranks do not"
@@ -326,7 +330,7 @@ class Heartbeats:
         )
 
     def _victims(self, late: int) -> str:
-        """What another rank waits in; a stopped rank's own state is that of its last beat."""
+        """Describes the ranks blocked by `late`, from their last beats; "" if there are none."""
         waits = [
             (state.seconds, rank)
             for rank, state in self.states.items()
@@ -339,10 +343,11 @@ class Heartbeats:
 
 
 class FailureWatch:
-    """Ends this process with the code of a failure that is broadcast, after `on_failure(failure)`.
+    """Ends this process when a failure is broadcast: calls `on_failure(failure)`, then exits with
+    the failure's code.
 
-    It has a connection of its own to the job's store: that of the process group blocks during
-    collectives.
+    Uses a separate connection to the job's store, because the connection of the process group
+    blocks during collectives.
     """
 
     def __init__(
@@ -358,7 +363,7 @@ class FailureWatch:
         self._sampler = StackSampler(phase)
         self._on_failure = on_failure
         self._rank = env.rank
-        # without torchrun's agent, rank 0 serves the store, here and then for the process group
+        # without torchrun's agent, rank 0 serves the store for this watch and the process group
         serves = env.is_main and get_env("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._store = TCPStore(
             env.master_addr,
@@ -373,7 +378,9 @@ class FailureWatch:
         threading.Thread(target=self._poll, daemon=True).start()
 
     def broadcast(self, failure: Failure) -> None:
-        """Only the first broadcast of a job counts: later failures are its consequences."""
+        """Broadcasts a failure to all ranks, unless another was broadcast before: later failures
+        are its consequences.
+        """
         if self._store.add(f"{FAILED}/count", 1) == 1:
             self._store.set(FAILED, to_record(failure))
 
@@ -389,7 +396,7 @@ class FailureWatch:
                     self._store.set(f"{BEAT}/{self._rank}", self._sampler.beat())
                 if late := self._heartbeats.check(dict.fromkeys(self._observed, 0)):
                     self.broadcast(late)
-            except RuntimeError:  # the store is gone, and the job with it
+            except RuntimeError:  # the store has ended, and with it the job
                 return
             polls += 1
             time.sleep(POLL_S)
@@ -403,5 +410,5 @@ def is_stopped(pid: int) -> bool:
     """Returns True if a signal (T) or a debugger (t) has stopped the process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    except (OSError, IndexError):  # it has ended
+    except (OSError, IndexError):  # the process has ended
         return False

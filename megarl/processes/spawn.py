@@ -1,11 +1,11 @@
-"""Starts the ranks of a job on this machine and waits for them. Imports no torch.
+"""Starts the ranks of a job on this machine and waits for them. Does not import torch.
 
     spawn_ranks --Popen, torchrun's variables--> W x megarl.run.rank_process
                 <-- exit statuses, beats, failure records --
-    The first failure is reported once, other ranks are ended, shared memory is unlinked: exit.json
+    Then: ends the other ranks, unlinks shared memory, reports the first failure, writes exit.json
 
-Ranks are plain child processes, not workers of torch's elastic agent: this keeps their exit codes,
-avoids importing torch, and responds to Ctrl-C at once. Under torchrun nothing is spawned: every
+Ranks are plain child processes, not workers of torch's elastic agent. This keeps their exit codes,
+avoids importing torch, and responds to Ctrl-C at once. Under torchrun, nothing is spawned: every
 process is a rank (rank_process.run_external).
 """
 
@@ -42,12 +42,12 @@ from megarl.processes.exit_codes import (
 from megarl.processes.heartbeat import Heartbeats, RankState, Slots
 from megarl.processes.shared_memory import lock_shm, shm_prefix, unlink_dead, unlink_shm
 
-GRACE_S = 3.0  # for the peers of a failed rank to fail too, so that their records give the cause
+GRACE_S = 3.0  # time for peers of a failed rank to record failures, which may show the cause
 POLL_S = 0.05
 
 
 def spawn_ranks(config: Config, job: Job, command: str) -> int:
-    """Run `command` on `job.world` local ranks; returns the exit code of the job."""
+    """Runs `command` on `job.world` local ranks; returns the exit code of the job."""
     folder = config.run_dir
     with lock_run_dir(folder):
         file = prepare_run_dir(config, command)
@@ -69,8 +69,9 @@ def spawn_ranks(config: Config, job: Job, command: str) -> int:
 
 @contextmanager
 def lock_run_dir(folder: Path) -> Iterator[None]:
-    """Lock the run directory against a second run of the same name; the kernel releases it however
-    the run ends.
+    """Locks the run directory against a second run of the same name.
+
+    The kernel releases the lock even if the run is killed. Raises ValueError if it is in use.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
@@ -81,7 +82,7 @@ def lock_run_dir(folder: Path) -> Iterator[None]:
                 f"{folder / '.lock'} cannot be locked ({error.strerror}); remove it, or set run.dir"
             ) from None
         stack.callback(os.close, file)
-        # locked too, because the file could be removed during the run
+        # also locks the folder, because the file could be removed during the run
         directory = os.open(folder, os.O_RDONLY)
         stack.callback(os.close, directory)
         for handle in (file, directory):
@@ -94,7 +95,7 @@ def lock_run_dir(folder: Path) -> Iterator[None]:
                 ) from None
             except OSError:
                 if handle == file:
-                    raise  # NFS locks files only
+                    raise  # not for the folder: NFS can only lock files
         os.ftruncate(file, 0)
         os.pwrite(file, str(os.getpid()).encode(), 0)
         yield
@@ -102,7 +103,7 @@ def lock_run_dir(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _stop_signals() -> Iterator[set[int]]:
-    """Yields the set of those among SIGINT, SIGTERM and SIGHUP that have arrived."""
+    """Yields a set that collects the signals SIGINT, SIGTERM and SIGHUP as they arrive."""
     signals = set()
     names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     old = {name: signal.signal(name, lambda number, _frame: signals.add(number)) for name in names}
@@ -121,7 +122,7 @@ class _Ranks:
     timeout_s: float
     slots: Slots = field(default_factory=lambda: Slots(os.memfd_create("megarl-slots")))
     processes: list[subprocess.Popen[Any]] = field(default_factory=list)
-    # where the ranks were that had not failed
+    # a line per rank that was still running after a failure, with its state
     left_running: list[str] = field(default_factory=list)
     is_saving: bool = False  # SIGTERM has been passed on
 
@@ -149,15 +150,15 @@ class _Ranks:
                     stdout=None if rank == 0 else log,
                     stderr=log,
                     pass_fds=(store_fd, self.slots.fd),
-                    # so Ctrl-C reaches only the launcher, and signals to it reach grandchildren
+                    # Ctrl-C then reaches only the launcher, and `killpg` reaches grandchildren
                     start_new_session=True,
                 )
             self.processes.append(process)
         os.close(store_fd)
 
     def wait(self, signals: set[int]) -> Failure | None:
-        """Wait until one fails or stops responding, the user stops the job, or all are done: then
-        returns None.
+        """Waits until a rank fails or stops responding, the user stops the job, or all ranks are
+        done. Returns the failure, or None if all are done.
         """
         heartbeats = Heartbeats(self.slots.read, self.timeout_s)
         while not signals or (signals == {signal.SIGTERM} and self._save(heartbeats.states)):
@@ -172,7 +173,7 @@ class _Ranks:
         return Failure(-1, TERMINATED if signals == {signal.SIGTERM} else STOPPED, "stopped")
 
     def _running(self) -> dict[int, int]:
-        """{rank: process id}"""
+        """Returns {rank: process id} of the running ranks."""
         return {
             rank: process.pid
             for rank, process in enumerate(self.processes)
@@ -180,7 +181,10 @@ class _Ranks:
         }
 
     def _save(self, states: Mapping[int, RankState]) -> bool:
-        """Makes the ranks save and end; returns True once all have left the start-up."""
+        """Passes SIGTERM on to the ranks, so that they save and end, after all have left start-up.
+
+        Returns True if it has been passed on.
+        """
         num_started = sum(state.phase != "start-up" for state in states.values())
         if not self.is_saving and num_started == len(self.processes):
             self.is_saving = True
@@ -190,8 +194,8 @@ class _Ranks:
         return self.is_saving
 
     def _cause(self, signals: set[int], heartbeats: Heartbeats) -> Failure:
-        """Give the other ranks time to fail too, then return the first failure, or the late rank
-        that caused it.
+        """Gives the other ranks time to fail too, then returns the first failure, or that of the
+        late rank that caused it.
         """
         rank, status = next((i, p.returncode) for i, p in enumerate(self.processes) if p.poll())
         deadline = time.monotonic() + GRACE_S
@@ -202,7 +206,7 @@ class _Ranks:
             f"still running: rank {rank} ({heartbeats.states.get(rank, '?')})"
             for rank in self._running()
         ]
-        if status < 0:  # killed: failures that peers recorded are consequences
+        if status < 0:  # the rank was killed: failures that peers recorded are consequences
             name = (
                 signal.strsignal(-status)
                 if -status not in set(signal.Signals)
@@ -224,7 +228,7 @@ class _Ranks:
         )
 
     def end(self) -> None:
-        """End all ranks and the processes they started; what is worth saving is saved by now."""
+        """Kills all ranks and the processes that they started; all saving is done before."""
         for process in self.processes:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

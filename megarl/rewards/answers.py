@@ -10,13 +10,13 @@ from megarl.data.thoughts import after_thoughts
 
 BOXED = "\\boxed"
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # \{ and \} are text
-# $, **, `, \( \) or \[ \] around a whole answer
+# marks around a whole answer: $, **, `, \( \) or \[ \]
 MARKS = re.compile(
     r"\A(?:(\$\$?|\*\*|`)((?:(?!\1).)*)\1|\\[(\[]((?:(?!\\[()\[\]]).)*)\\[)\]])\Z", re.DOTALL
 )
 MAX_MARKS = 4
-# A number with all that is written onto it: 3/7, 2^10, 2.5e3, 12:30, 2024-01-05, \frac{3}{7}, x_5,
-# 7 million. What is beside a number belongs to it only if it is one of the signs and words below.
+# A number with everything attached to it: 3/7, 2^10, 2.5e3, 12:30, 2024-01-05, \frac{3}{7}, x_5,
+# 7 million. Text next to a number belongs to it only if it is one of the signs and words below.
 NUMBER = re.compile(
     r"""
     (?:(?<![\w)\]}])(?<![0-9)\]}][ ])[-+\u2212\u2013][ ]?)?    # no minus between terms
@@ -46,13 +46,13 @@ def extract_answer(response: str, place: AnswerPlace) -> str | None:
     tag          the content of the last <answer>...</answer>
     boxed        the content of the last \\boxed{...} whose braces balance
     last_line    the last line that is not empty
-    last_number  the last number, without thousands separators, with all that is written onto it
-    whole        everything
+    last_number  the last number and everything attached to it, without thousands separators
+    whole        the whole response
     auto         tag if there is an <answer>, else boxed if there is a \\boxed, else whole
 
-    Of a tag or a line with a \\boxed{...}, only the box counts; marks around all of the answer, as
-    $ or **, are left out. A response whose thoughts never end (thoughts.py) has no answer; if the
-    prompt has opened them, `response` must begin with their tag.
+    If a tag or a line contains a \\boxed{...}, only the content of the box counts. Marks around the
+    whole answer, such as $ or **, are removed. A response whose thoughts never end (thoughts.py)
+    has no answer. If the prompt opens the thoughts, `response` must begin with their tag.
     """
     text = after_thoughts(response)
     if text is None:
@@ -77,7 +77,7 @@ def extract_answer(response: str, place: AnswerPlace) -> str | None:
 
 
 def _boxed(text: str) -> str | None:
-    # in a single pass, since a text may be all braces
+    # a single pass, because a text may consist of braces only
     text = re.sub(r"\\boxed +([\w.+-]+)", r"\\boxed{\1}", text)
     opened = []
     start = -1
@@ -96,7 +96,7 @@ def _boxed(text: str) -> str | None:
 
 
 def without_marks(text: str) -> str:
-    """Returns an answer without the marks of mathematics and emphasis around all of it."""
+    """Returns an answer without marks of mathematics or emphasis around the whole of it."""
     for _ in range(MAX_MARKS):
         text = MARKS.sub(r"\2\3", text.strip())
     return text.strip()
@@ -105,7 +105,7 @@ def without_marks(text: str) -> str:
 def _last_number(text: str) -> str | None:
     last = None
     for match in NUMBER.finditer(text):
-        # a digit after letters is part of a name
+        # a number needs a digit; a digit after letters is part of a name, not a number
         if re.search("[0-9]", match[0]) and not re.match(r"[A-Za-z]+_?\{?[0-9]", match[0]):
             last = WRAPPER.sub("", match[0]).rstrip(".\\")
     if last is None:

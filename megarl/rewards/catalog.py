@@ -1,9 +1,9 @@
 """Resolves the rewards of a config by name and checks their options, before anything starts.
 
-accuracy                 --> rules.py, with judges in processes of their own
+accuracy                 --> rules.py, with judges in separate processes
 format                   --> a function of rules.py
 code, judge, process     --> the module of that name
-model                    --> model.py, after the exchange of samples: not a reward of the scorer
+model                    --> model.py, which runs after the scorer, once all ranks have all samples
 package.module:function  --> the user's function
 a URL                    --> a server (remote.py)
 """
@@ -22,23 +22,24 @@ from megarl.rewards.process import Splitter, make_process
 from megarl.rewards.remote import make_remote
 from megarl.rewards.rules import BUILT_IN, Accuracy, check_math_verify
 
-MAX_CHECKED = 1000  # problems of a source
+MAX_CHECKED = 1000  # problems checked per source
 NAMES = ("accuracy", *BUILT_IN, "code", "judge", "process", "model")
 
 
 class ModelOptions(Section):
-    # None: the policy's weights and a head of zeros, to be trained (stage iterative_grpo)
+    # None: start from the policy's weights and a zero head (stage iterative_grpo trains both)
     path: str | None = None
-    splitter: Splitter = "paragraph"  # of a process reward model
+    splitter: Splitter = "paragraph"  # for a process reward model
 
 
 def make_rewards(
     rewards: Sequence[Reward], decode: Decode | None = None, timeout_s: float = 10.0
 ) -> list[BatchReward]:
-    """Makes the scorer's rewards.
+    """Returns the scorer's rewards.
 
-    `timeout_s` limits one call of a function, process rewards need `decode`. `model` is only
-    checked. Raises ValueError if a reward is unknown, does not take its options or is named twice.
+    `timeout_s` limits one call of a reward function; process rewards need `decode`. The options of
+    `model` are checked, but it is not returned. Raises ValueError if a reward is unknown, rejects
+    its options or is listed twice.
     """
     names = [reward.name for reward in rewards]
     for name in names:
@@ -60,7 +61,7 @@ def _make_reward(reward: Reward, decode: Decode | None, timeout_s: float) -> Bat
     if name == "judge":
         return make_judge(reward)
     if name == "accuracy":
-        parse_options(Section, reward)  # it has none
+        parse_options(Section, reward)  # accuracy has no options
         check_math_verify()
         accuracy = Accuracy(timeout_s)
         return BatchReward(name, reward.weight, accuracy, check=accuracy.check)
@@ -81,9 +82,10 @@ def _make_reward(reward: Reward, decode: Decode | None, timeout_s: float) -> Bat
 def check_problems(
     rewards: Sequence[BatchReward], load: Callable[[], Sequence[Source]]
 ) -> Iterator[str]:
-    """Yields which of a source's first 1,000 problems a reward cannot score.
+    """Yields a warning for each reward and source with problems that the reward cannot score.
 
-    Raises ValueError if it can score none.
+    Only the first 1,000 problems of a source are checked. Raises ValueError if a reward can score
+    none of them.
     """
     checks = [(reward.name, reward.check) for reward in rewards if reward.check]
     if not checks:

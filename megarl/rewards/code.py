@@ -4,11 +4,11 @@
                                            --calls--> solution's jail --results--> compared here
                 (JSON), or in the tests' jail (Python), which reports a verdict per test
 
-The solution never shares a process with an expected result or with what decides. A program that
-fails scores 0 (or the share of tests it passed), and its first failure is counted as
-reward/code/<kind>: those of jail/sandbox.py, `wrong_answer` and `no_code`. Failures that are not
-its fault drop the sample: `sandbox`, `bad_tests`, `unjudgeable` (it would decide its own verdict),
-`not_run` (no time was left to start it).
+The solution never shares a process with an expected result or with the code that compares results.
+A program that fails scores 0 (or the share of tests it passed). Its first failure is counted as
+reward/code/<kind>, where the kinds are those of jail/sandbox.py, `wrong_answer` and `no_code`.
+Failures that are not the program's fault drop the sample: `sandbox`, `bad_tests`, `unjudgeable`
+(the program could decide its own verdict), `not_run` (no time was left to start it).
 """
 
 import logging
@@ -50,35 +50,35 @@ from megarl.rewards.interface import (
 )
 
 log = logging.getLogger(__name__)
-# as in CommonMark; a fence that is never closed counts
+# a fenced block of CommonMark; a fence that is never closed extends to the end of the text
 FENCED = re.compile(
     r"^(?P<indent>[ \t]*)(?P<fence>(?P<mark>[`~])(?P=mark){2,})[ \t]*(?P<info>[^`\n]*)\n"
     r"(?P<code>.*?)(?:^[ \t]*(?P=fence)(?P=mark)*[ \t]*$|\Z)",
     re.MULTILINE | re.DOTALL,
 )
-# the language of a fence
+# a fence's info string: Python, or no language
 PYTHON = r"(?ia)\{?\.?(python|py)[\d.]*\b.*"
 NONE = r"\s*"
 NOT_ITS_FAULT = ("sandbox", "bad_tests", "unjudgeable")
 
 
 class CodeOptions(Section):
-    tests: str = "tests"  # the problem's field with the tests; its answer if there is no such field
+    tests: str = "tests"  # the problem's field with the tests; without it, the answer is used
     credit: Literal["all", "fraction"] = "all"  # fraction: run all tests and score the share passed
     sandbox: Literal["strict", "best_effort"] = "strict"
-    time_s: PositiveFloat = 4.0  # wall clock of one test
+    time_s: PositiveFloat = 4.0  # wall-clock limit for one test
     memory_mb: PositiveInt = 512
     disk_mb: PositiveInt = 16
     output_kb: PositiveInt = 1024
     concurrency: PositiveInt = 8  # samples run in parallel
-    total_s: PositiveFloat = 600.0  # of all samples of a step together
+    total_s: PositiveFloat = 600.0  # limit for all samples of a step together
 
 
 def make_code(reward: Reward) -> BatchReward:
-    """Makes the reward. Raises ValueError if an option is wrong.
+    """Returns the `code` reward.
 
-    Also if a program cannot run in the jail, or if `sandbox` is strict and this machine cannot
-    enforce a limit.
+    Raises ValueError if an option is wrong, if a program cannot run in the jail, or if `sandbox` is
+    strict and this machine cannot enforce a limit.
     """
     options = parse_options(CodeOptions, reward)
     is_strict = options.sandbox == "strict"
@@ -104,7 +104,7 @@ def make_code(reward: Reward) -> BatchReward:
         output_bytes=options.output_kb << 10,
         strict=is_strict,
     )
-    # for samples still running when the time is up
+    # plus time for samples that are still running at total_s
     total_s = options.total_s + START_S + options.time_s + 10.0
     code = _Code(options, limits)
     return BatchReward(reward.name, reward.weight, code, total_s, code.read_tests)
@@ -113,7 +113,8 @@ def make_code(reward: Reward) -> BatchReward:
 def extract_code(response: str) -> str:
     """Returns the last block fenced as Python, or without a language, after any thoughts.
 
-    The whole text if nothing is fenced. Empty if there is no code, or the thoughts never end.
+    Returns the whole text if nothing is fenced, and "" if there is no code or the thoughts never
+    end.
     """
     text = after_thoughts(response) or ""
     blocks = [*FENCED.finditer(text)]
@@ -126,7 +127,7 @@ def extract_code(response: str) -> str:
     return ""
 
 
-TestResult = tuple[str, str]  # of a test: kind of failure, empty if it passed; detail
+TestResult = tuple[str, str]  # (kind of failure, "" if the test passed; detail)
 
 
 @dataclass(frozen=True)
@@ -140,9 +141,9 @@ class _Code:
             return list(pool.map(partial(try_score, self._score), requests, repeat(deadline)))
 
     def read_tests(self, answer: Any, extra: Mapping[str, Any]) -> ProblemTests:
-        """Reads the tests of a problem.
+        """Returns the tests of a problem.
 
-        Raises ScoreError if they cannot be read, or their verdict would be the solution's.
+        Raises ScoreError if they cannot be read, or if the solution could decide their verdict.
         """
         field = self.options.tests
         try:
@@ -170,7 +171,8 @@ class _Code:
             raise ScoreError(
                 "not_run", f"ran out of total_s={self.options.total_s} before this sample"
             )
-        # a sample that was started has its time, so that none can be left out by using all of it
+        # A sample that has started keeps its full time; otherwise one could get itself dropped by
+        # using up the time.
         sample_deadline = max(deadline, time.monotonic() + START_S + self.limits.time_s)
         passed = 0
         failure = ""
@@ -202,11 +204,11 @@ class _SampleRun:
     deadline: float
 
     def results(self, tests: ProblemTests) -> Iterator[TestResult]:
-        """Yields one result per test, in their order; the processes end with the iterator."""
+        """Yields one result per test, in order. Closing the iterator ends the processes."""
         for test in tests.pairs:
             if isinstance(test, CallTest):
                 continue
-            # plus twice the expected output, so that a correct answer is never too long
+            # adds twice the expected output, so that a correct output never exceeds the limit
             limits = self._limits(2 * len(test.stdout))
             run = run_program(self.source, test.stdin, limits, deadline=self.deadline)
             kind = run.kind
@@ -220,7 +222,7 @@ class _SampleRun:
             yield from _until_the_end(len(tests.script.tests), self._script(tests.script))
 
     def _calls(self, tests: Sequence[CallTest]) -> Iterator[TestResult]:
-        # as for programs
+        # twice the longest expected output, as for programs
         size = 2 * max(len(ascii(test.expected)) for test in tests)
         with closing(self._solution(len(tests), size)) as solution:
             solution.load()
@@ -240,10 +242,10 @@ class _SampleRun:
         turns = 1 + len(script.tests)
         limits = self._limits(TESTS_OUTPUT_BYTES)
         tests = Tests("", limits, deadline=self.deadline, num_turns=turns)
-        # as for calls
+        # twice the longest text of a test
         size = 2 * max(map(len, (script.prologue, *script.tests)))
         with closing(tests), closing(self._solution(len(script.tests), size)) as solution:
-            try:  # what fails before the solution is loaded is not its fault
+            try:  # failures before the solution is loaded are not its fault
                 until = min(time.monotonic() + START_S, self.deadline)
                 tests.prepare(script.names, script.errors, until)
                 kind, detail = tests.run(script.prologue, None, until)
@@ -269,7 +271,7 @@ class _SampleRun:
 
 
 def _until_the_end(num_tests: int, results: Iterator[TestResult]) -> Iterator[TestResult]:
-    """Yields `results`, and for the tests after a process ended, how it ended."""
+    """Yields `results`; if a process ends early, yields its end as the result of each test left."""
     done = 0
     try:
         for result in results:

@@ -1,16 +1,19 @@
-"""Functions as rewards.
+"""Calls Python functions as rewards.
 
-``f(prompt, response, answer, final_answer, tokens, finish, opening, **extra) -> float``: `answer`
-is the reference, `final_answer` the part of the response to compare with it (None if there is
-nothing at the place `task.answer`), `tokens` the response's ids, `finish` stop or length, `opening`
-the tag, as <think>, of thoughts that the prompt has opened ("" if none), and `extra` the reward's
-options and the problem's other fields (among them a function `score`, if the task judges answers
-itself). A function may leave out any argument; one that it demands must be among these. It may also
-return a dictionary whose `score` is the reward.
+``f(prompt, response, answer, final_answer, tokens, finish, opening, **extra) -> float``
 
-The functions of a module are called one at a time in a process of their own (jail/workers.py). It
-keeps their state until a call is late or ends it, gets copies of the arguments, and has nothing of
-the run's process: no process group, no tracker, nothing that a task has left in a module.
+`answer` is the reference; `final_answer` is the part of the response to compare with the reference
+(None if the response has nothing where `task.answer` looks). `tokens` are the response's token ids,
+and `finish` is "stop" or "length". `opening` is the tag, for example <think>, of thoughts that the
+prompt opens ("" if none). `extra` has the reward's options and the problem's other fields (among
+them a function `score`, if the task judges answers itself). A function may omit any of these
+parameters and must not require any other. It may also return a dictionary whose `score` is the
+reward.
+
+The functions of a module are called one at a time in a separate process (jail/workers.py). The
+process keeps their state until a call times out or ends the process. It receives copies of the
+arguments and shares nothing with the run's process: no process group, no tracker, no state that a
+task has left in a module.
 """
 
 import inspect
@@ -25,8 +28,8 @@ from megarl.jail.workers import worker_of
 from megarl.platform.env import clean_logs
 from megarl.rewards.interface import Score, ScoreError, ScoreRequest, try_score
 
-SUPPLIED = [*ScoreRequest("", "", "").arguments()]  # for each sample
-# not accepted as options
+SUPPLIED = [*ScoreRequest("", "", "").arguments()]  # arguments available for every sample
+# names of arguments, which cannot be options
 ARGUMENTS = {*SUPPLIED, "score", "steps"}
 UNUSABLE = (
     inspect.isclass,
@@ -38,25 +41,25 @@ VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def _call(path: str, arguments: Mapping[str, Any]) -> Any:
-    """Calls the function, in its process."""
+    """Calls the function at `path`; runs in the module's process."""
     clean_logs()
     return import_function(path, setting="")(**arguments)
 
 
 @dataclass
 class FunctionReward:
-    """Scores a batch, sample by sample; `timeout_s` limits one call.
+    """Scores a batch by calling a function for each sample; `timeout_s` limits one call.
 
     Raises ValueError, naming the reward, for an option that the function does not take, and for
-    functions that return no number when they are called: of coroutines, generators or objects.
+    coroutine functions, generator functions and classes, whose calls return no number.
     """
 
     path: str
     options: Mapping[str, Any]
-    setting: str  # that names the path
+    setting: str  # config key of the path, for errors
     name: str
     timeout_s: float
-    context: Collection[str] = ()  # further arguments of `call`
+    context: Collection[str] = ()  # names of the keyword arguments that `call` adds
 
     def __post_init__(self) -> None:
         function = import_function(self.path, setting=self.setting)
@@ -75,7 +78,7 @@ class FunctionReward:
             for p in parameters
             if p.default is p.empty and p.kind not in VARIADIC
         }
-        self.accepted = None  # names of the function's arguments; None: any keyword
+        self.accepted = None  # names of the function's parameters; None: any keyword
         if parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters):
             self.accepted = {p.name for p in parameters}
             check_options(
@@ -92,8 +95,8 @@ class FunctionReward:
         return Score(float(result))
 
     def check(self, answer: str | None, extra: Mapping[str, Any]) -> None:
-        """Raises ScoreError if the function demands what no sample of a problem has, or would get
-        what cannot be sent to its process.
+        """Raises ScoreError if the function requires an argument that the problem's samples do not
+        have, or takes a field that cannot be sent to its process.
         """
         known = [*SUPPLIED, *self.context, *extra, *self.options]
         missing = sorted(self.required.difference(known))
@@ -102,7 +105,7 @@ class FunctionReward:
             raise ScoreError("signature", f"it demands {', '.join(missing)}, but {there}")
         try:
             pickle.dumps(self._accept(extra))
-        except Exception as error:  # noqa: BLE001 (it runs code of the values)
+        except Exception as error:  # noqa: BLE001 (pickling runs code of the values)
             raise ScoreError(
                 "signature", f"a field cannot be sent to the function's process: {error}"
             ) from None
@@ -110,7 +113,7 @@ class FunctionReward:
     def call(self, request: ScoreRequest, **context: Any) -> Any:
         """Returns the function's result.
 
-        Raises CallError if it takes too long or raises an error.
+        Raises CallError if the function takes too long or raises an error.
         """
         arguments = self._accept({**request.arguments(), **context, **self.options})
         worker = worker_of(self.path.rpartition(":" if ":" in self.path else ".")[0])

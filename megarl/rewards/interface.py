@@ -3,9 +3,9 @@
     Sample + Prompt --scorer--> ScoreRequest --a reward (function, code, URL, judge, process)-->
         Score --scorer--> Sample.reward
 
-A score without a value drops its sample, because the reward failed. One with a value and a cause is
-trained on: the policy failed (its code exceeded the time limit, for example), and the metrics count
-the cause.
+A score without a value means that the reward failed, and drops the sample. A score with a value and
+a cause means that the policy failed (its code exceeded the time limit, for example): the sample is
+trained on, and the metrics count the cause.
 """
 
 import logging
@@ -20,29 +20,29 @@ from megarl.jail.workers import CallError
 log = logging.getLogger(__name__)
 Decode = Callable[[Sequence[int]], str]  # token ids -> text
 
-# causes: the server gave no answer, or stopped in the middle of one
+# causes: the server did not answer, or the connection failed during the answer
 UNREACHABLE = ("no_connection", "broken")
 
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """The fields of a sample and its problem that rewards use."""
+    """Fields of a sample and its problem that rewards use."""
 
     id: str  # "<prompt id>/<sample index>", unique within a call
     prompt: str
     response: str
-    answer: Any = None  # the reference, as the task has it (data.rows.reference)
-    tokens: tuple[int, ...] = ()  # of the response
+    answer: Any = None  # the task's reference (data.rows.reference)
+    tokens: tuple[int, ...] = ()  # the response's token ids
     finish: str = "stop"
     extra: Mapping[str, Any] = field(default_factory=dict)  # the problem's other fields
     prompt_tokens: tuple[int, ...] = ()
-    # what judges compare with `answer` (answers.py); None: the response has none
+    # the part of the response to compare with `answer` (answers.py); None: there is none
     final_answer: str | None = None
-    # the tag of the thoughts that the prompt has opened and the response must close (thoughts.py)
+    # the tag of thoughts that the prompt opens and the response must close (thoughts.py)
     opening: str = ""
 
     def arguments(self) -> dict[str, Any]:
-        """Returns keyword arguments of a reward function.
+        """Returns the keyword arguments for a reward function.
 
         The sample's fields take precedence over the problem's.
         """
@@ -60,36 +60,36 @@ class ScoreRequest:
 
 @dataclass(frozen=True)
 class Score:
-    """The value that a reward gives a sample; None drops the sample.
+    """The value that a reward assigns to a sample; a `value` of None drops the sample.
 
-    The metrics count `cause`, one word, as reward/<name>/<cause>.
+    `cause` is one word; the metrics count it as reward/<name>/<cause>.
     """
 
     value: float | None
     cause: str = ""
     detail: str = ""  # one sentence for the log
-    # (index into the response's tokens, reward of the step that ends there), of process rewards;
-    # `value` is only their mean
+    # process rewards only: (index into the response's tokens, reward of the step that ends there);
+    # `value` is their mean
     steps: tuple[tuple[int, float], ...] | None = None
 
 
 class ScoreError(CallError):
-    """A sample could not be scored, for the reason `cause`."""
+    """Raised if a sample cannot be scored; `cause` is the reason in one word."""
 
 
 @dataclass(frozen=True)
 class BatchReward:
-    """One reward of a config. Calling it scores a batch in order and never raises.
+    """One reward of a config. Calling it returns the scores of a batch in order and never raises.
 
-    The scorer waits `total_s` seconds for its thread. If `total_s` is None, it runs on the calling
-    thread and limits each sample's time.
+    The scorer runs a reward on a separate thread and waits up to `total_s` seconds for it. A reward
+    whose `total_s` is None runs on the calling thread and limits the time of each sample itself.
     """
 
     name: str
     weight: float
     score: Callable[[Sequence[ScoreRequest]], list[Score]]
     total_s: float | None = None
-    # takes a problem's answer and other fields; raises ScoreError if it cannot be scored
+    # check(answer, other fields of the problem) raises ScoreError if the problem cannot be scored
     check: Callable[[str | None, Mapping[str, Any]], object] | None = None
 
     def __call__(self, requests: Sequence[ScoreRequest]) -> list[Score]:
@@ -101,7 +101,9 @@ class BatchReward:
 
 
 def try_score(score: Callable[..., Score], *args: Any) -> Score:
-    """Returns ``score(*args)``, or a score without a value for any error, also one among `args`."""
+    """Returns ``score(*args)``, or a score without a value if it raises or an argument is a
+    CallError.
+    """
     try:
         for arg in args:
             if isinstance(arg, CallError):
@@ -114,5 +116,5 @@ def try_score(score: Callable[..., Score], *args: Any) -> Score:
 
 
 def parse_options(section: type[AnySection], reward: Reward) -> AnySection:
-    """Validates a reward's options. Raises ValueError with the values and the remedy."""
+    """Returns a reward's options as `section`. Raises ValueError with the values and the remedy."""
     return validate_options(section, reward.options, f"rewards: name={reward.name!r}")

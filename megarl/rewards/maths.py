@@ -1,13 +1,13 @@
-"""Compares a final answer with a reference, as text, as a number with its unit, as mathematics.
+"""Compares a final answer with a reference: as text, as a number with its unit, as mathematics.
 
     the same words, choice or number                          --> right
     another unit, not mathematics, not the form of one answer --> wrong
-    else                                                      --> equalities for math-verify
+    everything else                                           --> equalities for math-verify
 
-math-verify (in its own process: megarl.jail.judging) drops signs it does not know, takes the last
-value of what it cannot parse, and reads words as products of letters: 'silent' equals 'listen'. So
-it is asked about mathematics only, in the form of one answer: no expression that is left to
-evaluate, no chain of values, no alternative.
+math-verify (in a separate process: megarl.jail.judging) drops signs that it does not know, takes
+the last value of a text that it cannot parse, and reads words as products of letters: 'silent'
+equals 'listen'. So it only gets mathematics in the form of one answer: no expression that is left
+to evaluate, no chain of values, no alternatives.
 """
 
 import logging
@@ -32,11 +32,11 @@ from megarl.rewards.reading import (
 
 MAX_CHARS = 2000  # longer answers are only compared as text
 COMMAND = re.compile(r"\\(?:begin|end)\{\w+\}|\\(?:[A-Za-z]+|.)", re.DOTALL)
-# H2O, e4, 2024-01-05, 12:30, 1:2:3
+# labels, which are not mathematics: H2O, e4, 2024-01-05, 12:30, 1:2:3
 LABEL = re.compile(r"[A-Za-z][0-9]|[0-9][-/.][0-9]+[-/.][0-9]|[0-9]\s?:\s?[0-9]+(?:[0-9]|\s?:)")
 MISREAD = re.compile(
     r"(?<!_)[0-9]\s+[0-9]|\([0-9.]+\)\s*\([0-9]|\.(?![0-9\\])|[A-Za-z]\s*\.|[0-9}]\s*_"
-)  # 8 9 as the sum 17, and 17_2 as 17
+)  # math-verify reads 8 9 as the sum 17, and 17_2 as 17
 GREEK = """
 alpha beta gamma delta epsilon varepsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau
 phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega
@@ -47,7 +47,7 @@ LETTER = (
     r"'?(?:\s?_\s?(?:\w|\{[\w+-]*\}))?"
 )
 LETTERS = rf"\s*{LETTER}(?:\s*[,+]\s*{LETTER})*\s*"
-# the name of a value: x_1, f(x), m+n, (x,y), \angle ABC, Total cost
+# the left side of name = value: x_1, f(x), m+n, (x,y), \angle ABC, Total cost
 NAME = re.compile(
     r"(?!.*\b(?:not|or|and|but|no|non|never|wrong|except|than|isn|anything)\b)\s*"
     rf"(?:{LETTERS}|(?:{LETTER})?\({LETTERS}\)|m?\s*\\angle\s*\w+"
@@ -65,14 +65,14 @@ INTERVALS = {
 }
 BINARY = r"[*/^_=<>]|\\(?:times|cdot|div|le|ge|ne|approx|in|to|equiv|sim)(?![A-Za-z])"
 INCOMPLETE = re.compile(rf"\s*(?:{BINARY}).*|.*(?:{BINARY}|[-+\\]|\\pm)\s*\Z", re.DOTALL)
-# math-verify reads these as they are meant; any other token must be in the reference as well
+# math-verify reads these tokens correctly; any other token must be in the reference as well
 KNOWN = r"""
 frac pi cdot cdots ldots dots times pm mp infty le ge cup cap setminus emptyset overline vec hat
 mathbb begin end pmatrix bmatrix matrix \ { } $ %
 """
 COMMANDS = {f"\\{name}" for name in (KNOWN + GREEK).split()}
 PLAIN = re.compile(r"[0-9.]+|[A-Za-z]{1,2}|[+*/^(){}\[\],=<>|_-]|[pb]?matrix")
-# evaluated by math-verify: one of the same line must be in the reference
+# math-verify evaluates these; an answer may use one if the reference has one of the same line
 EVALUATED = r"""
 \sum \prod \int \lim
 \gcd \lcm \max \min \lfloor \lceil \rfloor \rceil \bmod \pmod \mod
@@ -86,15 +86,15 @@ CLASSES = [{*line.split()} for line in EVALUATED.splitlines()]
 
 PERCENT = "*%^1"
 
-# a reference, and texts that must all equal it as mathematics: the answer first
+# (reference, answer, other sides of the answer's equation): all must be equal as mathematics
 Equality = tuple[str, ...]
 
 
 def compare(candidate: str, answer: object) -> bool | list[Equality]:
-    """Compares a candidate with a reference, or with each of a list; one must be right.
+    """Compares a candidate with a reference; one reference of a list must match.
 
-    Returns whether it is, or the equalities on which it depends. Raises ScoreError for a reference
-    that is no text, number or truth value.
+    Returns True or False, or the equalities of which one must hold. Raises ScoreError if the
+    reference is not a text, a number, a boolean or a list of these.
     """
     equalities = []
     for text in texts_of(answer):
@@ -105,9 +105,9 @@ def compare(candidate: str, answer: object) -> bool | list[Equality]:
 
 
 def texts_of(answer: object) -> list[str]:
-    """Returns the texts of a reference: one, or those of a list.
+    """Returns a reference as a list of texts.
 
-    Raises ScoreError for none, and for what is no text, number or truth value.
+    Raises ScoreError if it is empty, or has a value that is not a text, a number or a boolean.
     """
     if isinstance(answer, list | tuple) and answer:
         return [text for one in answer for text in texts_of(one)]
@@ -135,7 +135,7 @@ def _compare_texts(candidate: str, answer: str) -> list[Equality]:
     letter, text = CHOICE.findall(candidate)[0]
     right_letter, right_text = CHOICE.findall(answer)[0]
     if letter and right_letter:
-        is_name = re.match(r"[A-J]\.\s*[^\W\d_]", answer)  # E. coli
+        is_name = re.match(r"[A-J]\.\s*[^\W\d_]", answer)  # for example E. coli
         if letter != right_letter or OTHER_CHOICE.search(text) or (is_name and not text):
             return []
         if not (text and right_text):
@@ -144,11 +144,13 @@ def _compare_texts(candidate: str, answer: str) -> list[Equality]:
 
 
 def _compare_named(candidate: str, answer: str) -> list[Equality]:
-    """Compares x = 17, x = 1, x = 2 and x \\in [0, 1] by their values, other equations as such."""
+    """Compares named values (x = 17; x = 1, x = 2; x \\in [0, 1]) by value, other equations as a
+    whole.
+    """
     name, value = _split_name(answer)
     our_name, our_value = _split_name(candidate)
     is_equation = len(_split(candidate, EQUALS)) > 1
-    if name and (our_name == name or not (is_equation or "+" in name)):  # 5 is no line x+y=5
+    if name and (our_name == name or not (is_equation or "+" in name)):  # 5 is not x+y=5
         return _compare_sides(our_value, value)
     if len(_split(answer, EQUALS)) == 1:
         return _compare_sides(our_value, answer)
@@ -158,15 +160,15 @@ def _compare_named(candidate: str, answer: str) -> list[Equality]:
 
 
 def _split_name(text: str) -> tuple[str, str]:
-    """Returns the name of a value, empty if it has none, and what the name equals.
+    """Splits name = value into (name, value); the name is "" if the text has none.
 
-    The name of x = 1, y = 2 is (x,y), and its value (1,2).
+    For x = 1, y = 2 the name is (x,y) and the value (1,2).
     """
     name = ""
     named = []
     for part in _split(text, COMMA):
         sides = _split(part, EQUALS)
-        if not NAME.fullmatch(sides[0]):  # 5 = x
+        if not NAME.fullmatch(sides[0]):  # the name is on the right: 5 = x
             sides.reverse()
         if len(sides) > 1 and NAME.fullmatch(sides[0]):
             name = "".join(tokens_of(sides.pop(0)))
@@ -180,7 +182,9 @@ def _split_name(text: str) -> tuple[str, str]:
 
 
 def _compare_sides(text: str, answer: str) -> list[Equality]:
-    """Compares the last side, and all others as well: 10 + 7 = 17, but not 18 = 17."""
+    """Compares every side of an equation with the reference: for 17, 10 + 7 = 17 is right, but
+    18 = 17 is not.
+    """
     *others, last = _split(text, EQUALS)
     others = [side for side in others if not NAME.fullmatch(side)]
     if not all(_is_comparable(side, answer) for side in others):
@@ -191,14 +195,14 @@ def _compare_sides(text: str, answer: str) -> list[Equality]:
 def _compare_quantities(candidate: str, answer: str) -> list[Equality]:
     our_value, our_unit, our_scale = read_quantity(candidate)
     value, unit, scale = read_quantity(answer)
-    # a unit may be left out, and a number may be of anything
+    # the answer may omit the unit; a reference without a unit accepts any
     if unit not in ("", our_unit) and (our_unit or "#" in unit):
         return []
     values = [value]
     if scale == PERCENT and not (our_scale or our_unit):
-        values.append(_percent(value))  # 50% is 0.5, and 50 where a percentage was asked for
+        values.append(_percent(value))  # 50% equals 0.5, and 50 if the task asks for a percentage
     elif our_scale == PERCENT and not (scale or _is_whole(value)):
-        our_value = _percent(our_value)  # but 500% is not 5
+        our_value = _percent(our_value)  # not if the reference is whole: 500% is not 5
     elif our_scale != scale:
         return []
     equalities = []
@@ -241,7 +245,9 @@ def _compare_values(candidate: str, answer: str) -> list[Equality]:
 
 
 def _spell_out(text: str) -> str:
-    """Returns 1,234 without its comma, 4.5e33, x < 1 or x > 2, or 2 > x > 1 as LaTeX."""
+    """Rewrites notations as LaTeX that math-verify reads: 1,234 without its comma; 4.5e33;
+    x < 1 or x > 2; 2 > x > 1.
+    """
     lines = [HALF_LINE.fullmatch(part) for part in re.split(r",|\bor\b", text)]
     if len(lines) > 1 and all(lines):
         return r"\cup".join(INTERVALS[line[1]].format(line[2].strip()) for line in lines if line)
@@ -256,9 +262,9 @@ def _spell_out(text: str) -> str:
 
 
 def is_mathematics(answer: str) -> bool:
-    """Returns whether a reference is mathematics, not a mere label or prose.
+    """Returns True if a reference is mathematics, not a label or prose.
 
-    It is a single letter, or has a digit, an operator or a command.
+    Mathematics is a single letter, or has a digit, an operator or a command.
     """
     text = COMMAND.sub(" ", answer)
     if re.search("[A-Za-z]{3}", text) or LABEL.search(text) or MISREAD.search(answer):
@@ -268,7 +274,7 @@ def is_mathematics(answer: str) -> bool:
 
 
 def _is_comparable(text: str, answer: str) -> bool:
-    """Returns whether a text has the form of one answer that math-verify reads as it is meant."""
+    """Returns True if a text has the form of one answer and math-verify reads it correctly."""
     ours = _opening(text)
     theirs = _opening(answer)
     tokens = _tokens(answer)
@@ -288,14 +294,14 @@ def _tokens(text: str) -> set[str]:
 
 
 def _opening(text: str) -> str:
-    """Returns the bracket around a text, a comma for a list without one."""
+    """Returns the bracket that opens a text, or a comma for a list without brackets."""
     if len(_split(text, COMMA)) > 1:
         return ","
     return "".join(re.findall(r"\A\\?[({\[](?!.*\\cup)", text))
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """Splits a text at separators outside all brackets."""
+    """Splits a text at each match of the pattern `separator` outside all brackets."""
     pieces = []
     start = 0
     depth = 0
@@ -315,16 +321,16 @@ def _split(text: str, separator: str) -> list[str]:
 
 
 def import_math_verify() -> None:
-    """Imports math-verify, and fills the caches of its parser for the processes that are forked."""
+    """Imports math-verify and fills its parser's caches, which forked processes then share."""
     text = r"\{\frac{1}{2}, x^2 + \sqrt{3}\}"
     make_judge(None)([(text, text)])
 
 
 def make_judge(context: None) -> Callable[[list[Equality]], float]:
-    """Returns ``judge(equalities)``, which is 1 if one of them is true, else 0."""
+    """Returns ``judge(equalities)``, which returns 1.0 if one of the equalities holds, else 0.0."""
     import math_verify
 
-    # without its own time limits, which need the process's only alarm
+    # math-verify's own time limits are off: they need the process's only alarm
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
     from sympy import Add, Basic, MatAdd, Mul, Number, preorder_traversal
@@ -332,9 +338,10 @@ def make_judge(context: None) -> Callable[[list[Equality]], float]:
     verify = partial(math_verify.verify, timeout_seconds=None, allow_set_relation_comp=True)
 
     def is_left(expression: Any) -> bool:
-        """Returns True if a sum in it has like terms or a zero, or a product two numbers.
+        """Returns True if an expression is left to evaluate.
 
-        The parser evaluates fractions only: 1 - 1/2, 8 + 9, 2 * 9 and pi + pi are left to evaluate.
+        That is, if a sum in it has like terms or a zero, if a product has two numbers, or if it
+        adds matrices. The parser only evaluates fractions, not 1 - 1/2, 8 + 9, 2 * 9 or pi + pi.
         """
         for node in preorder_traversal(expression):
             if isinstance(node, Add):
@@ -350,7 +357,7 @@ def make_judge(context: None) -> Callable[[list[Equality]], float]:
         return False
 
     def is_near(gold: Any, other: Any) -> bool:
-        """Returns False for numbers that are only equal as both round to 0, as 1e-34 and 2e-34."""
+        """Returns False for numbers that are equal only because both round to 0 (1e-34, 2e-34)."""
         if not all(isinstance(value, Basic) and value.is_number for value in (gold, other)):
             return True
         gold, other = (complex(value.doit().evalf()) for value in (gold, other))

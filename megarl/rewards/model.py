@@ -1,14 +1,14 @@
-"""The reward `model`: a reward model scores a step's samples on the devices of policy and engine.
+"""The `model` reward: a reward model on the run's devices scores the samples of a step.
 
     samples, the same on every rank --their tokens--> forward pass of all ranks
-                                    --a score each--> Sample.reward
+                                    --one score each--> Sample.reward
 
     rewards: [{name: model, weight: 1.0, options: {path: FOLDER}}, {name: format, weight: 0.1}]
 
-`path` is a folder that stage reward_model exported, or a sequence classifier with one label, with
-the policy's tokenizer; one with another, or on other machines, is a server:
-`megarl serve-reward FOLDER`. A process reward model scores the steps of a response (process.py) at
-their last tokens, for `algorithm.advantage: grpo_process`.
+`path` is a folder that stage reward_model exported, or a sequence classifier with one label. It
+must have the policy's tokenizer; to use a model with another tokenizer, or on other machines, run a
+server: `megarl serve-reward FOLDER`. A process reward model scores the steps of a response
+(process.py) at their last tokens, for `algorithm.advantage: grpo_process`.
 """
 
 import math
@@ -28,10 +28,10 @@ from megarl.types import Sample, TokenBatch
 
 @dataclass(frozen=True)
 class ModelReward:
-    """Adds a model's scores to samples, which are the same on every rank.
+    """Adds a model's scores to samples. Every rank must pass the same samples.
 
-    `score` returns the score of each row [N], or with `is_process` of each position [T] that is
-    True in its mask.
+    `score` returns one score per row [N]. With `is_process`, it returns one value per position [T],
+    of which those where the batch's mask is True are used.
     """
 
     weight: float
@@ -41,9 +41,10 @@ class ModelReward:
     decode: Decode = lambda tokens: ""
 
     def __call__(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Returns the samples in order.
+        """Returns the samples with the model's scores, in order.
 
-        Samples that another reward has dropped stay dropped. A sample scored NaN is dropped.
+        Samples that another reward has dropped stay dropped. A sample whose score is not finite is
+        dropped.
         """
         result = list(samples)
         ends = {}
@@ -64,7 +65,7 @@ class ModelReward:
                 result[number] = sample.without_reward("reward/model/nan")
                 continue
             mean = fmean(scores) if scores else 0.0
-            # without an outcome, the reward only shows the mean of the steps
+            # without an outcome reward, the total is the mean of the steps, for display only
             reward = self.weight * mean
             if self.is_process and sample.has_outcome:
                 reward = 0.0
@@ -83,7 +84,7 @@ class ModelReward:
     def _values(
         self, samples: Sequence[Sample], ends: Sequence[Sequence[int]]
     ) -> list[list[float]]:
-        """Returns the score of each sample, or those of its steps."""
+        """Returns the scores of each sample: one, or with `is_process` one per step."""
         batch = token_batch([(sample.tokens, sample.trainable) for sample in samples])
         if not self.is_process:
             return [[score] for score in self.score(batch).tolist()]
@@ -96,9 +97,9 @@ class ModelReward:
         return [values_T[row].tolist() for row in positions]
 
     def _step_ends(self, sample: Sample) -> list[int] | None:
-        """Returns the positions of the tokens that complete the steps to score.
+        """Returns the position of the token that completes each step; [] without `is_process`.
 
-        None if the tokens do not decode to the response's text.
+        Returns None if the tokens do not decode to the response's text.
         """
         if not self.is_process:
             return []

@@ -1,16 +1,16 @@
 """The `process` reward: scores the steps of a response, each at the token that completes it.
 
-    text --splitter--> steps (joined, they are the text) --scorer--> a number each
+    text --splitter--> steps (their concatenation is the text) --scorer--> one number per step
          --token ends--> Sample.step_rewards
 
     rewards: [{name: process, options: {splitter: paragraph, scorer: "my_package.steps:score"}},
-              {name: accuracy, weight: 1.0}]  # an outcome reward beside it is still Sample.reward
+              {name: accuracy, weight: 1.0}]  # an outcome reward still becomes Sample.reward
     algorithm: {advantage: grpo_process}
 
 The scorer is a function ``f(prompt, steps, answer, ...) -> one float per step`` or a URL
-(remote.py). `weight` scales each step's reward. Sample.reward is the sum of the outcome rewards;
-without any, the weighted mean of the steps, for display only. A step without a finite score drops
-the sample. Rewards of steps that end inside the same token add up.
+(remote.py). `weight` scales each step's reward. Sample.reward is the sum of the outcome rewards; if
+there are none, it is the weighted mean of the steps, for display only. A step without a finite
+score drops the sample. Rewards of steps that end inside the same token add up.
 """
 
 import re
@@ -37,7 +37,7 @@ from megarl.rewards.interface import (
 )
 from megarl.rewards.remote import HttpClient, HttpOptions, finite_number, request_row, score_batches
 
-SPLITTERS = {  # the delimiter that ends a step and is part of it
+SPLITTERS = {  # name -> pattern of the delimiter, which ends a step and belongs to it
     "paragraph": r"\n[ \t]*\n\s*",
     "newline": r"\n\s*",
     "sentence": r"[.!?]+[\"')\]]*\s+|[\u3002\uff01\uff1f]+\s*|\n\s*",
@@ -46,13 +46,13 @@ Splitter = Literal["paragraph", "newline", "sentence"]
 
 
 class ProcessOptions(HttpOptions):
-    """The options of HttpOptions and `batch_size` apply if the scorer is a URL."""
+    """Options of process rewards; `batch_size` and those of HttpOptions apply to URLs only."""
 
     scorer: str
     splitter: Splitter | Literal["regex"] = "paragraph"
-    pattern: Pattern = ""  # with splitter: regex; what ends a step
-    options: dict[str, Any] = Field(default_factory=dict)  # of the scorer, if it is a function
-    function_s: PositiveFloat = 10.0  # time limit for one sample, if it is a function
+    pattern: Pattern = ""  # for splitter: regex; matches the end of a step
+    options: dict[str, Any] = Field(default_factory=dict)  # passed to the scorer, if a function
+    function_s: PositiveFloat = 10.0  # time limit for one sample, if the scorer is a function
     batch_size: PositiveInt = 32
 
     @model_validator(mode="after")
@@ -66,7 +66,7 @@ class ProcessOptions(HttpOptions):
 
 
 def make_process(reward: Reward, decode: Decode) -> BatchReward:
-    """Makes the reward; `decode` must return the response's text for its tokens.
+    """Returns the `process` reward; `decode` must return the response's text for its tokens.
 
     Raises ValueError if an option is wrong.
     """
@@ -98,7 +98,7 @@ class _Process:
 
     def __call__(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         steps = [self._split(request) for request in requests]
-        scores = {}  # by row
+        scores = {}  # row -> the server's scores
         if isinstance(self.scorer, HttpClient):
             split = [row for row, texts in enumerate(steps) if texts and isinstance(texts, list)]
             payload = [request_row(requests[row]) | {"steps": steps[row]} for row in split]
@@ -142,7 +142,7 @@ class _Process:
 def split_steps(text: str, pattern: str) -> list[str]:
     """Splits `text` after every match of `pattern`.
 
-    White space alone is not a step; it joins a neighbouring one.
+    A piece of white space alone is not a step; it is joined to a neighbouring step.
     """
     steps = [""]
     start = 0
@@ -161,9 +161,9 @@ def split_steps(text: str, pattern: str) -> list[str]:
 def token_ends(decode: Decode, tokens: Sequence[int], steps: Sequence[str]) -> list[int] | None:
     """Returns the index of the token that completes each step's last character.
 
-    None if `tokens` do not decode to the text. A character may span several tokens, and a token may
-    reach into the next step: a step ends with the first token after which the decoded text starts
-    with all of it.
+    Returns None if `tokens` do not decode to the text. A character may span several tokens, and a
+    token may reach into the next step: a step ends with the first token after which the decoded
+    text contains the whole step.
     """
     text = "".join(steps)
     if decode(tokens) != text:

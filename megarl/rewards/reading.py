@@ -1,10 +1,10 @@
-# ruff: noqa: RUF001 (the signs are meant)
-r"""Reads what math-verify does not know: fonts, signs, choices, units and thousands.
+# ruff: noqa: RUF001 (these signs are intended)
+r"""Parses what math-verify does not read: fonts, signs, choices, units, thousands separators.
 
     \textbf{(B)}\ 12~\text{km} --plain_latex--> (B) 12 km --CHOICE-->      B, 12 km
                                                 12 km --read_quantity--> 12, km^1
 
-Only short texts are read (MAX_CHARS in maths.py), which maths.py compares.
+maths.py compares the results. It only passes texts of up to MAX_CHARS characters.
 """
 
 import re
@@ -38,7 +38,7 @@ SCRIPTS = {
 BALANCED = "[^{}]*+"
 for _ in range(12):
     BALANCED = rf"(?:[^{{}}]|\{{{BALANCED}\}})*+"
-UPRIGHT = "\f"  # white space that stands where an upright font begins or ends
+UPRIGHT = "\f"  # white space that marks where an upright font begins or ends
 FONT = re.compile(
     rf"\\(?:text[a-z]*|math(?:rm|bf|it|sf|tt)|[mfh]box|boxed|bm|boldsymbol|underline)\s*"
     rf"\{{({BALANCED})\}}"
@@ -48,8 +48,7 @@ TOKEN = re.compile(
     r"\^\{?\s?\\circ\s?\}?|\\(?:[A-Za-z]+|.)|[^\W\d_]+|[0-9]+(?:\.[0-9]+)?|\.[0-9]+|\S", re.DOTALL
 )
 
-# Names of one unit in each line. What multiplies the value (*) and what is counted (#) must not be
-# left out of an answer.
+# Each line has the names of one unit. Answers must not omit multipliers (*) and counted nouns (#).
 NAMES_OF_UNITS = r"""
 mm millimeter millimetre 毫米 мм
 平方米
@@ -181,14 +180,14 @@ UNIT = re.compile(
 NUMBER = (
     r"[-+]?\s?(?:(?:[0-9]{1,3}(?:[, ][0-9]{3})+|[0-9]+)(?![0-9])|(?=\.[0-9]))(?:\.[0-9]*)?(?![0-9])"
 )
-# behind what is no number, a single letter is a factor, except in an upright font
+# after anything but a number, a single letter is a factor, not a unit, except in an upright font
 QUANTITY = re.compile(
     rf"({NUMBER}|.{{1,200}}?(?=[\f%]|\\(?:%|circ)|(?<=[0-9}})\s])(?![A-Za-z](?![A-Za-z]))))"
     rf"\s*+((?:{UNIT.pattern})++)",
     re.DOTALL,
 )
 CURRENCY = r"\\\$|\\pounds|[$€£¥₹₽₩]|USD|EUR|GBP|Rs\.?(?= ?[0-9])"
-# the B and the 12 of (B) 12; without a letter, all is text
+# groups for (B) 12: B and 12; without a letter, the second group has the whole text
 CHOICE = re.compile(
     r"\A(?:(?:(?i:option|choice)\s|选项?)?\s*\(?\s?([A-J])\s?(?:[.:)]|\Z)[\s.:)]*)?(.*?)\s*\Z",
     re.DOTALL,
@@ -200,7 +199,7 @@ OTHER_CHOICE = re.compile(
 
 
 def plain_latex(text: str) -> str:
-    """Returns a text as LaTeX without fonts, delimiters and spacing, its signs as commands."""
+    """Returns a text as LaTeX without fonts, delimiters and spacing, with signs as commands."""
     text = unicodedata.normalize("NFC", without_marks(text.strip().rstrip(".\u3002")))
     text = re.sub(r"\\!\s*", "", text)
     text = re.sub(r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}", text)
@@ -213,7 +212,7 @@ def plain_latex(text: str) -> str:
         )
     for _ in range(MAX_MARKS):
         text = FONT.sub(rf"{UPRIGHT}\1{UPRIGHT}", text)
-    # a single one is a dollar
+    # a single $ is the currency
     text = re.sub(r"\A([^$]*)(?<!\\)\$(\s?[-+]?[0-9.][^$]*)\Z", r"\1\\$\2", text)
     text = WORD.sub(lambda match: SYNONYMS.get(match[0], match[0]), text)
     text = re.sub(r"\\sqrt\s*([0-9.]+|[A-Za-z]|\([^()]*\))", r"\\sqrt{\1}", text)
@@ -226,7 +225,7 @@ def plain_latex(text: str) -> str:
 def tokens_of(text: str) -> list[str]:
     """Returns the words, numbers, commands and signs of plain LaTeX.
 
-    Words are in lower case, as math-verify compares them; a single letter is a name.
+    Words are in lower case, as math-verify compares them; a single letter, a name, keeps its case.
     """
     return [
         token.lower() if len(token) > 1 and token[0] != "\\" else token
@@ -235,16 +234,17 @@ def tokens_of(text: str) -> list[str]:
 
 
 def read_number(text: str) -> str | None:
-    """Returns a plain number without separators of thousands, None for any other text."""
+    """Returns a plain number without thousands separators, or None for any other text."""
     if re.fullmatch(NUMBER, text) is None:
         return None
     return re.sub("[, ]", "", text)
 
 
 def read_quantity(text: str) -> tuple[str, str, str]:
-    """Returns a value, its unit and what multiplies it: 5, km^1 h^-1, *million^1.
+    """Returns (value, unit, multiplier), for example ("5", "h^-1 km^1", "") for 5 km/h.
 
-    The unit begins with # if it is counted. A text that ends in no unit is all value.
+    The unit of a counted noun begins with #. If a text does not end in a unit, the whole text is
+    the value.
     """
     degrees = re.sub(r"\^\{?\s?\\circ\s?\}?\s*", r"\\circ", text)
     degrees = re.sub(rf"\A([-+]?)\s?({CURRENCY})\s?({NUMBER})", r"\1\3\2", degrees)

@@ -15,22 +15,22 @@
 
 The answer has one entry per sample, in any order. `score` is a finite number; the entry of a sample
 that the server cannot score is {"id": ..., "error": "reason"}. For process rewards a sample has
-`steps`, a list of texts, and its entry `steps`, as many numbers. `extra` holds those of the
-problem's other fields that JSON can represent. A sample has `opening`, a tag as <think>, if its
-prompt has opened thoughts. With the option `tokens: true`, `tokens` are the ids
-of prompt and response, which `megarl serve-reward` then scores; the first `prompt_length` are the
-prompt's.
+`steps`, a list of texts, and its entry has `steps`, a list of as many numbers. `extra` has the
+problem's other fields, except those that JSON cannot represent. A sample has `opening`, a tag such
+as <think>, if its prompt opens thoughts. With the option `tokens: true`, a sample also has
+`tokens`, the ids of prompt and response, which `megarl serve-reward` then scores; the first
+`prompt_length` of them are the prompt's.
 
 Certificates of https servers are always verified, against SSL_CERT_FILE or else certifi; proxies in
-the environment are not used. Secrets belong into the variables that `headers_env` names: URLs with
-one are refused, and a server's text is logged without them.
+the environment are not used. Put secrets into environment variables and name them in `headers_env`:
+URLs with a secret are refused, and secrets are removed from a server's text before it is logged.
 
-Connections that fail or break, 5xx and 429 (after its Retry-After) are retried after growing random
-pauses; requests that exceed `timeout_s`, other statuses and malformed answers are not. A sample
-without a score is dropped and counted as reward/<url>/<cause>. Causes for a whole request:
-no_connection, broken, timeout, http_<status>, too_large, not_json, bad_answer, unknown_id (an id
-that was not sent casts doubt on the others); for one sample: missing_id, duplicate_id,
-not_a_number, nan, error.
+Failed or broken connections and the statuses 5xx and 429 (after its Retry-After) are retried after
+random pauses of increasing length; requests that exceed `timeout_s`, other statuses and malformed
+answers are not. A sample without a score is dropped and counted as reward/<url>/<cause>. Causes for
+a whole request: no_connection, broken, timeout, http_<status>, too_large, not_json, bad_answer,
+unknown_id (an id that was not sent casts doubt on the others); for one sample: missing_id,
+duplicate_id, not_a_number, nan, error.
 """
 
 import asyncio
@@ -68,39 +68,39 @@ from megarl.rewards.interface import (
 if TYPE_CHECKING:
     import httpx
 
-Read = Callable[[int, Any], Any]  # of a request's index and its JSON answer
+Read = Callable[[int, Any], Any]  # (index of the request, its JSON answer) -> result
 MAX_BYTES = 4 << 20  # size limit of an answer
 CONNECT_S = 10.0
 MAX_PAUSE_S = 60.0
-CANCEL_S = 10.0  # for cancelling requests once total_s is up
+CANCEL_S = 10.0  # time to cancel requests after total_s
 
 
 class _Retryable(CallError):
-    """A failure that may not recur in another attempt, at least `pause_s` from now."""
+    """Raised for a failure that another attempt, at least `pause_s` from now, may not have."""
 
     pause_s = 0.0
 
 
 class HttpOptions(BaseModel):
-    """The options of every reward that sends requests."""
+    """Options shared by all rewards that send HTTP requests."""
 
     model_config = Section.model_config
     _not_misread = not_misread
 
-    timeout_s: PositiveFloat = 30.0  # of one attempt, from connecting to the answer's last byte
-    total_s: PositiveFloat = 300.0  # of all requests of a step together, pauses included
+    timeout_s: PositiveFloat = 30.0  # for one attempt, from connecting to the answer's last byte
+    total_s: PositiveFloat = 300.0  # for all requests of a step together, including pauses
     retries: NonNegativeInt = 3
-    backoff_s: PositiveFloat = 0.5  # mean of the first pause; each is twice the one before
+    backoff_s: PositiveFloat = 0.5  # mean of the first pause; the mean doubles each time
     concurrency: PositiveInt = 16  # requests in flight
     # {header: environment variable with the secret}
     headers_env: dict[str, str] = {}
 
 
 class HttpClient:
-    """Sends JSON to one server, with retries.
+    """Sends JSON to a server, with retries.
 
-    Raises ValueError, naming `reward`, if the URL or a header is wrong. `ask` may be called from
-    any thread without a running event loop.
+    The constructor raises ValueError, naming `reward`, if the URL or a header is wrong. `ask` may
+    be called from any thread without a running event loop.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class HttpClient:
         self.total_s = options.total_s + CANCEL_S
         self.headers = {}  # may hold secrets
         for header, variable in options.headers_env.items():
-            # it may be the secret itself, so it is not shown
+            # the value may be the secret itself, so the error does not show it
             if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", variable):
                 raise ValueError(
                     f"rewards: headers_env[{header!r}] is not the name of an environment variable "
@@ -136,17 +136,19 @@ class HttpClient:
         self.certificates = _certificates(get_env("SSL_CERT_FILE") or certifi.where())
 
     def quote(self, value: Any, most: int = 200) -> str:
-        """Returns a server's text on one line, cut, without header values that it may repeat."""
+        """Returns up to `most` characters of a server's text on one line, with secrets removed."""
         return repr(redact(str(value))[:most])
 
     def ask(self, payloads: Sequence[Any], read: Read = lambda index, answer: answer) -> list[Any]:
-        """Returns what `read` makes of the answers, in order; a ScoreError for a failed request."""
+        """Sends the payloads and returns ``read(index, answer)`` for each, in order, or a
+        ScoreError for a request that failed.
+        """
         if not payloads:
             return []
         return asyncio.run(self._all(payloads, read))
 
     async def _all(self, payloads: Sequence[Any], read: Read) -> list[Any]:
-        import httpx  # deferred: configs are checked without it
+        import httpx  # deferred: checking a config does not need it
 
         options = self.options
         slots = asyncio.Semaphore(options.concurrency)
@@ -157,7 +159,7 @@ class HttpClient:
             verify=self.certificates,
             trust_env=False,
         )
-        # the failure of the last attempt; empty after one that succeeded
+        # the failure of the most recent attempt; empty if it succeeded
         failed = []
 
         async def one(index: int, payload: Any) -> Any:
@@ -167,7 +169,7 @@ class HttpClient:
                     return read(index, answer)
                 except ScoreError as error:
                     return error
-                except Exception as error:  # noqa: BLE001 (of the client library; the run goes on)
+                except Exception as error:  # noqa: BLE001 (httpx may raise; the run goes on)
                     return ScoreError(
                         "error", f"{self.url}: {type(error).__name__}: {self.quote(error)}"
                     )
@@ -257,9 +259,9 @@ class HttpClient:
 
 
 def _retry_after(header: str) -> float:
-    """Returns the seconds to wait that a Retry-After header gives, as a number or a date, or 0.
+    """Returns the seconds to wait by a Retry-After header, a number or a date; 0 if it is neither.
 
-    They may be negative or infinite.
+    The result may be negative or infinite.
     """
     for parse in (float, lambda date: parsedate_to_datetime(date).timestamp() - time.time()):
         with suppress(ValueError, TypeError, OverflowError):
@@ -274,7 +276,7 @@ def score_batches(
     *,
     key: str,
 ) -> list[Any]:
-    """Returns the server's value of `key` for each row, or a ScoreError."""
+    """Sends rows in batches; returns the server's value of `key` for each row, or a ScoreError."""
     batches = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
     answers = client.ask([{"samples": batch} for batch in batches])
     values = {}
@@ -316,7 +318,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _values_by_id(answer: Any, ids: Sequence[str], client: HttpClient, key: str) -> dict[str, Any]:
-    """Returns the value or ScoreError of each id. Raises ScoreError for all of them."""
+    """Returns {id: value or ScoreError}. Raises ScoreError if the whole request has failed."""
     if isinstance(answer, ScoreError):
         raise answer
     url = client.url
@@ -363,15 +365,16 @@ def finite_number(value: Any, source: str) -> float:
 
 
 class RemoteOptions(HttpOptions):
-    batch_size: PositiveInt = 32  # samples in a request
-    # send prompt and response as token ids too, for a server with the policy's tokenizer
+    batch_size: PositiveInt = 32  # samples per request
+    # also send prompt and response as token ids, for a server with the policy's tokenizer
     tokens: bool = False
 
 
 def make_remote(reward: Reward) -> BatchReward:
-    """Makes the reward. Raises ValueError if the URL or an option is wrong.
+    """Returns the reward of a server.
 
-    Also if the variable of a header is not set.
+    Raises ValueError if the URL or an option is wrong, or if the environment variable of a header
+    is not set.
     """
     options = parse_options(RemoteOptions, reward)
     client = HttpClient(reward.name, options, reward=reward.name)
@@ -390,7 +393,10 @@ def make_remote(reward: Reward) -> BatchReward:
 
 
 def _check_url(url: str, reward: str) -> None:
-    """Raises ValueError, without any part of the URL that may be a password."""
+    """Raises ValueError if the URL is malformed or has a secret.
+
+    The error hides the parts of the URL that may be a password.
+    """
     shown = re.sub(r"(?<=//).*@|(?<=\?).*", "***", url, flags=re.DOTALL)
     name = repr(shown if reward == url else reward)
     parts = urlsplit("")
@@ -421,7 +427,7 @@ def _check_url(url: str, reward: str) -> None:
 def _certificates(file: str) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=file)
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:  # includes ssl.SSLError
         raise ValueError(
             f"rewards: SSL_CERT_FILE={file!r} has no certificates ({error}); correct or unset it"
         ) from None

@@ -1,7 +1,8 @@
 """The built-in rewards: text or tokens -> float.
 
-accuracy: final answer --equal text or number--> 1
-                       --else--> the task's own judge, or math-verify, in its own process --> 0 to 1
+accuracy: final answer --the task has a judge--> the judge's score, 0 to 1
+                       --decided by maths.py---> 0 or 1
+                       --undecided-------------> math-verify, in a separate process --> 0 or 1
 """
 
 import re
@@ -23,19 +24,20 @@ from megarl.rewards.reading import BALANCED
 
 MATHS = JudgePool("megarl.rewards.maths:make_judge", "megarl.rewards.maths:import_math_verify")
 PARSER = "antlr4-python3-runtime"
-MAX_NAME = 24  # characters before the \boxed{} of a reference, as "x = "
+MAX_NAME = 24  # most characters before the \boxed{} of a reference, for example "x = "
 
 
 @cache
 def check_math_verify() -> None:
-    """Raises ValueError if math-verify misreads with the parser that is installed, by trying it.
+    """Raises ValueError if math-verify misreads mathematics with the installed antlr4 runtime.
 
-    Of the three versions that it takes, 4.9.3, which omegaconf asks for, reads no 50\\%.
+    math-verify accepts three versions of it. One, 4.9.3, which omegaconf requires, misreads 50\\%,
+    so the check parses an example with any version but the tested one.
     """
     installed = "not installed"
     with suppress(PackageNotFoundError):
         installed = version(PARSER)
-    if installed == "4.13.2":  # that of the tests
+    if installed == "4.13.2":  # the tested version
         return
     half = ("\\frac{1}{2}", "50\\%", "0.5")
     (verdict,) = MATHS.judge(None, [([half],)], timeout_s=60.0)
@@ -49,19 +51,19 @@ def check_math_verify() -> None:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The result of the task's own judge, or 1 if the final answer equals the reference.
+    """Scores the final answer with the task's own judge; without one, 1 if it equals the reference.
 
-    They are compared as text and as mathematics (maths.py); of a list of references, one must be
-    equal. A response scores 0 without a final answer, or if its judge raises an error, runs out of
-    memory, or takes more than `timeout_s` CPU seconds. A `score` that is not callable is a column
-    of the task's file, and is ignored.
+    Answer and reference are compared as text and as mathematics (maths.py); the answer must equal
+    one of a list of references. A response scores 0 if it has no final answer, or if the judge
+    raises an error, runs out of memory, or takes more than `timeout_s` CPU seconds. A `score` that
+    is not callable is a column of the task's file, and is ignored.
     """
 
     timeout_s: float = 10.0
 
     def __call__(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         scores = [Score(0.0)] * len(requests)
-        # by row
+        # row -> arguments of the judge
         judged = {}
         maths = {}
         for row, request in enumerate(requests):
@@ -73,7 +75,7 @@ class Accuracy:
                 )
             elif isinstance(judge, TaskJudge):
                 judged[row] = (judge, text)
-            elif callable(judge):  # the user's own
+            elif callable(judge):  # a user's function
                 scores[row] = try_score(self._call, judge, text)
             else:
                 try:
@@ -93,7 +95,11 @@ class Accuracy:
         return scores
 
     def check(self, answer: object, extra: Mapping[str, Any]) -> None:
-        """Raises ScoreError for a problem that cannot be scored."""
+        """Raises ScoreError if the problem has no usable reference.
+
+        That is, if the reference is not a text, a number or a list, has an unbalanced brace, or is
+        a whole solution. Problems with a judge are not checked.
+        """
         texts = [] if callable(extra.get("score")) else texts_of(answer)
         for text in texts:
             if "\\" in text and not re.fullmatch(BALANCED, re.sub(r"\\[{}]", "", text)):
@@ -119,15 +125,15 @@ class Accuracy:
 
 
 def format_think(*, response: str, opening: str = "") -> float:
-    """Returns 1 if the response is one <think>...</think> followed by an answer, else 0.
+    """Returns 1.0 if the response is one <think>...</think> followed by an answer, else 0.0.
 
-    `opening` is the tag that the prompt has opened, if any.
+    `opening` is the tag of thoughts that the prompt opens, if any.
     """
     return float(is_thought_and_answer(opening + response))
 
 
 def even_fraction(*, tokens: Sequence[int]) -> float:
-    """Returns the share of even ids among the response's tokens; random models vary in it."""
+    """Returns the share of even ids among the response's tokens, which varies for random models."""
     return sum(token % 2 == 0 for token in tokens) / max(len(tokens), 1)
 
 

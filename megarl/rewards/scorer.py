@@ -1,13 +1,12 @@
 """Scores samples by a weighted sum of named rewards, none of which can block the run forever.
 
     samples --> requests --+--> functions: in processes, each call under a time limit ----+--> score
-                           +--> code, servers, judges: on their own threads, while -------+
-                                others are still generated
+                           +--> code, servers, judges: on separate threads, while --------+
+                                other samples are still generated
 
-A dropped sample has the reward None, extra["dropped"] = `reward/<name>/<cause>`, and
-extra["detail"];
-extra["counted"] has the causes of scores with a value. Only a server that no sample could reach,
-with all retries, stops the run, which can be resumed.
+A dropped sample has the reward None, extra["dropped"] = `reward/<name>/<cause>` and
+extra["detail"]. extra["counted"] lists the causes of scores with a value. Scoring stops the run in
+one case only: no sample could reach a reward's server, despite retries. The run can be resumed.
 """
 
 import logging
@@ -26,7 +25,7 @@ from megarl.rewards.interface import UNREACHABLE, BatchReward, Decode, Score, Sc
 from megarl.types import CheckFailed, Prompt, Sample
 
 log = logging.getLogger(__name__)
-MAX_DETAIL = 300  # characters that a dropped sample carries
+MAX_DETAIL = 300  # characters of extra["detail"]
 
 
 def make_scorer(
@@ -36,19 +35,19 @@ def make_scorer(
     decode: Decode | None = None,
     answer: AnswerPlace = "auto",
 ) -> "Scorer":
-    """Makes the scorer of a config's rewards; `timeout_s` limits one call of a function.
+    """Returns the scorer of a config's rewards; `timeout_s` limits one call of a reward function.
 
-    Raises ValueError.
+    Raises ValueError if a reward or one of its options is wrong.
     """
     return Scorer(make_rewards(rewards, decode, timeout_s), decode, answer)
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """roles.Rewards. Each cause is logged once, with the first sample it affects."""
+    """Implements roles.Rewards. Logs each cause once, with the first sample that it affects."""
 
     rewards: Sequence[BatchReward]
-    decode: Decode | None = None  # None: the samples' texts are used as they are
+    decode: Decode | None = None  # None: use the samples' texts
     answer: AnswerPlace = "auto"
     logged: set[str] = field(default_factory=set)
 
@@ -74,7 +73,7 @@ class Scorer:
             for index, value in scores[reward.name].steps or ():
                 steps.append((positions[index], reward.weight * value))
         has_outcome = any(reward.weight for reward in outcomes)
-        if not has_outcome:  # for display: the mean of the steps
+        if not has_outcome:  # the total is the mean of the steps, for display only
             outcomes = self.rewards
         total = sum(reward.weight * values[reward.name] for reward in outcomes) + 0.0
         if not all(map(math.isfinite, [total, *(value for _, value in steps)])):
@@ -105,12 +104,12 @@ class Scorer:
 
 
 class Scoring:
-    """roles.Scoring: slow rewards get samples as they are added, functions all at the end."""
+    """Implements roles.Scoring: slow rewards get samples when added, functions at the end."""
 
     def __init__(self, scorer: Scorer, prompts: Sequence[Prompt]) -> None:
         self._scorer = scorer
         self._prompts = {prompt.prompt_id: prompt for prompt in prompts}
-        self._requests = {}  # by sample.key
+        self._requests = {}  # sample.key -> request
         self._workers = {
             reward.name: _Worker(reward) for reward in scorer.rewards if reward.total_s is not None
         }
@@ -156,7 +155,7 @@ class Scoring:
         scores = {reward.name: reward(requests) for reward in rewards if reward.total_s is None}
         for name, worker in self._workers.items():
             scores[name] = worker.results(requests, started)
-            # every sample would be dropped, in the steps to come as well
+            # otherwise every sample of this and later steps would be dropped
             if samples and all(score.cause in UNREACHABLE for score in scores[name]):
                 raise CheckFailed(
                     f"the reward {name} is gone: {scores[name][0].detail}; "
@@ -170,17 +169,20 @@ class Scoring:
 
 
 class _Worker:
-    """A thread that scores batches, each of them what was handed over during the one before."""
+    """A thread that scores batches: the requests that arrived while it scored the last batch."""
 
     def __init__(self, reward: BatchReward) -> None:
         self.reward = reward
-        self.scores = {}  # by request.id
-        self.inbox = SimpleQueue[list[ScoreRequest]]()  # an empty list is the end
-        self.thread = threading.Thread(target=self._run, daemon=True)  # it may never end
+        self.scores = {}  # request.id -> score
+        self.inbox = SimpleQueue[list[ScoreRequest]]()  # an empty list ends the thread
+        self.thread = threading.Thread(target=self._run, daemon=True)  # a reward may never return
         self.thread.start()
 
     def results(self, requests: Sequence[ScoreRequest], started: float) -> list[Score]:
-        """Returns scores; those that are not there `total_s` after `started` have no value."""
+        """Returns the scores of `requests`, waiting until `total_s` after `started`.
+
+        Requests without a score by then get a score without a value, of cause `timeout`.
+        """
         limit = self.reward.total_s or 0.0
         self.thread.join(max(started + limit - time.monotonic(), 0))
         scores = self.scores.copy()

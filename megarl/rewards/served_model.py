@@ -2,8 +2,10 @@
 
 a row of the batch
 --POST <url>/completions {"prompt": [ids], "max_tokens": 1, "prompt_logprobs": top_k}-->
-choices[0].prompt_logprobs = [null, {"17": {"logprob": -0.3, ...}}, ...], one for each token, at
-temperature 1: of that token, and of the `top_k` likeliest ones
+choices[0].prompt_logprobs = [null, {"17": {"logprob": -0.3, ...}}, ...]
+
+The list has one entry per token: the log-probs, at temperature 1, of that token and of the `top_k`
+most likely ones.
 """
 
 from dataclasses import dataclass
@@ -20,11 +22,14 @@ from megarl.rewards.remote import HttpClient, HttpOptions, finite_number
 from megarl.types import CheckFailed, TokenBatch, TokenOutputs
 from megarl.weights.sync.transports import Transport
 
-MAX_BYTES = 256 << 20  # of an answer: about 100 for each log-prob
+MAX_BYTES = 256 << 20  # size limit of an answer; a log-prob takes about 100 bytes
 
 
 def client_of(served: FrozenModel, key: str) -> HttpClient:
-    """Raises ValueError, naming the section `key`, if the URL or an option is wrong."""
+    """Returns a client for the completions of a served model.
+
+    Raises ValueError, naming the section `key`, if the URL or an option is wrong.
+    """
     url = f"{(served.url or '').rstrip('/')}/completions"
     try:
         options = parse_options(HttpOptions, Reward(name=url, options=served.options))
@@ -36,15 +41,17 @@ def client_of(served: FrozenModel, key: str) -> HttpClient:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Scores batches; rank 0 sends the requests. Every rank must call it."""
+    """Gets log-probs from a server. A collective: all ranks call it, and rank 0 sends requests."""
 
     client: HttpClient
-    model: str | None  # None: the server's only one
+    model: str | None  # None: the server's only model
     transport: Transport
     top_k: int = 0
 
     def __call__(self, batch: TokenBatch) -> TokenOutputs:
-        """Returns what Trainer.forward would, with `top_k`. Raises CheckFailed on every rank."""
+        """Returns the log-probs that Trainer.forward would, and those of the `top_k` likeliest
+        tokens. Raises CheckFailed on every rank if a request fails.
+        """
         # ids below 2^24 are exact in fp32
         numbers_TN = torch.zeros(batch.num_tokens, 1 + 2 * self.top_k)
         error = ""
@@ -58,7 +65,7 @@ class ServedModel:
                 )
                 if self.top_k > 20:
                     error += f" (vLLM: with --max-logprobs {self.top_k} or more; its default is 20)"
-        # the patience is in units of launch.timeout_s
+        # patience is in units of launch.timeout_s
         self.transport.barrier("the log-probs of a served model", patience=12)
         error = self.transport.gather(error)[0]
         if error:
@@ -70,8 +77,8 @@ class ServedModel:
         return TokenOutputs(label_T1[:, 0], extra_labels_TK=ids_TK.long(), extra_logprobs_TK=top_TK)
 
     def _ask(self, batch: TokenBatch, numbers_TN: Tensor) -> None:
-        """Fills in the numbers of each answer when it arrives: log-probs of the label and of the
-        likeliest tokens, and the ids of these. In JSON a log-prob takes about 400 bytes.
+        """Writes the log-probs of the label and of the likeliest tokens, and the ids of the latter,
+        into `numbers_TN` as each answer arrives; parsed JSON takes about 400 bytes per log-prob.
         """
         url = self.client.url
         spans = pairwise(batch.cu_seqlens.tolist())

@@ -1,4 +1,4 @@
-"""What a rank writes: checkpoints, also when a check fails, and Hugging Face folders."""
+"""Writes checkpoints, including one when a check fails, and exports Hugging Face folders."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,12 +34,15 @@ def make_checkpoints(
     learner: Learner | None = None,
     further: Further | None = None,
 ) -> Checkpoints:
-    """Returns the checkpoints of a run: of the trainer, the learner's critic and `further`."""
+    """Builds the run's Checkpoints, which save the trainer, the learner's critic, and `further`.
+
+    Raises ValueError if the configured export format is impossible for this model.
+    """
     config = rank.config
     further = further or Further()
     if isinstance(learner, ActorCritic):
         further = replace(further, models={CRITIC: learner.critic, **further.models})
-    _storage(rank)  # an impossible export fails now
+    _storage(rank)  # raise for an impossible export format now, not at the end of the run
     return Checkpoints(
         config.run_dir / "checkpoints",
         trainer,
@@ -58,9 +61,10 @@ def make_checkpoints(
 def saved(
     trainers: Sequence[Trainer], checkpoint: Checkpoint, sleep: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Saves the progress so far if a check refuses to continue, or SIGTERM arrives.
+    """Saves a checkpoint before re-raising CheckFailed (a refused check, or Terminated after
+    SIGTERM). Both are raised on every rank.
 
-    Both are raised on every rank.
+    `sleep` is called before the trainers are onloaded. On success, waits for unfinished writes.
     """
     try:
         yield
@@ -75,10 +79,11 @@ def saved(
 
 
 def export(rank: Rank, trainer: Trainer, step: int | None = None) -> None:
-    """Writes the trained weights as checkpoint.export_hf requests. A collective.
+    """Exports the trained weights as a Hugging Face folder if checkpoint.export_hf requests it.
 
-    The folder is runs/<name>/hf at the end (no `step`), or hf_step_<step>. LoRA's adapters are
-    always written at the end, as a PEFT folder: runs/<name>/adapter.
+    Every rank must call it. Without `step` (at the end of the run), the folder is runs/<name>/hf;
+    otherwise it is runs/<name>/hf_step_<step>. LoRA adapters are exported as a PEFT folder,
+    runs/<name>/adapter[_step_<step>], at the end even if export_hf is "never".
     """
     when = rank.config.checkpoint.export_hf
     is_due = when != "never"
@@ -113,7 +118,7 @@ def export(rank: Rank, trainer: Trainer, step: int | None = None) -> None:
 
 
 def _storage(rank: Rank) -> Storage:
-    """Returns the format of exports; raises ValueError if it is impossible for this model."""
+    """Returns the storage format of exports; raises ValueError if the model does not support it."""
     options = rank.config.checkpoint
     if options.export_hf == "never" or options.export_format == "bf16":
         return PLAIN
@@ -121,7 +126,9 @@ def _storage(rank: Rank) -> Storage:
 
 
 def _changes_by_head(rank: Rank, head: Head) -> dict[str, dict[str, Any]]:
-    """Returns the keys of config.json and tokenizer_config.json that differ with this head."""
+    """Returns {file name: keys to change} for config.json and tokenizer_config.json with a value
+    or reward head; empty for a language model.
+    """
     if not isinstance(head, ValueHead):
         return {}
     name = FAMILIES[rank.shape.family].architecture.removesuffix("ForCausalLM") + head.architecture

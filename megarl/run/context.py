@@ -1,7 +1,7 @@
-"""One rank of a job: its process group, coordinates, model's shape, tokenizer and telemetry.
+"""The context of one rank: process group, parallel coordinates, model shape, tokenizer, telemetry.
 
-Every rank must call the same functions of run/ in the same order: engines and process groups are
-created by collectives.
+Every rank must call the same functions of run/ in the same order, because creating engines and
+process groups is a collective.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ from megarl.weights.sync.transports.collective import Collective
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank of a job: its config, its coordinates, and the model's shape and tokenizer."""
+    """The context of one rank: config, parallel coordinates, model shape, tokenizer, transport."""
 
     config: Config
     env: Env
@@ -52,9 +52,10 @@ class Rank:
         phase: CurrentPhase | None = None,
         layout: Layout | None = None,
     ) -> "Rank":
-        """Builds the context; torch.distributed must be initialised if there are several ranks.
+        """Builds the context. With several ranks, torch.distributed must be initialised.
 
-        `layout` is by default this rank's own in the world of `env`.
+        `layout` defaults to the layout of `env.rank` among `env.world_size` ranks. Raises
+        ValueError if model.revision differs between nodes.
         """
         assert config.model.path is not None, "the launcher must set model.path"
         transport = Transport()
@@ -87,16 +88,17 @@ class Rank:
 
 @contextmanager
 def open_rank(config: Config, env: Env, phase: CurrentPhase, store: Any = None) -> Iterator[Rank]:
-    """Initialises torch.distributed, and destroys it on success; after a failure peers may be gone.
+    """Initialises torch.distributed and yields this rank's context.
 
-    `store` None: the ranks meet as their launcher arranged it.
+    Destroys the process group on success only: after a failure, peers may be gone. If `store` is
+    None, uses the rendezvous of the launcher.
     """
     device = pick_device(env.local_rank)
     timeout = timedelta(seconds=config.launch.timeout_s)
     backend = "gloo"
     if device.type == "cuda":
         backend = "cpu:gloo,cuda:nccl"
-        # else each of Megatron's groups, used by NCCL only, connects its ranks twice
+        # Megatron's groups only use NCCL: do not connect their ranks over gloo as well
         set_env(TORCH_GLOO_LAZY_INIT=1)
     if store is None and (env.launched or not env.has_launcher):
         store = make_store(env, timeout)
@@ -110,7 +112,11 @@ def open_rank(config: Config, env: Env, phase: CurrentPhase, store: Any = None) 
 def rank_telemetry(
     rank: Rank, start: int, world_size: int | None = None
 ) -> closing[Telemetry | Silent]:
-    """Returns the telemetry of a run from step `start` on; rank 0 monitors its node's GPUs."""
+    """Returns a context manager that yields the run's telemetry and closes it on exit.
+
+    `start` is the number of steps already done; `world_size` defaults to that of `rank.env`. Rank 0
+    records metrics and monitors the GPUs of its node; other ranks get Silent.
+    """
     if rank.env.rank:
         return closing(Silent())
     uuids = ()

@@ -1,4 +1,4 @@
-"""What a rank trains on: prompts, and the samples that the engine's replicas generate for them."""
+"""The training data of a rank: prompts, and the samples that engine replicas generate for them."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -19,17 +19,18 @@ from megarl.rollout.vllm.engine import Engine
 from megarl.run.context import Rank
 from megarl.run.models import RewardModel
 
-ROLLOUT_PATIENCE = 12  # times launch.timeout_s: how long a replica may be behind the others
+ROLLOUT_PATIENCE = 12  # multiple of launch.timeout_s that a replica may lag behind the others
 
 
 def make_prompts(rank: Rank, split: Split = "train", task: Task | None = None) -> PromptStream:
-    """Returns the training prompts, or the held-out ones if `split` is "eval".
+    """Returns the prompt stream of `task` (default: the run's task).
 
-    They are those of `task`, by default the run's; stages that learn answers get these too.
+    `split` is "train" or "eval" (held-out prompts). For stages that learn answers, the examples
+    include them. Raises ValueError if the nodes read different revisions of the dataset.
     """
     config = rank.config
     task = task or config.task
-    # each node has resolved the revision itself
+    # each node resolves the dataset's revision on its own
     if len(set(rank.transport.gather(task.model_dump_json()))) > 1:
         raise ValueError(
             f"task.name={task.name}: the dataset changed while the nodes read it; start again"
@@ -51,7 +52,7 @@ def make_exchange(
     span: SpanContext = nullcontext,
     reward_model: RewardModel | None = None,
 ) -> Exchange:
-    """Returns the exchange of samples between this rank's replica and the others."""
+    """Returns the Exchange, which samples on this rank's replica and shares samples with all."""
     env = rank.env
     config = rank.config
     size = config.rollout.ranks_per_replica
@@ -69,7 +70,7 @@ def make_exchange(
 
 
 def make_rollouts(rank: Rank, generate: Generate, ledger: Ledger | None = None) -> Rollouts:
-    """Returns the rollouts of the config, whose samples come from `generate`."""
+    """Builds the configured Rollouts, which sample with `generate`."""
     config = rank.config
     algorithm = config.algorithm
     return Rollouts(

@@ -1,4 +1,4 @@
-"""The engine of a rank: its share of the device, its adapters, and how SIGTERM ends a rollout."""
+"""Starts a rank's vLLM engine: its share of GPU memory, LoRA adapters, and the SIGTERM hook."""
 
 import math
 from functools import partial
@@ -16,11 +16,11 @@ from megarl.run.context import Rank
 from megarl.types import Terminated
 from megarl.weights.sync.from_config import engine_weights
 
-LAST_STEPS = 50  # of a replica's ranks, after SIGTERM
+LAST_STEPS = 50  # engine steps after SIGTERM, until the ranks of a replica stop together
 
 
 def make_engine(rank: Rank) -> Engine:
-    """Starts vLLM on this rank, with dummy weights. A collective."""
+    """Starts vLLM on this rank, with dummy weights. Every rank must call it."""
     engine = Engine.start(
         rank.model_folder,
         _engine_share(rank),
@@ -35,9 +35,10 @@ def make_engine(rank: Rank) -> Engine:
 
 
 def _engine_share(rank: Rank) -> Rollout:
-    """Returns the section `rollout` with the engine's share of a GPU.
+    """Returns the `rollout` section with gpu_memory_utilization adjusted for the trainer's memory.
 
-    The engine gets what is left of its share beside the trainer's part that is not offloaded.
+    GPU memory in use now (what the trainer does not offload, the maximum over ranks) is subtracted
+    from the configured share. Raises ValueError if the rest cannot hold vLLM's weights.
     """
     train = rank.config.train
     rollout = rank.config.rollout
@@ -60,10 +61,11 @@ def _engine_share(rank: Rank) -> Rollout:
 
 
 def _before_engine_step(rank: Rank) -> None:
-    """Counts engine steps. After SIGTERM, gives the rollout up, which a resumed run repeats.
+    """Counts engine steps; after SIGTERM, raises Terminated during a rollout.
 
-    All ranks of a replica stop before the same step. The first to know chooses a later one, by
-    which the others have received the signal too.
+    A resumed run repeats the rollout. All ranks of a replica must stop before the same step: the
+    first rank that sees the signal chooses a step LAST_STEPS later, by which the other ranks have
+    received the signal too.
     """
     phase = rank.phase
     size = rank.config.rollout.ranks_per_replica
@@ -78,7 +80,7 @@ def _before_engine_step(rank: Rank) -> None:
 
 
 def engine_adapters(rank: Rank) -> AdapterFormat | None:
-    """Returns the format of the adapters; None if the engine gets whole weights in every sync."""
+    """Returns the format of the adapters to sync; None if every sync sends full weights."""
     lora = rank.config.lora
     if lora is None or lora.sync == "merged":
         return None

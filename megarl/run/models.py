@@ -1,7 +1,7 @@
-"""The models of a rank: the policy's trainer, the frozen models and critic, reward models.
+"""Builds the models of a rank: policy, critic, frozen models (reference, teacher), reward models.
 
-All have the layout of the policy's trainer and share its process groups. The weights, gradients and
-optimizer state of reward models are on the host, except while they score or are trained.
+All have the parallel layout of the policy's trainer and share its process groups. Frozen models and
+reward models are offloaded to the host, except while they compute scores or are trained.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +35,7 @@ from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, Sample, TokenBatch, TokenOutputs
 from megarl.weights.plan.plan import first_few
 
-OFFLOAD_ALL = ("gradients", "optimizer", "weights")  # train.offload
+OFFLOAD_ALL = ("gradients", "optimizer", "weights")  # a value of train.offload
 Learner = PolicyLearner | ActorCritic
 
 
@@ -48,15 +48,16 @@ def make_trainer(
     beside: Trainer | None = None,
     train: Train | None = None,
 ) -> Trainer:
-    """Builds the configured trainer, or with `folder`, `head` and `train` another one.
+    """Builds the policy's trainer, or a trainer for another model.
 
-    It shares the process groups of the trainer `beside`, if there is one.
+    `folder`, `head` and `train` replace the configured model, its vocabulary head and the section
+    `train`. With `beside`, the new trainer shares the process groups of that trainer.
     """
     config = rank.config
     shape = read_model(folder) if folder is not None else rank.shape
     lora = None
     if head is None and beside is None:
-        lora = config.lora  # only the policy is adapted
+        lora = config.lora  # only the policy has adapters
     options = dict(config.trainer.megatron_options)
     if config.rollout.router_replay != "none":
         options["moe_router_fusion"] = False
@@ -79,7 +80,7 @@ def make_trainer(
 def check_weights(rank: Rank, trainer: Trainer) -> None:
     """Raises CheckFailed, on every rank, if a weight is not finite.
 
-    Otherwise the first check of log-probs would blame the engine.
+    Without this check, the first comparison of log-probs would blame the engine.
     """
     parameters = trainer.parameters_by_name().items()
     wrong = [name for name, tensor in parameters if not torch.isfinite(tensor.sum())]
@@ -101,9 +102,10 @@ def make_objective(config: Config) -> Objective:
 
 
 def make_learner(rank: Rank, trainer: Trainer, objective: Objective) -> Learner:
-    """Returns the learner, with a critic if the objective needs one.
+    """Builds the learner: the policy, its frozen models, and a critic if the objective needs one.
 
-    Its reference policy is the trainer's current weights, unless the config names another model.
+    The reference policy is a copy of the trainer's current weights, unless the config names another
+    model.
     """
     config = rank.config
     critic = config.critic
@@ -138,7 +140,12 @@ def policy_of(learner: Learner) -> PolicyLearner:
 def frozen_model(
     rank: Rank, part: FrozenModel, key: str, trainer: Trainer
 ) -> Callable[[TokenBatch], TokenOutputs]:
-    """Returns the function that scores batches with the model of the section `key`."""
+    """Returns a function that computes a batch's outputs with a frozen model.
+
+    `part` is the config section `key` ("reference" or "teacher"). Its model is loaded here, or is
+    served by another process. Raises ValueError if a loaded model's vocabulary differs from the
+    policy's.
+    """
     top_k = rank.config.algorithm.distill_top_k if key == "teacher" else 0
     if part.model is None:
         return ServedModel(client_of(part, key), part.served_name, rank.transport, top_k)
@@ -155,7 +162,7 @@ def frozen_model(
 
 @dataclass(frozen=True)
 class RewardModel:
-    """A trainer with a reward head, and how its scores become rewards."""
+    """A reward model: its trainer, its head, and the function that turns scores into rewards."""
 
     trainer: Trainer
     head: RewardHead
@@ -168,7 +175,10 @@ class RewardModel:
         self.trainer.memory.offload_all()
 
     def score(self, engine: Engine, span: SpanContext, samples: Sequence[Sample]) -> list[Sample]:
-        """Scores samples, as `Exchange.score` does; the engine sleeps meanwhile."""
+        """Returns the samples with this model's rewards; the engine sleeps meanwhile.
+
+        Used as `Exchange.score`.
+        """
         with span("reward_model"):
             engine.sleep()
             self.trainer.memory.onload_weights()
@@ -180,9 +190,10 @@ class RewardModel:
 
 
 def make_reward_model(rank: Rank, policy: Trainer) -> RewardModel | None:
-    """Returns the model of the reward `model`, or None if the run has no such reward.
+    """Builds the reward model of the reward named "model"; None if the run has no such reward.
 
-    Raises ValueError for a folder that is no reward model.
+    Raises ValueError if the folder is not a reward model, if its vocabulary differs from the
+    policy's, or if iterative_grpo would train a process reward model.
     """
     config = rank.config
     updates = config.iterative.reward_model

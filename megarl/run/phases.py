@@ -1,15 +1,15 @@
-"""Phases of a step: their time and peak memory, and the tensors that they on- or offload.
+"""Phases of a step: onload and offload tensors, and record time and peak memory.
 
     phase     begins with                    ends with
     rollout                                  engine: sleep
     train     trainer: onload weights
     save      trainer: free gradients        trainer: offload optimizer state
-    sync      both: onload weights           trainer: offload all; engine: wake the cache
+    sync      both: onload weights           trainer: offload all; engine: wake the KV cache
 
-The first phase is a sync; before it the trainer is offloaded and the engine sleeps (stages/rl.py).
-So the optimizer state and the engine's cache are never on the device at once. By default nothing is
-offloaded and nothing sleeps (train.offload, rollout.sleep_level). Parts of a phase, for example
-"exchange" and "staging", have peaks of their own.
+The first phase is a sync. Before it, the trainer is offloaded and the engine sleeps (stages/rl.py),
+so the optimizer state and the KV cache are never on the device at the same time. By default,
+nothing is offloaded and the engine does not sleep (train.offload, rollout.sleep_level). Peak memory
+is also recorded for parts of a phase, for example "exchange" and "staging".
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,14 +27,14 @@ from megarl.trainer.trainer import Trainer
 
 @dataclass(frozen=True)
 class TimedPhases:
-    """roles.Phases."""
+    """Implements roles.Phases."""
 
     telemetry: Telemetry
     device: torch.device
     trainers: Sequence[Trainer]
-    engine: Engine | None  # None: a stage that samples nothing
+    engine: Engine | None  # None in stages without rollouts
     current: CurrentPhase
-    _peaks: list[float] = field(default_factory=list)  # so far, of each open phase and part
+    _peaks: list[float] = field(default_factory=list)  # peak GB so far, per open phase or part
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
@@ -77,7 +77,7 @@ class TimedPhases:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Times a part of a phase and records its peak."""
+        """Records the time and the peak memory of a part of a phase."""
         self._settle()
         self._peaks.append(0.0)
         with self.telemetry.span(name):
@@ -90,16 +90,16 @@ class TimedPhases:
         self.current.name = name
         with self.part(name):
             yield
-        # not reached after an exception, which is attributed to the phase itself
+        # skipped after an exception, so that the failure is attributed to the phase
         self.current.name = f"after {name}"
 
     def _settle(self) -> None:
-        """Adds the peak since the last call to all open phases.
+        """Updates the peaks of all open phases and parts with the peak since the last call.
 
-        It is called before a phase begins or ends, and before the engine sleeps or wakes.
+        Must be called before a phase or part begins or ends, and before the engine sleeps or wakes.
         """
         peak = peak_gb(self.device)
         if self.engine is not None:
             peak -= self.engine.bytes_asleep / 1e9
-        self._peaks[:] = [max(peak, other) for other in self._peaks]  # in this order, a NaN remains
+        self._peaks[:] = [max(peak, other) for other in self._peaks]  # peak first: NaN propagates
         reset_peak(self.device)

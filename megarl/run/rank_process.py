@@ -1,9 +1,9 @@
-"""One rank: redirects output to its log, runs the command, and records how it ended.
+"""The process of one rank: redirects output to a log, runs the command, records the exit code.
 
     python -m megarl.run.rank_process runs/<name>/config.yaml COMMAND
 
-megarl.processes.spawn starts it, or an external launcher (`run_external`).
-Rank 0's Python output goes to the terminal; all other output (C++ libraries, other ranks) goes to
+The process is started by megarl.processes.spawn or by an external launcher (`run_external`).
+Rank 0's Python output goes to the terminal. All other output (C++ libraries, other ranks) goes to
 runs/<name>/logs/rank_<r>.log.
 """
 
@@ -54,7 +54,7 @@ def run_external(config: Config, env: Env, command: str) -> int:
 def run_rank(config: Config, env: Env, command: str) -> int:
     """Runs `command` (train, or one of RANK_COMMANDS) on this rank; returns its exit code.
 
-    It never raises.
+    An exception of the command is logged, recorded, and turned into an exit code.
     """
     folder = config.run_dir
     terminal = redirect_output(folder / "logs" / f"rank_{env.rank}.log")
@@ -83,7 +83,7 @@ def run_rank(config: Config, env: Env, command: str) -> int:
         failure = failure_of(error, env.rank, phase=phase.name, run_dir=folder)
         if env.launched:
             slots.write_failure(env.rank, to_record(failure))
-        with suppress(OSError):  # the log's disk is full
+        with suppress(OSError):  # for example if the log's disk is full
             print(log_text(traceback.format_exc()), file=sys.stderr)
         if note_exit(failure):
             say(f"rank {env.rank} ended in {failure.phase}: {failure.message}")
@@ -92,7 +92,7 @@ def run_rank(config: Config, env: Env, command: str) -> int:
         return failure.code
     finally:
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError):  # the log's disk is full, or the terminal gone
+            with suppress(OSError):  # for example if the disk is full or the terminal is closed
                 stream.flush()
     if env.is_main and not env.launched:
         write_exit(folder, DONE, world=env.world_size)
@@ -101,14 +101,14 @@ def run_rank(config: Config, env: Env, command: str) -> int:
 
 def _set_variables(env: Env) -> None:
     set_env(
-        # read when vLLM is imported: engine core in this process, logging to our stderr
+        # read when vLLM is imported: run the engine core in this process, log to our stderr
         VLLM_ENABLE_V1_MULTIPROCESSING=0,
         VLLM_LOGGING_STREAM="ext://sys.stderr",
         TOKENIZERS_PARALLELISM="false",
-        # collectives, for processes.heartbeat
+        # entries of torch's flight recorder of collectives
         TORCH_FR_BUFFER_SIZE=get_env("TORCH_FR_BUFFER_SIZE", "256"),
-        # kernels run in the order of their launch, on which Megatron's overlap of communication
-        # relies
+        # run kernels in launch order, which Megatron's overlap of communication and computation
+        # requires
         CUDA_DEVICE_MAX_CONNECTIONS=get_env("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
     )
     if env.world_size == env.local_world_size:
@@ -116,7 +116,7 @@ def _set_variables(env: Env) -> None:
 
 
 def _run(config: Config, env: Env, phase: CurrentPhase, command: str) -> None:
-    """Runs the stage or command, whose module is imported here: SFT runs without vLLM."""
+    """Imports and runs the stage or command; imported only here, so that SFT runs without vLLM."""
     module, _, function = program(config.stage, command).entry.partition(":")
     run = getattr(import_module(module), function)
     from megarl.run.context import open_rank
@@ -126,7 +126,9 @@ def _run(config: Config, env: Env, phase: CurrentPhase, command: str) -> None:
 
 
 def _note_exit(folder: Path, env: Env, failure: Failure) -> bool:
-    """Writes exit.json, unless megarl's launcher or a faster rank does; returns True if written."""
+    """Writes exit.json, unless megarl's launcher will or another rank already has; returns True if
+    written.
+    """
     if env.launched or (folder / "exit.json").exists():
         return False
     write_exit(folder, failure.code, failure, world=env.world_size)
@@ -134,7 +136,7 @@ def _note_exit(folder: Path, env: Env, failure: Failure) -> bool:
 
 
 def redirect_output(log: Path) -> TextIO:
-    """Redirects file descriptors 1 and 2 to `log`; returns the former standard output."""
+    """Redirects file descriptors 1 and 2 to `log`; returns a stream to the original stdout."""
     log.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -150,5 +152,5 @@ def redirect_output(log: Path) -> TextIO:
 
 if __name__ == "__main__":
     code = main(*sys.argv[1:])
-    # without the destructors: those of a process group whose peer is gone can hang or abort
+    # skip destructors: that of a process group whose peers are gone can hang or abort
     os._exit(code)

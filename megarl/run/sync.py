@@ -1,4 +1,4 @@
-"""The publishers of a rank, for whole weights, encoded ones or adapters, and its parity gate."""
+"""Builds a rank's weight publisher (full weights, encoded weights or adapters) and parity gate."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -35,7 +35,7 @@ from megarl.weights.sync.publish import Probe, Publisher, WeightFormat, WeightSe
 
 
 def rank_publisher(rank: Rank, trainer: Trainer, engine: Engine, probe: Probe) -> Publisher:
-    """Returns the publisher from this trainer to the engine."""
+    """Builds the publisher that moves this trainer's weights to the engine. A collective."""
     config = rank.config
     env = rank.env
     fleet = fleet_of(config, env.world_size, ranks_per_node=env.local_world_size)
@@ -68,9 +68,10 @@ def _adapter_publisher(
     ranks_per_node: int,
     probe: Probe,
 ) -> Publisher:
-    """Returns the publisher of adapters to `receiver`, the engine's AdapterReceiver. A collective.
+    """Builds the publisher that moves LoRA adapters to the engine. A collective.
 
-    `weights` publishes the base model.
+    `receiver` is the engine's AdapterReceiver. `weights` is the publisher of the base model, which
+    publishes once, before the first adapters.
     """
     adapters = trainer.adapters
     transport = rank.transport
@@ -80,7 +81,7 @@ def _adapter_publisher(
     plan = plan_slices(
         fmt,
         slices_by_rank(adapters.table, rank.shape, trainer.layout),
-        transport.gather(list(receiver.slices)),  # every rank needs them whole
+        transport.gather(list(receiver.slices)),  # every engine rank receives full adapters
         round_bytes=rank.config.sync.round_bytes,
         **sizes,
     )
@@ -99,7 +100,9 @@ def _adapter_publisher(
 
 
 def make_encoder(rank: Rank, trainer: Trainer) -> BlockEncoder | None:
-    """Returns the encoder for an engine with a block format; None if it has the trainer's dtype."""
+    """Returns the encoder of weights to the engine's block format; None if the engine uses the
+    trainer's dtype.
+    """
     fmt = rollout_format(rank.config, rank.shape)
     if fmt is None:
         return None
@@ -120,12 +123,13 @@ def make_checks(
     engines: Sequence[Any],
     **options: Any,
 ) -> ParityChecks:
-    """Returns the gate and the probe, which continues training prompts; `options`: further fields
-    of ParityChecks.
+    """Builds the ParityChecks: the gate and the probe, which completes the first training prompts.
+
+    `options` are additional fields of ParityChecks.
     """
     config = rank.config
     added = max(1, min(PROBE_TOKENS, config.rollout.max_tokens - 1))
-    # the engine scores one token less than it has room for
+    # the longest row that the engine can score is one token shorter than its context
     longest = engines[0].max_model_len - 1 - added
     count = MOE_PROBE_PROMPTS if rank.shape.is_moe else PROBE_PROMPTS
     return ParityChecks(
@@ -142,7 +146,7 @@ def make_checks(
 
 
 def parity_checks(rank: Rank, trainer: Trainer, engine: Engine) -> ParityChecks:
-    """Returns the gate between this trainer and the engine, which names the cause of a refusal."""
+    """Builds the colocated ParityChecks, which also search for the cause of a difference."""
     encoder = make_encoder(rank, trainer)
     search = CauseSearch(
         trainer,
@@ -168,7 +172,8 @@ def parity_checks(rank: Rank, trainer: Trainer, engine: Engine) -> ParityChecks:
 def synced(rank: Rank) -> tuple[Trainer, Engine, ParityChecks, PublishReport]:
     """Builds trainer and engine and syncs once, for commands that do not train.
 
-    The trainer keeps only its weights on the device.
+    Afterwards only the trainer's weights are on the device, not its optimizer state or gradients.
+    Returns (trainer, engine, parity checks, report of the sync).
     """
     trainer = make_trainer(rank)
     check_weights(rank, trainer)

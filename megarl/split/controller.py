@@ -1,13 +1,13 @@
-"""The controller of the split topology: it runs stages.rl.train with roles that are elsewhere.
+"""The controller of the split topology: runs stages.rl.train with remote implementations of roles.
 
-prompts, rewards, collate, objective, telemetry     here, as on every rank of a colocated run
-learner, checks, checkpoint   --calls--> TrainerRanks (trainer_rank.py): all at once, in one order
-rollouts                      --calls--> Engines (engines.py): replicas that generate on their own
-weights                       --calls--> both: they share a process group, without this process
+prompts, rewards, collate, objective, telemetry     local, as on every rank of a colocated run
+learner, checks, checkpoint   --calls--> TrainerRanks (trainer_rank.py): all ranks, same order
+rollouts                      --calls--> Engines (engines.py): replicas generate independently
+weights                       --calls--> both, which share a process group without the controller
 
-publish   waits until all ranks and workers have verified what they received; then prompts are
-          accepted
-update    waits for the slowest rank; the gate refuses on all ranks, or on none
+publish   waits until all trainer ranks and engine workers have verified the weights; only then do
+          engines accept prompts
+update    waits for the slowest rank; the gate refuses on all ranks or on none
 """
 
 import time
@@ -60,21 +60,21 @@ from megarl.weights.sync.transports.collective import end_barrier
 
 @dataclass(frozen=True)
 class RemoteTrainer:
-    """roles.Learner and Checkpoint, on the trainer's ranks.
+    """Implements roles.Learner and roles.Checkpoint by calls to the trainer's ranks.
 
-    Their gate has no engine, so a refusal guesses the cause; colocated, `megarl check --parity`
-    finds it.
+    The gate on these ranks has no engine, so an error only guesses the cause of a difference. A
+    colocated `megarl check --parity` finds it.
     """
 
     ranks: TrainerRank
-    prompts: Prompts  # saved with the ranks' states
+    prompts: Prompts  # its state is saved with the ranks' checkpoints
 
     def score(self, batch: TrainBatch) -> TokenScores:
         return self.ranks.score(batch)
 
     def update(self, batch: ScoredBatch, *, gate: Gate) -> StepReport:
-        """Updates the policy; the gate is not `gate` but the ranks' own, before their optimizer
-        steps.
+        """Updates the policy. `gate` is ignored: the ranks apply their own gate before their
+        first optimizer step.
         """
         return self.ranks.update(batch)
 
@@ -93,7 +93,10 @@ class RemoteTrainer:
 
 @dataclass
 class RemoteWeights:
-    """roles.Weights: pauses the engines, runs the plan on both sides, probes, stamps, resumes."""
+    """Implements roles.Weights: pauses engines, transfers weights, runs the probe, and commits.
+
+    Trainer ranks and engine workers run the transfer plan; this process only calls them.
+    """
 
     config: Config
     ranks: TrainerRanks
@@ -102,18 +105,18 @@ class RemoteWeights:
     store: str
     ranks_per_node: int
     version: int = 0
-    group: str = ""  # the current one's name
-    barriers: int = 0  # that were met in it
+    group: str = ""  # name of the current sync group
+    barriers: int = 0  # number of barriers that the group has passed
 
     def announce(self, version: int) -> None:
-        """Notes the version of the trainer's weights, which a lost engine is given too."""
+        """Records the version of the trainer's weights, which `republish` uses."""
         self.version = version
 
     def publish(self, *, version: int) -> PublishReport:
-        """Publishes the trainer's weights to all engines.
+        """Publishes the trainer's weights to all engines; repeats the sync if an engine is lost.
 
-        Raises CheckFailed if the ranks refuse, or if engines are lost more often than they may be
-        restarted.
+        Raises CheckFailed if verification fails, or if more engines are lost than
+        launch.max_restarts allows.
         """
         self.announce(version)
         self.engines.is_syncing = True
@@ -154,9 +157,10 @@ class RemoteWeights:
         return report
 
     def _on_all(self, ask: Callable[[SyncService], object]) -> tuple[Any, list[Reply]]:
-        """Calls both sides; returns the values of rank 0 and of the workers.
+        """Calls all trainer ranks and all engines; returns (rank 0's value, workers' replies).
 
-        A lost engine explains what others report.
+        If an engine is lost, raises EngineLost, because errors of its peers are consequences.
+        Otherwise raises CheckFailed for a refusal of the trainer's ranks or an error of a worker.
         """
         waiting = {replica.begin(ask): replica for replica in self.engines.replicas}
         replies = []
@@ -183,7 +187,7 @@ class RemoteWeights:
             refusal = error
         except RankLost as error:
             self._end_barrier("a rank of the trainer")
-            # for what it may be a consequence of
+            # the failure may be a consequence of a lost engine: wait for its report
             deadline = time.monotonic() + GRACE_S * (not error.is_gone)
             while waiting and not lost and time.monotonic() < deadline:
                 look(POLL_S)
@@ -200,15 +204,17 @@ class RemoteWeights:
         return value, replies
 
     def _end_barrier(self, absent: str) -> None:
-        """Releases participants blocked in a sync barrier, and names the one that is lost."""
+        """Releases the participants blocked in a sync barrier; `absent` names the lost one."""
         timeout = timedelta(seconds=self.config.launch.timeout_s)
         for number in (self.barriers, self.barriers + 1):
             end_barrier(self.store, self.group, number, absent, timeout)
 
 
 def train_split(config: Config, cluster: Cluster, fleet: Fleet, phase: CurrentPhase) -> None:
-    """Starts engines and ranks, and runs the loop; after the death of a rank, once more from the
-    last checkpoint."""
+    """Starts engines and trainer ranks, and runs the loop.
+
+    If a trainer rank dies, restarts all of them and resumes from the last checkpoint.
+    """
     rank = Rank.of(config, Env(), torch.device("cpu"), phase, fleet.trainer_layout(0))
     watch = Watch(config.launch.timeout_s)
     logs = config.run_dir / "logs"
@@ -241,7 +247,7 @@ def _train(
     rank: Rank, ranks: TrainerRanks, engines: Engines, cluster: Cluster, fleet: Fleet
 ) -> None:
     """Runs the loop from the start or from a checkpoint."""
-    # `rank` is of no world: what the controller needs of one
+    # `rank` is the controller's context, not one of the trainer's ranks
     config = rank.config
     ledger = Ledger(make_prompts(rank))
     start, state, cursor = ranks.service.restore()

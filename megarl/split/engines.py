@@ -1,10 +1,10 @@
-"""The engine replicas of the split topology, as the controller sees them: roles.Sampler.
+"""The controller's view of the engine replicas in the split topology; implements roles.Sampler.
 
-submit --a prompt's requests to one replica--> EngineActor ... poll: a call is open at every
-                                               replica, and returns the samples that are finished
-a replica is lost --> its requests go to the others, from their beginning; it starts again in its
-                      bundle, and gets no prompt before a verified sync (controller.py); with no
-                      other left, that sync is made now
+submit --each prompt's requests to one replica--> EngineActor
+poll   --one open call per replica--------------> returns finished samples
+a replica is lost --> its requests restart from their beginning on other replicas; the replica
+                      restarts in its placement bundle and gets no prompts before a verified sync
+                      (controller.py); if no replica is left, weights are published at once
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class EngineLost(Exception):
-    """A replica has failed, or one of its processes has ended."""
+    """Raised if a replica has failed, or one of its processes has ended."""
 
     def __init__(self, replica: "Replica", lost: RankLost) -> None:
         super().__init__(lost.failure.message)
@@ -50,32 +50,36 @@ class EngineLost(Exception):
 
 @dataclass
 class Replica:
-    """One replica, which parity.gate asks to complete and score."""
+    """One engine replica; `complete` and `score` are used by the probe (parity.gate)."""
 
     number: int
     actor: Any = None
-    starting: Any = None  # the call that starts it; None: it has started
+    starting: Any = None  # ref of the call that starts the replica; None once started
     node: str = ""
-    # its process ids and its segments of shared memory, for kill_engine
+    # process ids and shared memory segments, for kill_engine
     remains: tuple[Sequence[int], Sequence[str]] | None = None
     max_model_len: int = 0
-    is_joined: bool = False  # to the sync group
-    is_ready: bool = False  # it serves a verified version
-    poll: Any = None  # the open call
-    requests: dict[SampleKey, Request] = field(default_factory=dict)  # those that it is to return
+    is_joined: bool = False  # member of the sync group
+    is_ready: bool = False  # serves a verified version
+    poll: Any = None  # ref of the open poll call
+    requests: dict[SampleKey, Request] = field(default_factory=dict)  # unfinished requests
     is_asleep = False
 
     @property
     def service(self) -> EngineService:
-        """The methods of the engine; a call waits for the value, as `value` does."""
+        """A proxy of the engine's methods; each call waits for the result, as `value` does."""
         return cast(EngineService, Proxy(lambda *call: self.value(self.actor.call.remote(*call))))
 
     def begin(self, ask: Callable[[EngineService], object]) -> Any:
-        """Begins the call that `ask` makes; `value` waits for it."""
+        """Starts the call that `ask` makes, and returns its ref; `value` waits for it."""
         return ask(cast(EngineService, Proxy(self.actor.call.remote)))
 
     def value(self, ref: Any) -> Any:
-        """Waits for a call; raises EngineLost if the replica is lost, its error if it refuses."""
+        """Waits for a call and returns its result.
+
+        Raises EngineLost if the replica is lost, and ValueError or CheckFailed if the replica
+        reports a user error or a failed check.
+        """
         try:
             return value_of(ref, f"engine {self.number}")
         except RankLost as lost:
@@ -94,20 +98,20 @@ class Replica:
 @dataclass
 class Engines:
     config: Config
-    folder: Path  # of the model
+    folder: Path  # model folder
     stop_token_ids: Sequence[int]
     place: Place
     replicas: list[Replica] = field(default_factory=list)
     is_stopping: Callable[[], bool] = lambda: False
-    recover: Callable[[], None] = lambda: None  # starts, syncs and verifies the lost ones
-    restarts: int = 0  # so far
-    unassigned: list[Request] = field(default_factory=list)  # of lost replicas, or new
-    is_syncing: bool = False  # a sync replaces the replicas that are lost in it
-    _early: list[Sample] = field(default_factory=list)  # for the next `poll`
-    _fault: Exception | None = None  # for it, too
+    recover: Callable[[], None] = lambda: None  # publishes verified weights to all replicas
+    restarts: int = 0  # number of restarts so far
+    unassigned: list[Request] = field(default_factory=list)  # new, or from a lost replica
+    is_syncing: bool = False  # True during a sync, which itself replaces lost replicas
+    _early: list[Sample] = field(default_factory=list)  # samples that the next `poll` returns
+    _fault: Exception | None = None  # error that the next `poll` raises
 
     def start(self) -> None:
-        """Starts all of them; `wait_started` waits."""
+        """Starts all replicas without waiting; see `wait_started`."""
         self.replicas = [self._start(number) for number in range(self.config.rollout.replicas or 1)]
 
     def _start(self, number: int) -> Replica:
@@ -116,7 +120,10 @@ class Engines:
         return Replica(number, actor, starting)
 
     def wait_started(self) -> None:
-        """Raises EngineLost if one cannot start, NodeGone if its node is."""
+        """Waits until all replicas have started.
+
+        Raises EngineLost if a replica cannot start, NodeGone if its node is lost.
+        """
         for replica in self.replicas:
             if not replica.starting:
                 continue
@@ -132,7 +139,9 @@ class Engines:
     # sampling
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """See roles.Sampler. A prompt's requests go to one replica."""
+        """See roles.Sampler. The requests of one prompt go to the same replica, unless there are
+        fewer prompts than replicas.
+        """
         check_new(requests, self._keys())
         if not self.restarts and not any(replica.is_ready for replica in self.replicas):
             raise CheckFailed("no engine has verified weights; publish them first")
@@ -140,10 +149,12 @@ class Engines:
         self._assign()
 
     def _assign(self) -> None:
-        """Gives requests to replicas; publishes weights first if no replica is ready."""
+        """Submits unassigned requests to replicas; publishes weights first if no replica is
+        ready.
+        """
         while self.unassigned:
             ready = [replica for replica in self.replicas if replica.is_ready]
-            if not ready:  # all are lost
+            if not ready:  # all replicas are lost
                 self.recover()
                 continue
             shares = deal(self.unassigned, len(ready))
@@ -161,7 +172,7 @@ class Engines:
     def poll(self, timeout_s: float | None = None) -> list[Sample]:
         """See roles.Sampler.
 
-        Raises RankLost if a rank of the trainer is gone: these samples will not be trained.
+        Raises RankLost if a trainer rank has died, because no rank would train on the samples.
         """
         while self.running():
             if self.is_stopping():
@@ -179,8 +190,10 @@ class Engines:
         return []
 
     def poll_while_training(self) -> None:
-        """Restarts lost replicas and moves their requests to others; what the trainer does
-        meanwhile is completed, whatever is wrong.
+        """Receives samples, restarts lost replicas, and reassigns their requests.
+
+        Called repeatedly while the controller waits for the trainer's ranks. An error is raised by
+        the next `poll`, so that the trainer can complete its call.
         """
         if self.is_syncing or self._fault:
             return
@@ -215,7 +228,7 @@ class Engines:
         return samples
 
     def abort(self, keys: Sequence[SampleKey]) -> list[Sample]:
-        """See roles.Sampler."""
+        """Aborts requests (see roles.Sampler), including those not yet assigned to a replica."""
         check_running(keys, self._keys())
         samples = []
         for replica in list(self.replicas):
@@ -230,7 +243,7 @@ class Engines:
         return samples
 
     def running(self) -> int:
-        """See roles.Sampler."""
+        """Returns the number of requests without a returned sample (see roles.Sampler)."""
         return len(self._keys())
 
     def _keys(self) -> list[SampleKey]:
@@ -239,21 +252,26 @@ class Engines:
             keys += replica.requests
         return keys
 
-    # replicas that are lost
+    # lost replicas
 
     def count_restart(self, failure: Failure) -> None:
-        """Raises CheckFailed if something was restarted too often."""
+        """Counts a restart after `failure`; raises CheckFailed above launch.max_restarts.
+
+        Raises NodeGone instead if a node is lost and not replaced.
+        """
         self.restarts += 1
         limit = self.config.launch.max_restarts
         if self.restarts > limit:
-            self.place.cluster.expect_nodes()  # what a whole node takes along may be more
+            self.place.cluster.expect_nodes()  # what is lost may be a whole node
             raise CheckFailed(f"{failure.message}; launch.max_restarts={limit} are used up")
         say(f"{failure.message}; restart {self.restarts} of {limit}")
 
     def replace_replica(self, lost: EngineLost) -> None:
-        """Ends what is left of a replica and starts it again; its requests go to others."""
+        """Kills the remaining processes of a lost replica, restarts it, and marks its requests as
+        unassigned. Does nothing if the replica was already replaced.
+        """
         number = lost.replica.number
-        if self.replicas[number] is not lost.replica:  # done already
+        if self.replicas[number] is not lost.replica:  # already replaced
             return
         self.count_restart(lost.failure)
         self.unassigned += self.replicas[number].requests.values()
@@ -261,9 +279,9 @@ class Engines:
         self.replicas[number] = self._start(number)
 
     def retry_on_loss(self, call: Callable[[], T]) -> T:
-        """Repeats a call until no engine is lost in it.
+        """Calls `call`, replacing lost engines and calling again until none is lost.
 
-        Lost ones start again, unless the first start fails.
+        Raises EngineLost if an engine fails in its first start and nothing was restarted before.
         """
         while True:
             try:
@@ -274,8 +292,8 @@ class Engines:
                 self.replace_replica(lost)
 
     def reset_for_new_trainer(self) -> None:
-        """Drops all requests, and accepts none before the next sync: the trainer's
-        ranks are gone.
+        """Drops all requests after the trainer's ranks are lost; engines accept none before the
+        next sync.
         """
         self.retry_on_loss(self._drop)
         self.unassigned.clear()
@@ -288,7 +306,7 @@ class Engines:
             replica.service.drop()
             replica.requests.clear()
             if replica.poll:
-                replica.value(replica.poll)  # samples of before
+                replica.value(replica.poll)  # discard samples of dropped requests
                 replica.poll = None
 
     def _end(self, replica: Replica) -> None:

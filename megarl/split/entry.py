@@ -1,5 +1,5 @@
-"""`megarl train` with launch.topology: split: starts the cluster and the controller in it, and
-records how it ended.
+"""Entry point of `megarl train` with launch.topology=split: starts the Ray cluster, runs the
+controller, and records the exit code.
 """
 
 import signal
@@ -18,7 +18,7 @@ from megarl.split.ray_cluster import ROOM_S, NoRoom, open_cluster
 
 
 def run_split(config: Config) -> int:
-    """Runs the stage rl; returns the exit code."""
+    """Runs stage rl in the split topology, reports a failure, and returns the exit code."""
     folder = config.run_dir
     phase = CurrentPhase()
     failure = None
@@ -30,7 +30,7 @@ def run_split(config: Config) -> int:
             config = _first_with_room(layouts, phase)
         except KeyboardInterrupt:
             failure = Failure(-1, STOPPED, "stopped")
-        except SystemExit:  # Ray's handler of SIGTERM, until ours is set
+        except SystemExit:  # raised by Ray's SIGTERM handler, until ours is installed
             failure = Failure(-1, TERMINATED, "stopped by SIGTERM")
         except BaseException as error:  # noqa: BLE001 (every failure becomes an exit code)
             failure = getattr(error, "failure", None) or failure_of(
@@ -40,9 +40,10 @@ def run_split(config: Config) -> int:
 
 
 def _first_with_room(layouts: Sequence[Config], phase: CurrentPhase) -> Config:
-    """Runs, and goes on in the next layout when a node is gone; returns the last.
+    """Runs with the first layout that fits the cluster; returns that layout's config.
 
-    Raises NoRoom if none fits.
+    If a node is lost during the run, continues with the next layout. Raises the first NoRoom if no
+    layout fits.
     """
     first = None
     for number, config in enumerate(layouts):
@@ -63,7 +64,7 @@ def _run(config: Config, phase: CurrentPhase, room_s: float) -> None:
         signal.signal(signal.SIGTERM, lambda _number, _frame: setattr(phase, "is_stopping", True))
         if not cluster.has_gpus:
             check_cpu_engine(config, model_shape(config))
-        # its imports take seconds: Ray has started by then
+        # imported only after Ray has started, because it takes seconds
         from megarl.split.controller import train_split
 
         train_split(config, cluster, fleet, phase)

@@ -1,6 +1,6 @@
-"""A proxy that sends attribute calls, typed by the services that it is cast to (services.py).
+"""A proxy that forwards method calls; callers cast it to a typed service (services.py).
 
-No torch.
+Imports no torch.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Proxy:
-    """Turns `proxy.name(*values)` into `call("name", *values)`; cast it to a service."""
+    """Turns `proxy.name(*values)` into `call("name", *values)`."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call

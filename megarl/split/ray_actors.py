@@ -1,10 +1,10 @@
-"""The processes of the split topology: a Ray actor for each Megatron rank and each engine replica.
+"""The Ray actors of the split topology: one per Megatron rank and one per engine replica.
 
-    controller --call--> RankActor x W    (a rank; all at once)    --> rank 0's value, or a failure
-               --call--> EngineActor x R  (an AsyncLLM; any calls) --> the same
+    controller --call--> RankActor x W    (Megatron rank; all ranks at once) --> rank 0's value
+               --call--> EngineActor x R  (AsyncLLM; concurrent calls)       --> its value
 
-A call returns {"value": ...} or {"failure": ...}: what a failure means does not depend on how Ray
-wraps it.
+A call returns {"value": ...} or {"failure": ...}, so the interpretation of a failure does not
+depend on how Ray wraps exceptions.
 """
 
 import os
@@ -34,26 +34,28 @@ from megarl.split.proxy import Proxy
 from megarl.split.ray_cluster import Cluster
 from megarl.split.stopped_processes import Watch
 
-if TYPE_CHECKING:  # its types need torch, which an actor imports once its environment is set
+if TYPE_CHECKING:  # imports torch, which an actor may import only once its environment is set
     from megarl.split.trainer_rank import TrainerRank
 
-GRACE_S = 10.0  # for the peers of a failed rank to fail too: the first record gives the cause
+GRACE_S = 10.0  # time for the peers of a failed rank to fail too; the earliest failure is the cause
 POLL_S = 0.5
 Outcome = dict[str, Any]  # {"value": ...} or {"failure": ...}
 KILLED = "was killed; out of memory? see its log"
 
 
 class RankLost(RuntimeError):
-    """A trainer rank has failed or ended, and with it the group: it cannot be asked any more."""
+    """Raised if a trainer rank has failed or died: the trainer's process group cannot continue."""
 
     def __init__(self, failure: Failure, is_gone: bool = False) -> None:
         super().__init__(failure.message)
         self.failure = failure
-        self.is_gone = is_gone  # its process, not only what it was doing
+        self.is_gone = is_gone  # the process has ended; False: only the call has failed
 
 
 class _Actor:
-    """Imports torch only once the environment is set."""
+    """Base of both actors: sets the environment before torch is imported, redirects output to a
+    log, and turns exceptions into failure records.
+    """
 
     def __init__(self, number: int, log: Path, environment: Mapping[str, Any]) -> None:
         set_env(**environment)
@@ -63,7 +65,7 @@ class _Actor:
         self._made = None
 
     def place(self) -> tuple[str, list[int], int]:
-        """Returns the node, this actor's GPUs there, and its process id."""
+        """Returns (node id, GPU ids of this actor on the node, process id)."""
         return (
             ray.get_runtime_context().get_node_id(),
             [int(gpu) for gpu in ray.get_gpu_ids()],
@@ -90,7 +92,7 @@ class RankActor(_Actor):
             return self._failed(error)
 
     def call(self, method: str, *values: Any) -> Outcome:
-        """Only rank 0 returns a value."""
+        """Calls a method of the TrainerRank; only rank 0 returns its value."""
         try:
             value = getattr(self._made, method)(*values)
             return {"value": value if self._number == 0 else None}
@@ -101,7 +103,7 @@ class RankActor(_Actor):
 @ray.remote
 class EngineActor(_Actor):
     async def start(self, config: Config, folder: Path, stop_token_ids: Sequence[int]) -> Outcome:
-        """Returns its processes and segments of shared memory, and the longest row."""
+        """Starts the engine; returns (process ids, shared memory segments, max_model_len)."""
         try:
             from megarl.rollout.vllm.async_engine import AsyncEngine
 
@@ -121,7 +123,7 @@ class EngineActor(_Actor):
 
 
 def value_of(ref: Any, what: str) -> Any:
-    """Waits for a call; returns its value. Raises RankLost with its failure."""
+    """Waits for a call and returns its value; raises RankLost if it failed or the actor died."""
     try:
         reply: Any = ray.get(ref)
     except RayError as error:
@@ -139,12 +141,12 @@ def rank_lost(error: RayError, what: str) -> RankLost:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a kind of actor runs."""
+    """The placement of one kind of actor: consecutive bundles of the cluster's placement group."""
 
     cluster: Cluster
     watch: Watch
     first_bundle: int
-    gpus: int  # of each actor
+    gpus: int  # GPUs per actor
     logs: Path
 
     def start(self, kind: Any, number: int) -> Any:
@@ -165,23 +167,23 @@ class Place:
             "TOKENIZERS_PARALLELISM": "false",
         }
         if cluster.is_local:
-            environment |= LOOPBACK  # set before anything heavy is imported
+            environment |= LOOPBACK  # must be set before torch is imported
         log = self.logs / f"{name}_{number}.log"
         return kind.options(**options).remote(number, log, environment)
 
 
 @dataclass
 class TrainerRanks:
-    """All ranks of the trainer; a call is a collective of them."""
+    """All trainer ranks; each call is made on every rank."""
 
     actors: Sequence[Any]
-    meanwhile: Callable[[], object] = lambda: None  # called while ranks are waited for
+    meanwhile: Callable[[], object] = lambda: None  # called repeatedly while `wait` waits
 
     @classmethod
     def start(cls, config: Config, place: Place, world: int, store: str) -> "TrainerRanks":
-        """Starts ranks, which meet in `store`; they are numbered node by node.
+        """Starts the ranks, which rendezvous in `store`, and numbers them node by node.
 
-        Raises NodeGone if a node is.
+        Raises NodeGone if a node is lost, RankLost if a rank cannot start.
         """
         ranks = cls([place.start(RankActor, number) for number in range(world)])
         name = f"trainer-{token_hex(4)}"
@@ -198,7 +200,7 @@ class TrainerRanks:
             starts = []
             for rank, ((node, _, pid), actor) in enumerate(placed):
                 place.watch.add(f"rank {rank}", node, pid)
-                # on a GPU, each sees its own alone, as number 0
+                # local rank 0: each actor sees only its own GPU, as device 0
                 env = Env(rank, world, 0, max(1, world // len(nodes)), has_launcher=True)
                 starts.append(actor.start.remote(config, env, store, name))
             ranks.wait(starts)
@@ -207,14 +209,14 @@ class TrainerRanks:
 
     @property
     def service(self) -> "TrainerRank":
-        """The methods of all ranks; a call returns what rank 0 does.
+        """A proxy that calls a method on all ranks and returns rank 0's value.
 
-        Raises CheckFailed if all ranks refuse, RankLost if one fails otherwise.
+        A call raises CheckFailed if all ranks refuse, RankLost if a rank fails otherwise.
         """
         return cast("TrainerRank", Proxy(lambda *call: self.wait(self._send(*call))))
 
     def begin(self, ask: Callable[["TrainerRank"], Any]) -> list[Any]:
-        """Begins the call that `ask` makes; `wait` waits for it."""
+        """Starts the call that `ask` makes on all ranks, and returns its refs; `wait` waits."""
         return ask(cast("TrainerRank", Proxy(self._send)))
 
     def _send(self, method: str, *values: Any) -> list[Any]:
@@ -222,7 +224,11 @@ class TrainerRanks:
         return [actor.call.remote(method, *refs) for actor in self.actors]
 
     def wait(self, refs: Sequence[Any], meanwhile: Callable[[], object] | None = None) -> Any:
-        """Waits for a call of all ranks, and calls `meanwhile` again and again."""
+        """Waits for a call on all ranks and returns rank 0's value.
+
+        Calls `meanwhile` (default: the attribute) repeatedly. Raises CheckFailed if all ranks
+        refuse, RankLost otherwise, for the rank that died or else for the first failure.
+        """
         from megarl.types import CheckFailed
 
         ranks = {ref: rank for rank, ref in enumerate(refs)}
@@ -244,14 +250,14 @@ class TrainerRanks:
                     if lost.is_gone:
                         gone = gone or lost
                     deadline = deadline or time.monotonic() + GRACE_S
-                    if gone:  # that one is the cause
+                    if gone:  # the dead rank is the cause: wait for no other failure
                         deadline = 0.0
         first = first_failure(failures)
         if not first:
             return value
         if [failure.code for failure in failures] == [REFUSED] * len(refs):
             raise CheckFailed(first.message)
-        raise gone or RankLost(first)  # what the peers of one that is gone report is a consequence
+        raise gone or RankLost(first)  # failures of a dead rank's peers are consequences
 
     def end(self) -> None:
         for actor in self.actors:
@@ -259,12 +265,15 @@ class TrainerRanks:
 
 
 def kill_engine(node: str, pids: Sequence[int], segments: Sequence[str]) -> None:
-    """Ends the processes of an engine on its node: they outlive an actor that is killed."""
+    """Kills an engine's processes on its node and unlinks its shared memory segments.
+
+    These processes outlive a killed actor.
+    """
     strategy: Any = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
 
     @ray.remote(num_cpus=0, scheduling_strategy=strategy)
     def end() -> None:
         Children(dict.fromkeys(pids, ""), set(segments)).end()
 
-    with suppress(RayError):  # the node is gone
+    with suppress(RayError):  # for example if the node is lost
         ray.get(end.remote(), timeout=30)

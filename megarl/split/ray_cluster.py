@@ -1,12 +1,11 @@
-"""The Ray cluster of the split topology: an existing one (RAY_ADDRESS), or a local one that ends
-with the run.
+"""The Ray cluster of the split topology: an existing cluster (RAY_ADDRESS), or a local one that
+ends with the run.
 
-    open_cluster --> Cluster: placement, where the ranks meet
-                     local: loopback only, a token of the job's own
-                     existing: its own token (scripts/ray_cluster.sh)
+    open_cluster --> Cluster: placement group, address of the rendezvous store
+                     local: listens on loopback only; a token generated for the job
+                     existing: the cluster's token (scripts/ray_cluster.sh)
 
-Ray's protocol executes what it is sent, so a port without a token is a shell for anyone who reaches
-it.
+Ray executes code that it receives, so anyone who can reach a port without a token has a shell.
 """
 
 import fcntl
@@ -28,26 +27,26 @@ from megarl.layout import Fleet
 from megarl.patches import ray as ray_patches
 from megarl.platform.env import LOOPBACK, get_env, set_env
 
-STORE_BYTES = 256 << 20  # of a local object store: it has the batches of a step
-ROOM_S = 60.0  # for a node to come back, or another to take its place
+STORE_BYTES = 256 << 20  # size of a local object store, which holds the batches of a step
+ROOM_S = 60.0  # time for a lost node to come back or be replaced
 TOKEN_BYTES = 32
 FOLDER = "megarl-ray-"
 QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
 
 
 class NoRoom(ValueError):
-    """The cluster is too small for the job."""
+    """Raised if the cluster is too small for the job."""
 
 
 class NodeGone(NoRoom):
-    """A node was lost during the run and not replaced."""
+    """Raised if a node was lost during the run and not replaced."""
 
 
 @dataclass(frozen=True)
 class Cluster:
     placement: Any  # one bundle for each trainer rank, then one for each engine replica
-    store: str  # where ranks and engines meet (transports.collective.open_store)
-    is_local: bool  # one machine: everything listens on loopback
+    store: str  # address of the rendezvous store (transports.collective.open_store)
+    is_local: bool  # True: one machine, all ports are on loopback
     has_gpus: bool
 
     def resources(self) -> str:
@@ -57,9 +56,9 @@ class Cluster:
         return f"the Ray cluster has {has.get('CPU', 0):g} CPUs and {has.get('GPU', 0):g} GPUs"
 
     def placed(self, actors: Sequence[Any]) -> list[tuple[str, list[int], int]]:
-        """Waits until the actors run; returns their places.
+        """Waits until the actors run; returns (node id, GPU ids, process id) of each.
 
-        Raises NodeGone, or RayError if an actor has died.
+        Raises NodeGone if a node is lost, RayError if an actor has died.
         """
         import ray
 
@@ -72,7 +71,7 @@ class Cluster:
     def expect_nodes(self) -> None:
         """Raises NodeGone if a node is lost and not replaced within ROOM_S."""
         deadline = None
-        while not self.placement.wait(1):  # whole seconds: Ray takes no others
+        while not self.placement.wait(1):  # seconds; Ray only accepts an int
             deadline = deadline or time.monotonic() + ROOM_S
             if time.monotonic() > deadline:
                 raise NodeGone(
@@ -83,8 +82,10 @@ class Cluster:
 
 @contextmanager
 def open_cluster(config: Config, fleet: Fleet, *, gpus: int, room_s: float) -> Iterator[Cluster]:
-    """Raises NoRoom if the cluster has no room for the job within `room_s`, ValueError if it
-    refuses its token.
+    """Connects to the Ray cluster, or starts a local one, and yields it with a placement group.
+
+    Raises NoRoom if the job does not fit within `room_s` seconds, ValueError if the existing
+    cluster cannot be joined or no token is set.
     """
     address = get_env("RAY_ADDRESS")
     store = ""
@@ -94,7 +95,7 @@ def open_cluster(config: Config, fleet: Fleet, *, gpus: int, room_s: float) -> I
             ray = _connect(address)
         else:
             folder = stack.enter_context(_private_folder())
-            ray = _start(folder / "ray", config, fleet, gpus)  # which Ray opens to all
+            ray = _start(folder / "ray", config, fleet, gpus)  # Ray makes this one world-accessible
             store = f"file:{folder / 'store'}"
         stack.callback(ray.shutdown)
         has_gpus = gpus > 0 if not address else ray.cluster_resources().get("GPU", 0) > 0
@@ -115,11 +116,12 @@ def open_cluster(config: Config, fleet: Fleet, *, gpus: int, room_s: float) -> I
 
 @contextmanager
 def _private_folder() -> Iterator[Path]:
-    """Nobody else can look into it, and it goes with this process: those of processes that were
-    killed go now.
+    """Yields a temporary folder that only this user can read, and removes it on exit.
+
+    Also removes the folders that killed processes left behind.
     """
     for old in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
-        with suppress(OSError), _locked(old):  # not of a process that lives, or of somebody else
+        with suppress(OSError), _locked(old):  # fails if its process lives or another user owns it
             if time.time() - old.stat().st_mtime > 10:
                 shutil.rmtree(old)
     with (
@@ -181,7 +183,7 @@ def _start(folder: Path, config: Config, fleet: Fleet, gpus: int) -> Any:
 
 
 def _listen(stack: ExitStack) -> str:
-    """Serves a store on this node's address in the cluster alone; returns "HOST:PORT"."""
+    """Serves a TCPStore on this node's cluster address only; returns "HOST:PORT"."""
     import ray
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -191,5 +193,5 @@ def _listen(stack: ExitStack) -> str:
     store = TCPStore(
         host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
-    stack.callback(lambda: store)  # alive until the end
+    stack.callback(lambda: store)  # keeps the store alive until the stack closes
     return f"{host}:{port}"

@@ -1,10 +1,10 @@
-"""What both sides of a weight sync, and an engine, can be asked in the split topology.
+"""Typed interfaces of remote calls in the split topology: to engines, and to both sides of a sync.
 
-    ranks.service.score(batch)                         waits for the value, of this type
-    ranks.begin(lambda rank: rank.transfer(version))   only begins the call
+    ranks.service.score(batch)                         waits for the value and returns it
+    ranks.begin(lambda rank: rank.transfer(version))   starts the call and returns its refs
 
-Both are attribute calls through a proxy (proxy.py), so a type checker sees the name, the arguments
-and the value; a rank's are those of trainer_rank.TrainerRank.
+Both are method calls on a proxy (proxy.py) that is cast to an interface, so a type checker verifies
+names, arguments and return values. The interface of trainer ranks is trainer_rank.TrainerRank.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,20 +16,22 @@ from megarl.types import Request, SampleKey
 
 
 class SyncService(Protocol):
-    """The two sides of a weight sync; ranks and workers meet in each call."""
+    """The methods that both sides of a weight sync have; each is a collective of all trainer ranks
+    and engine workers.
+    """
 
     def join(self, group: Mapping[str, Any]) -> Any:
-        """Joins the process group of the sync; `group`: the values of a SyncGroup."""
+        """Joins the process group of the sync; `group` has the fields of a SyncGroup."""
 
     def transfer(self, version: int) -> Any:
-        """Sends or receives `version`."""
+        """Sends (trainer) or receives (engine) the weights of `version`."""
 
     def end(self, version: int, committed: bool) -> Any:
-        """Commits the version, or gives it up."""
+        """Commits the version, or aborts the sync if `committed` is False."""
 
 
 class EngineService(SyncService, Protocol):
-    """The methods of rollout.vllm.async_engine.AsyncEngine."""
+    """The remote methods of rollout.vllm.async_engine.AsyncEngine."""
 
     def submit(self, requests: Sequence[Request]) -> None: ...
     def poll(self) -> Any: ...

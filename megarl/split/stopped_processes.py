@@ -1,12 +1,12 @@
-"""Processes of the split topology that are stopped or gone, on every node.
+"""Detects processes of the split topology that are stopped or have ended, on every node.
 
-    controller: a thread --names and process ids, every LOOK_S--> NodeWatch, one a node
-    NodeWatch --lines--> stderr
-              --gone--> Watch.gone
+    controller thread --names and process ids, every LOOK_S--> NodeWatch, one per node
+    NodeWatch --messages--> stderr
+              --ended processes--> Watch.gone
 
-A stopped one is reported after 5 s, killed after half of launch.timeout_s, then replaced. To Ray it
-looks like a slow one; the kernel knows the difference (processes.heartbeat.is_stopped). Ray reports
-a rank that is gone to whoever calls it; during a rollout nobody does.
+A stopped process is reported after 5 s, killed after half of launch.timeout_s, and then replaced.
+Ray cannot distinguish it from a slow process, but the kernel can (processes.heartbeat.is_stopped).
+Ray reports a dead rank only to a caller, and during a rollout no rank is called.
 """
 
 import os
@@ -31,16 +31,16 @@ LOOK_S = 2.0
 
 @dataclass
 class StoppedProcesses:
-    """Those of one node."""
+    """Tracks stopped processes on one node."""
 
-    limit_s: float  # after which one is killed
+    limit_s: float  # a process stopped for longer is killed
     _since: dict[int, float] = field(default_factory=dict)
     _said: set[int] = field(default_factory=set)
 
     def look(self, names: Mapping[str, int], now: float) -> tuple[list[str], list[str]]:
-        """Checks these processes and their descendants, and kills what exceeds the limit.
+        """Checks processes {name: pid} and their descendants, and kills those stopped too long.
 
-        Returns the lines to print, and the names whose process has ended.
+        `now` is in seconds. Returns (messages to print, names of processes that have ended).
         """
         lines = []
         for name, root in names.items():
@@ -66,11 +66,11 @@ class StoppedProcesses:
 
 @ray.remote(num_cpus=0)
 class NodeWatch(StoppedProcesses):
-    """An actor on the node."""
+    """A Ray actor that runs StoppedProcesses on one node."""
 
 
 class Watch:
-    """Checks the processes of all nodes every LOOK_S, in a thread, until `end`."""
+    """Checks the processes of all nodes every LOOK_S in a background thread, until `end`."""
 
     def __init__(self, timeout_s: float) -> None:
         self._limit_s = timeout_s / 2
@@ -82,7 +82,7 @@ class Watch:
         self._thread.start()
 
     def add(self, name: str, node: str, pid: int) -> None:
-        """Replaces an earlier process of that name."""
+        """Watches a process; replaces an earlier process with the same name."""
         if node not in self._nodes:
             strategy = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
             actor = NodeWatch
@@ -90,8 +90,9 @@ class Watch:
         self._places[name] = node, pid
 
     def gone(self, kind: str) -> str | None:
-        """Returns the name of a process of this kind (rank, engine) that has ended, LOOK_S late at
-        most; or None.
+        """Returns the name of a process of this kind ("rank" or "engine") that has ended, or None.
+
+        A process is reported up to about LOOK_S after its end.
         """
         for name, place in self._places.items():
             if name.startswith(kind) and (name, place) in self._gone:

@@ -1,9 +1,10 @@
-"""A Megatron rank of the split topology; the controller calls each method on all ranks, in one
-order.
+"""A Megatron rank of the split topology.
 
-controller --rows of a batch--> score, update --> what rank 0 returns; the gate runs here
+The controller calls each method on all ranks, in the same order:
+
+controller --batch--> score, update --> rank 0's result; the parity gate runs in update
            --version--> transfer --> engine workers (rollout/vllm/async_engine.py)
-           --step, states--> maybe_save: the same checkpoints as the colocated topology's
+           --step, states--> maybe_save: the same checkpoints as in the colocated topology
 """
 
 from collections.abc import Mapping
@@ -37,7 +38,7 @@ from megarl.weights.sync.transports.collective import open_store
 
 @dataclass
 class StoredState:
-    """roles.Stateful: the controller's prompts, as a checkpoint stores them."""
+    """Implements roles.Stateful for the state of the controller's prompts."""
 
     values: dict[str, Any] = field(default_factory=dict)
 
@@ -49,12 +50,12 @@ class StoredState:
 
 
 class TrainerRank:
-    """What the controller asks of a rank, through a proxy; the values are those of rank 0."""
+    """The methods that the controller calls through a proxy; it receives rank 0's values."""
 
-    publisher: Publisher  # once the group is joined
+    publisher: Publisher  # set by `join`
 
     def __init__(self, config: Config, env: Env, store: str, name: str) -> None:
-        """Builds the rank; all meet at the keys `name` of `store`. A collective."""
+        """Builds the rank. A collective: ranks rendezvous in `store`, under the prefix `name`."""
         self.phase = CurrentPhase()
         self._stack = ExitStack()
         meeting = open_store(store, name, timedelta(seconds=config.launch.timeout_s))
@@ -72,11 +73,11 @@ class TrainerRank:
             is_moe=rank.shape.is_moe,
             version=lambda: self.version,
         )
-        self.group = None  # of the weight sync
-        self.version = -1  # of the last sync
+        self.group = None  # transport of the weight sync
+        self.version = -1  # version of the last committed sync
 
     def restore(self) -> tuple[int, ObjectiveState, dict[str, Any]]:
-        """Returns the steps done, and the states of the objective and of the prompts."""
+        """Restores the checkpoint; returns (steps done, objective's state, prompts' state)."""
         start, state = self.checkpoint.restore(self.rank.config.checkpoint.resume)
         for trained in self.learner.trainers:
             check_weights(self.rank, trained)
@@ -90,13 +91,13 @@ class TrainerRank:
         return self.learner.update(batch, gate=self.checks.parity)
 
     def measure(self, batch: TokenBatch) -> Measured:
-        """Computes the trainer's side of the probe; the gate starts with its floor."""
+        """Computes the trainer's log-probs for the probe, and sets the gate's rounding floor."""
         measured = measure_logprobs(self.trainer, batch)
         self.checks.floor = self.rank.transport.gather(measured.of_policy)[0]
         return measured
 
     def join(self, group: Mapping[str, Any]) -> None:
-        """Joins the group of all trainer ranks and engine workers. A collective."""
+        """Joins the process group of all trainer ranks and engine workers. A collective."""
         self.phase.name = "sync"
         self._leave()
         is_cuda = self.rank.device.type == "cuda"
@@ -113,7 +114,7 @@ class TrainerRank:
         )
 
     def transfer(self, version: int) -> bool:
-        """Sends a version, as Publisher.transfer does."""
+        """Sends a version (see Publisher.transfer); returns True if the probe must run."""
         self.phase.name = "sync"
         return self.publisher.transfer(version)
 

@@ -1,1 +1,1 @@
-"""The training loop of each stage, written in terms of roles."""
+"""Training stages: one module per stage, with its loop and the `run` that builds it on a rank."""

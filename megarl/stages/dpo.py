@@ -1,8 +1,8 @@
-"""Direct preference optimization on one batch of compared responses per step (arXiv 2305.18290).
+"""Direct preference optimization (DPO, arXiv 2305.18290): one batch of preference pairs per step.
 
-The loop is offline.py's. The reference is the model before the first step. Its log-prob of a
-response is computed once, when the response is first trained on, and saved with the position in
-the data: a resumed run continues with the same bits.
+The training loop is in offline.py. The reference is the model before the first step. Its log-prob
+of a response is computed once, when the response is first trained on, and checkpointed with the
+data position, so a resumed run continues with the same bits.
 """
 
 from dataclasses import dataclass, replace
@@ -43,13 +43,13 @@ class DpoLearner:
     trainer: Trainer
     reference: Reference | FrozenBase
     options: Dpo
-    known: dict[str, float]  # log-probs under the reference, by response
+    known: dict[str, float]  # response hash -> log-prob under the reference
     span: SpanContext
 
     def update(self, batch: PreferenceBatch) -> StepReport:
-        """Makes the updates of one batch: the mean over the pairs of each update.
+        """Trains on one batch; the loss of each update is the mean over its pairs.
 
-        A pair is never split.
+        Both responses of a pair are always in the same update.
         """
         with self.span("logprobs"):
             reference_N = self.reference_logprobs(batch)
@@ -59,7 +59,9 @@ class DpoLearner:
         return replace(report, metrics={**report.metrics, "pairs": len(batch.pairs)})
 
     def accuracy(self, batch: PreferenceBatch) -> dict[str, float]:
-        """Returns the share of pairs that are ranked right: the mean over prompts."""
+        """Returns held-out metrics: the number of prompts, the mean reward margin, and the accuracy
+        (the share of correctly ranked pairs, averaged over prompts) with its 95% interval.
+        """
         rewards_N = self.options.beta * (self._logprobs(batch) - self.reference_logprobs(batch))
         margin_P = rewards_N[batch.pairs] @ rewards_N.new_tensor([1, -1])
         group_P = batch.group[batch.pairs[:, 0]]
@@ -71,7 +73,10 @@ class DpoLearner:
         }
 
     def reference_logprobs(self, batch: PreferenceBatch) -> Tensor:
-        """Returns [N] fp64; one forward pass of the reference, unless every response is known."""
+        """Returns the reference's log-prob of each response, [N] fp64.
+
+        Runs one forward pass of the reference unless every response is in `known`.
+        """
         lengths = batch.lengths_N.tolist()
         rows = torch.stack([batch.tokens, batch.mask.long()]).split(lengths, dim=1)
         keys = [sha256(row.numpy().tobytes()).hexdigest()[:24] for row in rows]

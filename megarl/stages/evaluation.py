@@ -1,6 +1,6 @@
-"""Measures accuracy on held-out problems, with the engine that samples the rollouts.
+"""Evaluation on held-out problems, sampled with the rollout engine.
 
-problems of each set -> k samples of each -> right answers, pass@k, intervals -> eval.jsonl
+problem sets -> k samples per problem -> accuracy, pass@k, 95% intervals -> eval.jsonl
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,9 +26,9 @@ from megarl.types import Prompt, Request, Sample
 
 
 def correctness(sample: Sample) -> float:
-    """Returns 1.0 if the accuracy reward is full, else 0.0; without that reward, the reward.
+    """Returns 1.0 if the accuracy reward is at least 1.0, else 0.0.
 
-    Unscored samples count 0.0.
+    Without an accuracy reward, returns the total reward. Unscored samples return 0.0.
     """
     if sample.reward is None:
         return 0.0
@@ -37,44 +37,44 @@ def correctness(sample: Sample) -> float:
     return sample.reward
 
 
-# step -> the size of a set, metrics and their /low and /high
+# step -> metrics of a problem set: its size, and each value with its /low and /high bounds
 Measure = Callable[[int], Mapping[str, float]]
 Evaluated = Callable[[int, Mapping[str, Any]], None]  # step, results
 
 
 @dataclass(frozen=True)
 class ProblemSet:
-    """Problems, and how often and at which temperature each is sampled."""
+    """A set of evaluation problems and how to sample them."""
 
-    metric: str  # of the mean, for example aime/mean@4
-    prompts: Callable[[], Sequence[Prompt]]  # the same problems each time
+    metric: str  # name of the mean score, for example aime/mean@4
+    prompts: Callable[[], Sequence[Prompt]]  # returns the same problems on every call
     temperature: float
-    samples: int = 1  # of each problem
+    samples: int = 1  # samples per problem
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """roles.Evaluation. Every rank must call every method."""
+    """Implements roles.Evaluation. Every rank must call every method."""
 
     measures: Sequence[Measure]
-    every: int  # 0: never
+    every: int  # steps between evaluations; 0: never
     last_step: int
-    file: Path | None = None  # eval.jsonl, on rank 0, which prints the results too
+    file: Path | None = None  # eval.jsonl on rank 0 (which also prints the results), else None
     evaluated: Evaluated = lambda step, results: None  # Telemetry.evaluated
-    # steps; iterations of a run end and begin at the same one
+    # evaluated steps: the last step of an iteration is also the first of the next
     measured: set[int] = field(default_factory=set)
 
     def maybe_run(self, step: int) -> dict[str, Any] | None:
-        """Runs at the start, every `every` steps and at the end; otherwise returns None."""
+        """Evaluates at the first step, every `every` steps and at the last; else returns None."""
         is_due = self.every and (step % self.every == 0 or step == self.last_step)
         if not is_due or step in self.measured:
             return None
         return self.run(step)
 
     def run(self, step: int) -> dict[str, Any]:
-        """Returns "step", and the size and metrics of each set.
+        """Evaluates, records the results, and returns {"step": step} and each set's metrics.
 
-        Each metric has a 95% interval, /low to /high.
+        Each metric comes with the bounds of its 95% interval, <metric>/low and <metric>/high.
         """
         self.measured.add(step)
         result: dict[str, Any] = {"step": step}
@@ -88,7 +88,7 @@ class Evaluation:
 
 
 def sampled(generate: Generate, run_seed: int, part: ProblemSet, step: int) -> dict[str, float]:
-    """Samples the problems of a set with the engine; returns their mean score, and pass@k."""
+    """Samples a problem set with the engine; returns its size, mean score and pass@k."""
     prompts = part.prompts()
     requests = [
         Request(
@@ -116,18 +116,18 @@ def sampled(generate: Generate, run_seed: int, part: ProblemSet, step: int) -> d
 
 
 def _prefix(metric: str) -> str:
-    """Returns the prefix of its set's other metrics: "aime/", or "" for the task's own problems."""
+    """Returns the prefix that a set's metrics share: "aime/", or "" for the task's own problems."""
     return metric[: metric.rfind("/") + 1]
 
 
 def with_interval(name: str, scores: Sequence[float], samples: int | None = 1) -> dict[str, float]:
-    """Returns the mean score and its 95% interval (`mean_interval`)."""
+    """Returns the mean score and the bounds of its 95% interval (see `mean_interval`)."""
     low, high = mean_interval(scores, samples)
     return {name: fmean(scores), f"{name}/low": low, f"{name}/high": high}
 
 
 def describe(result: Mapping[str, Any]) -> str:
-    """Returns a table of one evaluation: every metric, its 95% interval, the number of problems."""
+    """Formats an evaluation as a table: metric, value, 95% interval, number of problems."""
     step = f"step {result['step']}"
     lines = [f"{step:<24} value  95% interval    problems"]
     for name, value in result.items():
@@ -145,7 +145,10 @@ def run(rank: Rank) -> None:
 
 
 def evaluation_of(rank: Rank, generate: Generate, start: int, evaluated: Evaluated) -> Evaluation:
-    """Returns the evaluation of a run that samples with `generate`, from step `start` on."""
+    """Returns the evaluation of the configured problem sets, sampled with `generate`.
+
+    `start` is the number of steps already done.
+    """
     config = rank.config
 
     def problems(size: int, task: Task) -> Callable[[], list[Prompt]]:
@@ -171,14 +174,15 @@ def evaluation_of(rank: Rank, generate: Generate, start: int, evaluated: Evaluat
 def make_evaluation(
     rank: Rank, measures: Sequence[Measure], start: int, evaluated: Evaluated
 ) -> Evaluation:
-    """Returns the evaluation of a run from step `start` on.
+    """Returns an evaluation that runs `measures`; `start` is the number of steps already done.
 
-    On rank 0 the results go to eval.jsonl and the terminal.
+    Rank 0 writes the results to eval.jsonl and prints them. On resume, the lines of steps that
+    will be evaluated again are removed from eval.jsonl.
     """
     config = rank.config
     file = None
     if rank.env.is_main:
         file = config.run_dir / "eval.jsonl"
-        if file.exists():  # a resumed run measures them again
+        if file.exists():  # a resumed run evaluates these steps again
             forget_steps(file, start)
     return Evaluation(measures, config.eval.every, config.train.steps, file, evaluated)

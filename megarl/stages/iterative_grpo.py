@@ -1,13 +1,14 @@
 """Iterative GRPO: reference and reward model follow the policy (arXiv 2402.03300, algorithm 1).
 
-    an iteration   the policy samples, and the run's labels rank its samples
+    an iteration   the policy samples; the label rewards rank its samples
                    reference    <- policy, bit for bit
-                   reward model <- the rankings, and a share of those of earlier iterations
+                   reward model <- new rankings, mixed with a share of earlier ones (replay)
                    stages/rl.train: `steps` steps of the policy against both
 
-What precedes the steps happens at a multiple of `steps`. A run that resumes there repeats it, from
-the state that `hold` has saved; one that resumes at another step goes on with the reference and
-reward model of its checkpoint.
+The reference and the reward model are updated at the start of an iteration, at a multiple of
+`steps`. A run that resumes at such a step repeats these updates from the checkpoint that `hold`
+wrote. A run that resumes within an iteration uses the reference and the reward model of its
+checkpoint.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +42,7 @@ class RewardModelTraining:
     """Trains the reward model on rankings of the policy's samples."""
 
     model: Rankings
-    rollouts: Rollouts  # scored by the labels
+    rollouts: Rollouts  # scored by the label rewards
     history: History
     options: RewardModelUpdates
     add: Callable[[Mapping[str, float]], None]  # Telemetry.add
@@ -52,9 +53,9 @@ class RewardModelTraining:
         return rankings(rollout.groups, self.options.pairs)
 
     def train(self, fresh: Sequence[Ranking], step: int) -> None:
-        """Makes `updates` updates, each on its share of `fresh` and of the history.
+        """Makes `options.updates` updates, each on a share of `fresh` mixed with replayed rankings.
 
-        Then `fresh` is added to the history.
+        Then adds `fresh` to the history.
         """
         memory = self.model.trainer.memory
         memory.onload_weights()
@@ -74,20 +75,20 @@ class RewardModelTraining:
         }
         if updates:
             metrics["loss"] = fmean(update.loss for update in updates)
-            # before each update
+            # each measured before its update
             metrics["accuracy"] = fmean(update.metrics["accuracy"] for update in updates)
         self.add({f"reward_model/{name}": value for name, value in metrics.items()})
 
 
 def iterative_grpo(
-    rl: RlRun,  # its `steps` are those of all iterations
-    steps: int,  # of the policy in an iteration
-    reset_reference: Callable[[], None],  # if it does not stay; offloads the policy
-    reward_model: RewardModelTraining | None,  # None: it stays
+    rl: RlRun,  # `rl.steps` counts the steps of all iterations
+    steps: int,  # policy steps per iteration
+    reset_reference: Callable[[], None],  # Iterations.reset; also offloads the policy
+    reward_model: RewardModelTraining | None,  # None: the reward model is not trained
 ) -> None:
     for first in range(rl.start - rl.start % steps, rl.steps, steps):
-        if rl.start == first:  # else the run has resumed within the iteration
-            rl.checkpoint.hold()  # until the next step is done, nothing else can be saved
+        if rl.start == first:  # otherwise the run resumed within this iteration
+            rl.checkpoint.hold()  # until the next step is done, no other state can be saved
             with rl.phases.sync():
                 rl.weights.publish(version=first)
             fresh = []
@@ -104,10 +105,10 @@ def iterative_grpo(
 
 
 class Iterations:
-    """The loop of train_policy in iterative GRPO, and what its checkpoints save in addition."""
+    """Provides `loop` and `further` to train_policy: the iterations, and extra checkpoint state."""
 
     learner: Learner
-    reward_model: RewardModel | None  # if it is trained
+    reward_model: RewardModel | None  # None if the reward model is not trained
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
@@ -137,7 +138,7 @@ class Iterations:
         iterative_grpo(run, run.steps // self.settings.iterations, self.reset, self._training(run))
 
     def reset(self) -> None:
-        """Copies the policy to the reference, then offloads the policy."""
+        """Copies the policy to the reference (if so configured), then offloads the learner."""
         reference = policy_of(self.learner).reference
         if self.settings.reset_reference and isinstance(reference, Reference):
             reference.reset()

@@ -1,8 +1,8 @@
-"""Stages that sample nothing, such as sft and dpo: one batch of examples per step, no engine.
+"""The loop of stages without rollouts, such as sft and dpo: one batch of examples per step.
 
     prompts --examples--> batch --learn--> report
 
-`train_offline` is their loop; `open_run` composes it on one rank.
+`train_offline` is the loop; `open_run` builds its parts on one rank. No engine is started.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,12 +23,12 @@ from megarl.stages.evaluation import make_evaluation
 from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, ObjectiveState, Prompt, StepReport, Terminated
 
-Examples = Callable[[Sequence[Prompt]], Any]  # prompts -> the batch of a stage
+Examples = Callable[[Sequence[Prompt]], Any]  # prompts -> the stage's batch type
 
 
 @dataclass
 class OfflineRun:
-    """The parts of a run. `start` is the number of steps already done."""
+    """The components of a run. `start` is the number of steps already done."""
 
     prompts: Prompts
     phases: Phases
@@ -75,9 +75,9 @@ def train_offline(
 
 @contextmanager
 def open_run(rank: Rank, trainer: Trainer, prompts: PromptStream) -> Iterator[OfflineRun]:
-    """Resumes from the newest checkpoint, if any, and exports at the end.
+    """Restores the configured checkpoint, yields the run, and exports the model at the end.
 
-    Saves the progress on a failure.
+    If a check fails or SIGTERM arrives, saves the progress and re-raises.
     """
     train = rank.config.train
     checkpoint = make_checkpoints(rank, trainer, prompts, ObjectiveState(kl_coef=0.0))
@@ -106,7 +106,7 @@ def train_measured(
     update: Callable[[Any], StepReport],
     accuracy: Callable[[Any], Mapping[str, float]],
 ) -> None:
-    """Trains, and measures the accuracy on held-out examples every eval.every steps."""
+    """Trains with `update`; every eval.every steps, evaluates `accuracy` on held-out examples."""
     batch = held_out(rank, examples)
     evaluation = make_evaluation(
         rank, [lambda _step: accuracy(batch())], run.start, run.telemetry.evaluated
@@ -115,6 +115,6 @@ def train_measured(
 
 
 def held_out(rank: Rank, examples: Examples) -> Callable[[], Any]:
-    """Returns what builds the batch of held-out examples, once."""
+    """Returns a function that builds the held-out batch on its first call, then caches it."""
     size = rank.config.eval.size
     return cache(lambda: examples(make_prompts(rank, "eval").take(size, repeat=False)))

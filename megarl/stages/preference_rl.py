@@ -1,6 +1,6 @@
-"""Stages that learn from the best and the worst of a prompt's samples: best_of_n, iterative_dpo.
+"""Stages that train on the best (and worst) sample of each prompt: best_of_n, iterative_dpo.
 
-The loop is rl.py's; the learner trains on the samples that are picked.
+The training loop is in rl.py; the learner trains on the selected samples only.
 """
 
 from megarl.algorithms.objective import Objective
@@ -12,7 +12,7 @@ from megarl.types import ScoredBatch
 
 
 def best(batch: ScoredBatch) -> list[int]:
-    """Returns the row of the best response to each prompt whose rewards differ."""
+    """Returns the row of each prompt's best response; skips prompts whose rewards are all equal."""
     return best_and_worst(batch)[::2]
 
 

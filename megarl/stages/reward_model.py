@@ -1,9 +1,9 @@
-"""Reward models: a head of one number, trained on compared responses or on judged steps.
+"""Reward models: a scalar head, trained on preference pairs or on labelled reasoning steps.
 
-    Rankings   Bradley-Terry over the pairs of a PreferenceBatch; accuracy: pairs ranked right
-    Steps      cross-entropy over the steps of a StepBatch; accuracy: steps judged right
+    Rankings   Bradley-Terry loss over the pairs of a PreferenceBatch; accuracy: pairs ranked right
+    Steps      cross-entropy over the steps of a StepBatch; accuracy: steps classified right
 
-The loop is offline.py's.
+The training loop is in offline.py.
 """
 
 from collections.abc import Mapping
@@ -47,15 +47,17 @@ def run(rank: Rank) -> None:
 
 @dataclass(frozen=True)
 class Rankings:
-    """Trains `trainer`, which has `head`, on responses of which some are preferred to others."""
+    """Trains an outcome reward model on preference pairs; `trainer` was built with `head`."""
 
     trainer: Trainer
     head: RewardHead
     centre: float = 0.0  # coefficient of (better + worse)^2
-    by_prompt: bool = False  # every prompt counts equally, not every pair
+    by_prompt: bool = False  # True: prompts are weighted equally; False: pairs are
 
     def update(self, batch: PreferenceBatch) -> StepReport:
-        """Makes the updates of one batch: the mean over all pairs of an update."""
+        """Trains on one batch; the loss of each update is the mean over its pairs (see
+        `by_prompt`).
+        """
         return self.trainer.train_on(
             batch,
             partial(ranking_losses, batch, self.head.scores, self.centre),
@@ -63,23 +65,27 @@ class Rankings:
         )
 
     def right(self, batch: PreferenceBatch) -> tuple[Tensor, Tensor]:
-        """Returns [P]: the pair is ranked right, 0.5 for a tie; and [P]: its prompt."""
+        """Returns, for each pair, 1 if it is ranked right (0.5 for a tie, else 0) and its prompt's
+        index, both [P].
+        """
         scores_N = self.head.scores(self.trainer.forward(batch), batch)
         return ranked_right(scores_N, batch.pairs), batch.group[batch.pairs[:, 0]]
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Trains a process reward model on steps of which each is right or wrong."""
+    """Trains a process reward model on reasoning steps labelled right or wrong."""
 
     trainer: Trainer
 
     def update(self, batch: StepBatch) -> StepReport:
-        """Makes the updates of one batch: the mean over all steps of an update."""
+        """Trains on one batch; the loss of each update is the mean over its reasoning steps."""
         return self.trainer.train_on(batch, partial(step_losses, batch), loss_weights)
 
     def right(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
-        """Returns [steps]: the step is judged right; and [steps]: its row."""
+        """Returns, for each reasoning step, whether it is classified right and its row, both [S]
+        for S steps.
+        """
         scores_T = self.trainer.forward(batch).values_T
         assert scores_T is not None
         is_right_T = (scores_T > 0) == batch.is_right
@@ -88,7 +94,9 @@ class Steps:
 
 
 def held_out_accuracy(model: Rankings | Steps, batch: Any) -> Mapping[str, float]:
-    """Returns the number of prompts, and the share of right pairs or steps, over prompts."""
+    """Returns the number of prompts, and the share of right pairs (or steps) over the whole batch
+    with a 95% interval from the per-prompt shares.
+    """
     is_right, prompt = model.right(batch)
     share_G = prompt.bincount(is_right.double()) / prompt.bincount()
     samples = max(1, len(is_right) // len(share_G))

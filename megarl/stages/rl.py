@@ -1,9 +1,9 @@
-"""The RL loop: sample with the engine, score, update, publish. It uses roles, never a backend.
+"""The RL loop: sample with the engine, score, update, publish.
 
     trainer, engine --> publisher, exchange of samples, learner --> RlRun --> train --> export
 
-`train` is the same function on every rank of a colocated job and in the controller of a split one;
-`run` composes a rank of a colocated one.
+`train` depends on roles (roles.py), never on a backend. The same function runs on every rank of a
+colocated job and in the controller of a split one. `run` builds a colocated rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,7 +53,7 @@ from megarl.types import Group, ObjectiveState, TrainBatch
 
 @dataclass
 class RlRun:
-    """The parts of a run. `start` is the number of steps already done."""
+    """The components of a run. `start` is the number of steps already done."""
 
     prompts: Prompts
     rollouts: Rollouts
@@ -74,7 +74,7 @@ class RlRun:
 
 def train(run: RlRun) -> None:
     with run.phases.sync():
-        run.weights.publish(version=run.start)  # a broken transport fails now, not after step 1
+        run.weights.publish(version=run.start)  # detect a broken transport before the first rollout
     run.evaluation.maybe_run(run.start)
     for step in range(run.start, run.steps):
         with run.telemetry.step(step) as record:
@@ -82,7 +82,7 @@ def train(run: RlRun) -> None:
                 rollout = run.rollouts.collect(run.prompts, run.prompts_per_step, version=step)
             batch = run.collate(rollout.groups)
             with run.phases.train():
-                scores = run.learner.score(batch)  # what the objective needs before the update
+                scores = run.learner.score(batch)  # log-probs etc. that the objective needs
                 scored, run.state = run.objective.advantages(batch, scores, run.state)
                 # the gate acts before the first optimizer step
                 update = run.learner.update(scored, gate=run.gate)
@@ -104,22 +104,22 @@ def run(rank: Rank) -> None:
 def train_policy(
     rank: Rank,
     start_engine: Callable[[Rank], Engine] = make_engine,
-    objective: Objective | None = None,  # None: the section `algorithm`
-    select: SelectRows | None = None,  # the samples of a prompt to train on; None: all of them
+    objective: Objective | None = None,  # None: built from the config
+    select: SelectRows | None = None,  # returns the rows to train on; None: all rows
     *,
     loop: Callable[[RlRun], None] = train,
     further: Callable[[models.Learner, RewardModel | None], Further] = lambda *_: Further(),
 ) -> Trainer:
-    """Runs the loop from the start or from a checkpoint; returns the policy.
+    """Builds a colocated rank, runs `loop` from the start or a checkpoint, and returns the policy.
 
-    Checkpoints also save what `further` returns. To save device memory, the trainer is offloaded
-    before the engine starts, and the engine sleeps until the first sync.
+    `further` returns additional state for the checkpoints. To save device memory, the trainer is
+    offloaded before the engine starts, and the engine sleeps until the first sync.
     """
     config = rank.config
     trainer = make_trainer(rank)
     ledger = Ledger(make_prompts(rank))
     objective = objective or make_objective(config)
-    learner = make_learner(rank, trainer, objective)  # its reference is the model before any step
+    learner = make_learner(rank, trainer, objective)  # before restoring: copies the reference
     reward_model = make_reward_model(rank, trainer)
     checkpoint = make_checkpoints(
         rank,
@@ -167,9 +167,10 @@ def make_run(
     start: int,
     state: ObjectiveState,
 ) -> partial[RlRun]:
-    """Returns RlRun with the parts that are alike in both topologies; its roles are to be added.
+    """Returns a partial RlRun with the components common to both topologies; the caller adds the
+    remaining roles.
 
-    `start` steps of the run are done. Opens its ledger.
+    `start` is the number of steps already done. On rank 0, opens the ledger.
     """
     config = rank.config
     if rank.env.is_main:

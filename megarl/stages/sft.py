@@ -1,8 +1,8 @@
-"""Supervised fine-tuning on one batch of examples per step (offline.py).
+"""Supervised fine-tuning (SFT) on one batch of examples per step; the loop is in offline.py.
 
-Each batch is new, and is scored before it is trained on: exp of an answer's log-prob is the
-probability of sampling exactly that answer, so its mean is the sampled accuracy, measured without
-sampling.
+Each batch is scored before the model trains on it. The exponential of an answer's log-prob is the
+probability of sampling exactly that answer, so its mean is the accuracy under sampling, measured
+without sampling.
 """
 
 from collections.abc import Callable
@@ -42,18 +42,21 @@ def run(rank: Rank) -> None:
 
 @dataclass
 class Sft:
-    """Learns answers; before a save, measures the loss on held-out ones: `run.state.held_out`."""
+    """Trains on reference answers, and evaluates the loss on held-out ones before a save.
+
+    `run.state.held_out` is (lowest loss, evaluations since), for early stopping.
+    """
 
     run: OfflineRun
     trainer: Trainer
-    held_out: Callable[[], TokenBatch]  # examples to evaluate on, the same each time
-    eval_every: int = 0  # steps, and at the end; 0: never
+    held_out: Callable[[], TokenBatch]  # returns the same examples on every call
+    eval_every: int = 0  # steps between evaluations; also at the last step; 0: never
     until_accuracy: float = inf  # stop once the sampled accuracy reaches this
-    patience: float = inf  # stop after as many evaluations without a lower held-out loss
+    patience: float = inf  # stop after this many evaluations without a lower held-out loss
 
     def __post_init__(self) -> None:
         self._step = self.run.start
-        if self.run.state.held_out[1] >= self.patience:  # a finished run was resumed
+        if self.run.state.held_out[1] >= self.patience:  # the resumed run had already stopped
             self.run.steps = self.run.start
 
     def learn(self, batch: TokenBatch) -> StepReport:
@@ -82,18 +85,19 @@ class Sft:
 
 
 def mean_loss(trainer: Trainer, batch: TokenBatch) -> float:
-    """Returns the cross-entropy of a learned token, in nats."""
+    """Returns the mean cross-entropy per learned token, in nats."""
     return -float(trainer.logprobs(batch)[batch.mask].double().mean())
 
 
 def train_supervised(trainer: Trainer, batch: TokenBatch) -> StepReport:
-    """Makes the updates of one batch of answers: the mean cross-entropy per token of an update."""
+    """Trains on one batch; the loss of each update is its mean cross-entropy per learned token."""
     return trainer.train_on(batch, supervised_loss, loss_weights)
 
 
 def sampled_accuracy(batch: TokenBatch, logprobs_T: Tensor) -> float:
-    """Returns the mean probability of sampling exactly the reference answer, 0..1; NaN if no row
-    has one.
+    """Returns the mean probability of sampling exactly the reference answer, in [0, 1].
+
+    Rows without learned tokens are left out; NaN if there are no others.
     """
 
     def sums_N(values_T: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""`megarl audit`: replays the ledger of a run (data/ledger.py) from its file alone, and balances
-it.
+"""`megarl audit`: replays a run's ledger (data/ledger.py) from its file alone, and verifies that
+every prompt is accounted for.
 """
 
 import json
@@ -13,29 +13,32 @@ from megarl.telemetry.metrics import iterate_jsonl
 from megarl.telemetry.sample_files import sample_files
 
 EVENTS = "start taken generating complete carried settled"
-SHOWN = 8  # ids in a message
+SHOWN = 8  # maximum number of ids in a message
 
 
 def _ids(runs: list[list[int]]) -> list[int]:
-    """Returns the numbers of [first, last] pairs."""
+    """Expands inclusive [first, last] ranges into a list of ids."""
     return list(chain.from_iterable(range(first, last + 1) for first, last in runs))
 
 
 class Audit:
-    """A replay of a ledger, which trusts nothing that its writer knew."""
+    """A replay of a ledger file, independent of the state of the process that wrote the file.
+
+    `problems` lists every inconsistency found; str() returns the balance.
+    """
 
     def __init__(self, file: Path) -> None:
-        """Replays a file; damaged lines in its middle are problems."""
-        # of every prompt: its last event, or its outcome
+        """Replays `file`; damaged lines are problems, unless a new start follows them."""
+        # prompt id -> its last event, or its outcome once settled
         self.states: dict[int, str] = {}
-        self.steps: dict[int, int] = {}  # of those that are settled
+        self.steps: dict[int, int] = {}  # prompt id -> step at which it was settled
         self.too_long = set()
         self.problems = []
         self.starts = 0
-        self.head = 0  # the first position that was never taken
+        self.head = 0  # first position that was never taken
         self.first = 0  # position at which the file begins
         self.max_staleness = 0
-        self.is_settled = set()  # step, by whom
+        self.is_settled = set()  # (step, which model trained on it)
         torn = 0
         handlers = {name: getattr(self, f"_{name}") for name in EVENTS.split()}
         for number, line in enumerate(file.read_bytes().decode(errors="replace").split("\n"), 1):
@@ -49,7 +52,7 @@ class Audit:
                 torn = 0
                 handler(**event)
             except (ValueError, KeyError, TypeError, AttributeError):
-                torn = number  # perhaps the last line of a process that was killed
+                torn = number  # may be the last line of a process that was killed
 
     def _start(
         self, step: int, position: int, settled: list[list[int]], max_staleness: int
@@ -58,7 +61,7 @@ class Audit:
         self.max_staleness = max_staleness
         if self.starts == 1:
             self.first = self.head = position
-            self.steps = dict.fromkeys(_ids(settled), -1)  # by another run
+            self.steps = dict.fromkeys(_ids(settled), -1)  # settled by an earlier run
         done = {number for number, at in self.steps.items() if at < step}
         saved = {*range(self.first, position), *_ids(settled)}
         unsettled = saved - done - self.too_long
@@ -123,7 +126,7 @@ class Audit:
         self.states |= dict.fromkeys(ids, state)
 
     def _report(self, wrong: Iterable[int], text: str) -> None:
-        """Notes a problem, unless there are no such prompts."""
+        """Adds a problem with the ids of the prompts in `wrong`; does nothing if there are none."""
         numbers = sorted(wrong)
         if not numbers:
             return
@@ -133,7 +136,9 @@ class Audit:
         self.problems.append(f"prompts {first} {text}")
 
     def compare(self, samples: Path, step: int) -> None:
-        """Compares the samples of a step with the prompts that were trained at it."""
+        """Verifies a step's sample file: adds a problem for prompts that were not trained at this
+        step, and for tokens that are too stale.
+        """
         untrained = set()
         stale = set()
         for row in iterate_jsonl(samples, prompt_id=int, versions=list):
@@ -162,9 +167,9 @@ class Audit:
 
 
 def audit(folder: Path) -> Audit:
-    """Replays the ledger of a run, and compares its samples on disk with it.
+    """Replays a run's ledger, and compares the run's sample files with it.
 
-    Raises ValueError if it has none.
+    Raises ValueError if the folder has no ledger.
     """
     file = folder / LEDGER
     if not file.is_file():

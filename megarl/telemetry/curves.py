@@ -1,7 +1,7 @@
-"""Curves of metrics over steps: which ones a report shows, and how they are drawn.
+"""Selects and draws the metric curves of a report.
 
-metrics.jsonl, eval.jsonl --run_panels, compared_panels--> Panels --draw_png--> one picture
-                                                   Panels --svg--> a picture per panel
+metrics.jsonl, eval.jsonl --run_panels, compared_panels--> Panels --draw_png--> one image
+                                                           Panel  --svg-------> one image each
 """
 
 import re
@@ -30,19 +30,19 @@ MAX_DRAWN = 1e100  # matplotlib's axes overflow near the largest float
 class Curve:
     label: str
     points: Points
-    is_sparse: bool = False  # measured now and then: points on a dotted line
+    is_sparse: bool = False  # not measured at every step: drawn as markers on a dotted line
 
 
 @dataclass(frozen=True)
 class Panel:
     title: str
     curves: Sequence[Curve]
-    is_log: bool = False  # the axis of the values
+    is_log: bool = False  # logarithmic value axis
     has_legend: bool = True
 
 
 def run_panels(rows: JsonRows, evaluations: JsonRows) -> list[Panel]:
-    """The panels of one run; the first is the most important."""
+    """Returns the panels of one run: reward and accuracy first; others only if they have data."""
     headline = _curves(rows, CHARTS["headline"]) or _curves(rows, {"loss": "loss"})
     held_out = _curves(evaluations, CHARTS["held_out"], is_sparse=True)
     parts = {
@@ -64,22 +64,25 @@ def run_panels(rows: JsonRows, evaluations: JsonRows) -> list[Panel]:
 
 
 def _sets(evaluations: JsonRows) -> dict[str, str]:
-    """The metrics of eval.sets, such as aime24/mean@16 and aime24/pass@8: those with
-    an interval.
+    """Returns {metric: label} of the metrics of eval.sets that have an interval, for example
+    aime24/mean@16 and aime24/pass@8.
     """
     keys = set(chain.from_iterable(evaluations))
     return {key: key for key in sorted(keys) if f"{key}/low" in keys and "/" in key}
 
 
 def compared_panels(runs: Mapping[str, tuple[JsonRows, JsonRows]]) -> list[Panel]:
-    """One panel per metric, with a curve for each run: {name: (metrics, evaluations)}."""
+    """Returns one panel per metric, with a curve for each run.
+
+    `runs` is {name: (rows of metrics.jsonl, rows of eval.jsonl)}.
+    """
     held_out = CHARTS["held_out"] | _sets(
         list(chain.from_iterable(evaluations for _, evaluations in runs.values()))
     )
     panels = []
     for source, titles in ((1, held_out), (0, CHARTS["compared"])):
         for key, title in titles.items():
-            # a run without points keeps its place, hence its line style
+            # include runs without points, so that a run has the same line style in every panel
             curves = [
                 Curve(name, _series(run[source], key), source == 1) for name, run in runs.items()
             ]
@@ -90,7 +93,7 @@ def compared_panels(runs: Mapping[str, tuple[JsonRows, JsonRows]]) -> list[Panel
 
 
 def line_styles(names: Iterable[str]) -> dict[str, Mapping[str, str]]:
-    """Returns colour and line style of each run's curves, in every panel."""
+    """Returns {run: colour and line style}, the same in every panel."""
     from matplotlib import rc_params_from_file
 
     styles = rc_params_from_file(STYLE, use_default_template=False)["axes.prop_cycle"]
@@ -98,7 +101,7 @@ def line_styles(names: Iterable[str]) -> dict[str, Mapping[str, str]]:
 
 
 def draw_png(panels: Sequence[Panel], title: str, file: Path) -> None:
-    """Draws the first panel wide, and the others small below it."""
+    """Draws all panels as one PNG: the first over the full width, the others in a grid below."""
     from matplotlib import style
     from matplotlib.figure import Figure
 
@@ -116,7 +119,7 @@ def draw_png(panels: Sequence[Panel], title: str, file: Path) -> None:
 
 
 def svg(panel: Panel) -> str:
-    """Draws a panel as an <svg> element."""
+    """Draws a panel; returns an <svg> element."""
     from matplotlib import style
     from matplotlib.figure import Figure
 
@@ -145,7 +148,10 @@ def _series(rows: JsonRows, key: str) -> Points:
 
 
 def _plain(text: str, *, most: int = 40) -> str:
-    """Short text on one line, without matplotlib's formulas and characters that fonts lack."""
+    """Returns `text` on one line, truncated to `most` characters, safe for matplotlib.
+
+    Replaces non-printable characters and escapes "$", which would begin a formula.
+    """
     text = "".join(char if char.isprintable() else "\ufffd" for char in " ".join(text.split()))
     return (text if len(text) <= most else f"{text[: most - 1]}…").replace("$", r"\$")
 
@@ -159,7 +165,7 @@ def _draw(axes: Any, panel: Panel) -> None:
     if panel.is_log and any(line.get_ydata().size for line in axes.lines):
         axes.set_yscale("log")
     else:
-        # 5e-11, where the default writes 1e-11 over the title
+        # label ticks "5e-11"; the default would write the factor "1e-11" over the title
         axes.yaxis.set_major_formatter("{x:g}")
     if panel.has_legend and len(panel.curves) > 1:
         axes.legend()
@@ -174,8 +180,8 @@ def _draw_curve(axes: Any, curve: Curve, points: np.ndarray) -> None:
         return
     count = len(values)
     means = values
-    if count >= 24:  # a running mean in front of the values
-        window = np.ones(max(5, count // 15) // 2 * 2 + 1)  # it is shorter at the ends
+    if count >= 24:  # draw a running mean in front of the values
+        window = np.ones(max(5, count // 15) // 2 * 2 + 1)  # truncated at both ends
         means = np.convolve(values, window, "same") / np.convolve(np.ones(count), window, "same")
     (line,) = axes.plot(steps, means, label=label, marker="o" if count < 12 else None)
     if means is not values:

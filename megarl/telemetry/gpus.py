@@ -1,10 +1,9 @@
-"""Memory, power, load, clocks, temperature and memory errors of GPUs, read through NVML by a
-thread.
+"""Monitors memory, power, utilization, clocks, temperature and ECC errors of GPUs through NVML.
 
-    NVML --each second--> GpuMonitor --take--> gpu/<quantity>/{mean,max} over GPUs and a step
+    NVML --every second--> GpuMonitor --take--> gpu/<quantity>/{mean,max} over GPUs and a step
 
-A quantity that a GPU does not report is left out; so is everything if there is no GPU, driver or
-nvidia-ml-py.
+Quantities that a GPU does not report are omitted. Without a GPU, a driver or nvidia-ml-py, there
+are no metrics.
 """
 
 from collections import defaultdict
@@ -18,8 +17,9 @@ INTERVAL_S = 1.0
 
 
 def open_gpus(uuids: Sequence[str]) -> "GpuMonitor | None":
-    """Monitors the GPUs with these UUIDs (without the prefix `GPU-`); None if NVML does not find
-    them.
+    """Starts a monitor of the GPUs with these UUIDs (without the prefix `GPU-`).
+
+    Returns None without UUIDs or nvidia-ml-py, or if NVML does not find the GPUs.
     """
     if not uuids:
         return None
@@ -36,8 +36,11 @@ def open_gpus(uuids: Sequence[str]) -> "GpuMonitor | None":
 
 
 def _quantities(nvml: Any) -> Mapping[str, Callable[[Any], float]]:
-    """Reads each quantity of a device, in the unit that its name ends with; load is 0..1."""
-    slowed = (  # by heat or by the power supply; drawing the allowed power is no fault
+    """Returns {quantity: function that reads it from a device handle}.
+
+    The unit is the suffix of the name; `utilization` is a fraction, `throttled` a boolean.
+    """
+    slowed = (  # throttling by heat or the power supply; the software power cap is normal
         nvml.nvmlClocksThrottleReasonHwSlowdown
         | nvml.nvmlClocksThrottleReasonSwThermalSlowdown
         | nvml.nvmlClocksThrottleReasonHwThermalSlowdown
@@ -62,7 +65,7 @@ def _quantities(nvml: Any) -> Mapping[str, Callable[[Any], float]]:
 
 
 class GpuMonitor:
-    """Reads all devices every INTERVAL_S in a thread, and whenever the readings are taken."""
+    """Reads all devices every INTERVAL_S in a background thread, and in every call of `take`."""
 
     def __init__(self, nvml: Any, devices: Sequence[Any]) -> None:
         self._nvml = nvml
@@ -75,7 +78,7 @@ class GpuMonitor:
         self._thread.start()
 
     def take(self) -> dict[str, float]:
-        """Mean and maximum of each quantity since the last call."""
+        """Returns the mean and maximum of each quantity over all GPUs since the last call."""
         self._read()
         with self._lock:
             readings = self._readings

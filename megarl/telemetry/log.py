@@ -1,13 +1,13 @@
 """Records each step in metrics.jsonl, timeline.json, rollouts/step_<n>.jsonl and trackers, and
 shows progress.
 
-    with telemetry.step(n) as record:       starts the step's clocks
-        with telemetry.span("update")       times time/update, and adds a span to the timeline
+    with telemetry.step(n) as record:       starts the timers of the step
+        with telemetry.span("update")       measures time/update, and adds a span to the timeline
         telemetry.add({...})                adds metrics, for example the peak memory of a phase
         record(rollout, update, sync, ...)  computes the other metrics and writes everything
-    telemetry.evaluated(n, {...})           passes held-out results after n steps to the trackers
+    telemetry.evaluated(n, {...})           sends evaluation results after n steps to the trackers
 
-Rank 0 writes. The other ranks use `Silent`, which has the same methods, so that the loop needs no
+Only rank 0 writes. Other ranks use `Silent`, which has the same methods, so the loop needs no
 `if rank == 0`.
 """
 
@@ -39,8 +39,8 @@ from megarl.telemetry.sample_files import SampleWriter
 from megarl.telemetry.trackers import Trackers
 from megarl.types import PublishReport, Rollout, ScoredBatch, StepReport
 
-# a span, and its metric time/<name>; where a phase and a span in it have one name, that of the
-# span counts
+# span -> suffix of its metric time/<suffix>; if a phase and a span within it have the same suffix,
+# the span's time is recorded
 TIMES = """
     rollout generate
     generate generate
@@ -53,8 +53,8 @@ TIMES = """
     publish publish
 """
 
-PACE_S = 86400.0  # the steps of so long tell the remaining time
-MAX_BYTES = 32 << 20  # of timeline.json: some 300,000 spans
+PACE_S = 86400.0  # the remaining time is estimated from the steps of this many seconds
+MAX_BYTES = 32 << 20  # maximum size of timeline.json: about 300,000 spans
 
 # metric, format, label
 SHOWN = """
@@ -72,7 +72,7 @@ def _rows(table: str) -> Iterator[list[str]]:
 
 
 class Silent(roles.Telemetry):
-    """Discards everything; used on all ranks but 0."""
+    """Discards everything; used on all ranks except rank 0."""
 
     def step(self, step: int) -> AbstractContextManager[roles.Record]:
         return nullcontext(lambda rollout, update, sync, scored=None: None)
@@ -84,9 +84,11 @@ class Silent(roles.Telemetry):
 
 
 class Timeline:
-    """Nested spans as a Chrome trace, for chrome://tracing or Perfetto: a complete JSON array after
-    every flush, and begun anew beyond MAX_BYTES; the part before is kept as timeline_before.json.
-    `seconds` totals the spans of each name in a step.
+    """Writes nested spans as a Chrome trace, for chrome://tracing or Perfetto.
+
+    The file is a complete JSON array after every flush. Beyond MAX_BYTES, it is renamed to
+    timeline_before.json and a new file is begun. `seconds` is the total time per span name in the
+    current step.
     """
 
     def __init__(self, file: Path) -> None:
@@ -140,20 +142,24 @@ class Timeline:
 
 
 def brief(metrics: roles.Values) -> str:
-    """The main metrics on one line: `reward 0.412  log-prob diff 2.1e-06  tokens/s 1,830`."""
+    """Formats the main metrics on one line: `reward 0.412  log-prob diff 2.1e-06  tokens/s 1,830`.
+
+    The loss is omitted if there is a reward.
+    """
     omitted = "loss" if metrics.get("reward/mean") is not None else None
     parts = []
     for key, style, name in _rows(SHOWN):
         value = metrics.get(key)
         if isinstance(value, int | float) and key != omitted:
-            shown = "-" if value != value else style.format(value)  # nothing was measured
+            shown = "-" if value != value else style.format(value)  # NaN: nothing was measured
             parts.append(f"{name} {shown}")
     return "  ".join(parts)
 
 
 class ProgressDisplay:
-    """Shows each finished step, as a bar or a line, and the time left, estimated from the steps
-    after the first, which includes warm-up.
+    """Shows each finished step and the remaining time, as a progress bar or a line per step.
+
+    The remaining time is estimated without the first step, which includes warm-up.
     """
 
     def __init__(self, *, steps: int, start: int, name: str, interactive: bool) -> None:
@@ -183,9 +189,9 @@ class ProgressDisplay:
 
 
 class Telemetry:
-    """roles.Telemetry of rank 0.
+    """Implements roles.Telemetry on rank 0.
 
-    `facts` (world_size, layout) are part of every line of metrics.jsonl.
+    `facts` (world_size, layout) are added to every line of metrics.jsonl.
     """
 
     def __init__(
@@ -222,15 +228,15 @@ class Telemetry:
         self._timeline.flush()
 
     def add(self, metrics: roles.Values) -> None:
-        """Adds peaks to the current step, or to the first one before it begins; the largest of a
-        name counts.
+        """Adds metrics, such as peak memory, to the current step, or before the first step to that
+        step. Of several values with one name, the largest is recorded.
         """
         self._added |= {
             name: max(value, self._added.get(name, value)) for name, value in metrics.items()
         }
 
     def evaluated(self, step: int, results: roles.Values) -> None:
-        """Passes results on held-out problems to the trackers; their file is eval.jsonl."""
+        """Sends evaluation results to the trackers; eval.jsonl is written by the evaluation."""
         self._trackers.log(
             step, {f"eval/{name}": value for name, value in results.items()}, is_complete=False
         )
@@ -263,7 +269,7 @@ class Telemetry:
             **(self._gpus.take() if self._gpus else {}),
         }
         self._added.clear()
-        # a step that is in metrics.jsonl is in the timeline too, whenever the run is killed
+        # before metrics.jsonl: if the run is killed, a step in metrics.jsonl is in the timeline too
         self._timeline.flush()
         append_line(self._file, metrics)
         self._samples.write(step, groups, scored)

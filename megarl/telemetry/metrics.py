@@ -1,12 +1,11 @@
-"""Metrics of one step, computed from what the roles returned, and their file: one JSON object per
-line.
+"""Computes the metrics of a step from what the roles returned, and reads and writes metrics.jsonl.
 
     Rollout       --rollout_metrics-+
     StepReport    --update_metrics--+--> {key: value} --append_line--> runs/<name>/metrics.jsonl
     PublishReport --publish_metrics-+
 
-Only rank 0 writes. A run can be killed at any byte, and a disk can fill up, so readers leave out
-lines they cannot use.
+Each line is one JSON object; only rank 0 writes. A run can be killed at any byte, and a disk can
+fill up, so readers skip invalid lines.
 """
 
 from __future__ import annotations
@@ -25,16 +24,18 @@ from megarl.processes.files import replacing
 if TYPE_CHECKING:  # reading metrics needs no torch
     from megarl.types import Group, PublishReport, Rollout, StepReport
 
-Row = dict[str, Any]  # a line of a file
+Row = dict[str, Any]  # one line of a JSONL file
 OF_SAMPLES = ("reward/mean", "reward/std", "length/mean", "length/truncated_frac")
-MAX_INT = 2**53  # larger ones are no floats, so they cannot be drawn
+MAX_INT = 2**53  # larger integers have no exact float, so they cannot be drawn
 OF_UPDATES = ("kl/ref", "clip_frac", "entropy")
 
 
 def rollout_metrics(rollout: Rollout) -> Row:
-    """Rewards, lengths, dropped samples and digest of one rollout; an empty one has the same keys,
-    without values. Means are of the groups that are trained on and, as `reward/sampled/mean` and
-    so on, of all that were sampled, among which those without spread and singletons are counted.
+    """Returns rewards, lengths, counts of dropped samples, and the digest of one rollout.
+
+    `reward/mean` and so on are means over the groups to train on; `reward/sampled/mean` and so on
+    are means over all sampled groups. `reward/frac_zero_std` and `groups/singleton` describe all
+    sampled groups. For an empty rollout, the values of these keys are None.
     """
     metrics = {
         **_sample_metrics(rollout.groups),
@@ -76,7 +77,7 @@ def _sample_metrics(groups: Sequence[Group]) -> Row:
 
 
 def _means_by_name(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the mean of each name over the rows that have it, in the order of names."""
+    """Returns {name: mean over the rows that have it}, sorted by name."""
     return {
         name: fmean([row[name] for row in rows if name in row])
         for name in sorted(set(chain.from_iterable(rows)))
@@ -84,7 +85,9 @@ def _means_by_name(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """How many versions the weights of each sampled token are behind those that are trained."""
+    """Returns the mean and maximum staleness of the sampled tokens: `version` minus the policy
+    version that sampled the token. Empty without sampled tokens.
+    """
     behind = []
     for group in groups:
         for sample in group.samples:
@@ -95,16 +98,16 @@ def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]
 
 
 def update_metrics(report: StepReport) -> Row:
-    """Means over the updates of a step; `update/skipped` counts those that were skipped.
+    """Returns means over the updates of a step; `update/skipped` counts skipped updates.
 
-    NaN where no update has measured anything.
+    `loss` and `grad_norm` are NaN if no update has measured a loss.
     """
     updates = report.updates
     measured = [one for one in updates if not (one.skipped and isnan(one.loss))] or updates
     if not updates:
         return {"updates": 0, "update/skipped": 0, **report.metrics}
     return {
-        **dict.fromkeys(OF_UPDATES),  # None without a reference, or without tokens
+        **dict.fromkeys(OF_UPDATES),  # None if not measured, for example without a reference
         "loss": fmean(update.loss for update in measured),
         "grad_norm": fmean(update.grad_norm for update in measured),
         "lr": updates[-1].lr,
@@ -131,8 +134,9 @@ def append_line(file: Path, values: Mapping[str, Any]) -> None:
 
 
 def forget_steps(file: Path, start: int) -> None:
-    """Removes the lines of steps from `start` on, which a resumed run repeats; creates the file if
-    there is none.
+    """Removes the lines of step `start` and later steps, which a resumed run repeats.
+
+    Creates the file if it does not exist.
     """
     with replacing(file) as staging, staging.open("w", encoding="utf-8") as out:
         for row in iterate_jsonl(file, step=int) if start else ():
@@ -141,21 +145,20 @@ def forget_steps(file: Path, start: int) -> None:
 
 
 def read_metrics(file: Path) -> list[Row]:
-    """The lines of metrics.jsonl or eval.jsonl; numbers are finite or None."""
+    """Returns the rows of metrics.jsonl or eval.jsonl; numbers are finite or None."""
     return list(iterate_jsonl(file, step=int))
 
 
 def iterate_jsonl(file: Path, **types: type) -> Iterator[Row]:
-    """Yields the objects of a JSONL file that have these keys, with values of these types; none if
-    there is no file.
+    """Yields the objects of a JSONL file whose values have the given types, {key: type}.
 
-    Integers are from 0 to 2**53. One warning counts the other lines. Bytes that are not UTF-8
-    become U+FFFD.
+    Integers must be from 0 to 2**53. All other lines are skipped, with one warning that counts
+    them. Bytes that are not UTF-8 become U+FFFD. Yields nothing if the file does not exist.
     """
     if not file.is_file():
         return
     bad = []
-    with file.open("rb") as lines:  # text would also be split at Unicode's line separators
+    with file.open("rb") as lines:  # binary: text would also be split at Unicode line separators
         for number, line in enumerate(lines, 1):
             row = _parse(line.decode(errors="replace"), types)
             if row is not None:
@@ -180,7 +183,7 @@ def _parse(line: str, types: Mapping[str, type]) -> Row | None:
         return None
     for key, kind in types.items():
         value: Any = row.get(key)
-        # True is not an int here
+        # bool does not count as int
         if type(value) is not kind or (kind is int and not 0 <= value <= MAX_INT):
             return None
     return _finite(row)
@@ -191,7 +194,7 @@ def _json_line(values: Mapping[str, Any]) -> str:
 
 
 def _finite(values: Mapping[str, Any]) -> Row:
-    """NaN and infinity, which JSON lacks, and integers beyond the range of floats become None."""
+    """Replaces NaN and infinity, which JSON lacks, and integers beyond float range with None."""
     finite = dict(values)
     for key, value in values.items():
         if isinstance(value, int | float) and not abs(value) <= sys.float_info.max:

@@ -1,6 +1,6 @@
 """Draws a weight sync: the bytes from each pipeline stage (rows) to each engine replica (columns).
 
-The labels give the bytes that a GPU of the stage sends, and one of the replica receives.
+The labels give the number of bytes that each GPU of a stage sends or of a replica receives.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # `megarl plan` without a figure needs no matplotlib
 
 
 def draw_plan(figures: Mapping[str, Any]) -> "Figure":
-    """`figures`: the JSON of `megarl plan --weights`."""
+    """Returns the figure; `figures` is the output of `megarl plan --weights --json`."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 

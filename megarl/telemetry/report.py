@@ -1,10 +1,10 @@
-"""The report of a run, and the comparison of several, drawn without torch.
+"""Writes the report of a run and the comparison of several runs, without torch.
 
     metrics.jsonl, eval.jsonl, rollouts/step_*.jsonl, weights_plan.json
         --write_report--> report.png (curves), report.html (curves, samples, metrics, weight sync)
     several runs --write_comparison--> compare.html (a curve per run, the settings that differ)
 
-page.html is the template of both. Pages refer to nothing outside of themselves, and run no script:
+Both pages use the template page.html. They load no external resources and run no scripts, because
 sampled text is untrusted.
 """
 
@@ -35,11 +35,11 @@ from megarl.telemetry.plan_figure import draw_plan
 from megarl.telemetry.sample_files import sample_files
 
 PLAN = "weights_plan.json"  # in the run directory: the output of `megarl plan --weights --json`
-NUM_SAMPLES = 4  # shown, of the best and of the worst
+NUM_SAMPLES = 4  # number of best samples, and of worst samples, that a report shows
 
 
 def write_report(folder: Path) -> Path:
-    """Writes report.png and report.html, whose path it returns.
+    """Writes report.png and report.html; returns the path of report.html.
 
     Raises FileNotFoundError if no step has finished.
     """
@@ -67,9 +67,10 @@ def write_report(folder: Path) -> Path:
 
 
 def write_comparison(folders: Sequence[Path]) -> Path:
-    """Writes compare.html beside the first run; returns its path.
+    """Writes compare.html to the parent folder of the first run; returns its path.
 
-    Raises ValueError for fewer than two runs, FileNotFoundError if no step of a run has finished.
+    Raises ValueError for fewer than two runs or a repeated run, FileNotFoundError if a run has no
+    finished step.
     """
     if len({folder.resolve() for folder in folders}) < max(2, len(folders)):
         raise ValueError(
@@ -88,7 +89,10 @@ def write_comparison(folders: Sequence[Path]) -> Path:
 
 
 def _read(folder: Path) -> tuple[JsonRows, JsonRows]:
-    """Lines of metrics.jsonl and eval.jsonl."""
+    """Returns the rows of metrics.jsonl and of eval.jsonl.
+
+    Raises FileNotFoundError if no step has finished.
+    """
     rows = read_metrics(folder / "metrics.jsonl")
     if not rows:
         raise FileNotFoundError(
@@ -98,13 +102,14 @@ def _read(folder: Path) -> tuple[JsonRows, JsonRows]:
 
 
 def _keys(rows: JsonRows) -> Iterable[str]:
-    """The keys of all rows, in the order in which they first occur."""
+    """Returns the keys of all rows without repeats, in the order of their first occurrence."""
     return dict.fromkeys(chain.from_iterable(rows))
 
 
 def _differing_settings(folders: Sequence[Path]) -> list[list[str]]:
-    """Rows of a dotted key and its value in each config; run.name and run.dir always differ and are
-    left out.
+    """Returns a row [dotted key, value in each config] for each setting that differs.
+
+    Leaves out run.name and run.dir.
     """
     configs = [_settings(folder / "config.yaml") for folder in folders]
     rows = []
@@ -116,7 +121,9 @@ def _differing_settings(folders: Sequence[Path]) -> list[list[str]]:
 
 
 def _settings(file: Path) -> dict[str, str]:
-    """The config in `file`, or none if it is missing or cannot be read."""
+    """Returns {dotted key: value} of the config in `file`; empty if the file is missing, or cannot
+    be parsed (with a warning).
+    """
     if not file.is_file():
         return {}
     try:
@@ -138,12 +145,12 @@ def _warn_left_out(file: Path, error: Exception) -> None:
 
 
 def _samples(folder: Path) -> dict[str, JsonRows]:
-    """The best and the worst samples of the last file, by heading."""
+    """Returns {heading: samples}: the best and the worst samples of the latest sample file."""
     files = sample_files(folder / "rollouts")
     if not files:
         return {}
     step, file = files.popitem()
-    # a prompt's are often equal
+    # samples of one prompt are often equal
     unique = {
         (sample["prompt"], sample["response"]): sample
         for sample in iterate_jsonl(file, prompt=str, response=str)
@@ -157,13 +164,15 @@ def _samples(folder: Path) -> dict[str, JsonRows]:
 
 
 def _weight_sync(folder: Path) -> str:
-    """The figure of the weight sync, "" if the launcher has not written its plan."""
+    """Returns the figure of the weight sync as an <svg> element; "" if the run directory has no
+    plan, or the plan cannot be drawn (with a warning).
+    """
     plan = folder / PLAN
     if not plan.is_file():
         return ""
     try:
         return svg_element(draw_plan(json.loads(plan.read_text(encoding="utf-8"))))
-    except Exception as error:  # noqa: BLE001 (whatever the file holds, the other parts are drawn)
+    except Exception as error:  # noqa: BLE001 (an invalid file must not prevent the report)
         _warn_left_out(plan, error)
         return ""
 
@@ -174,7 +183,7 @@ def _reward(sample: Mapping[str, Any]) -> float:
 
 
 def _shown(value: Any) -> str | int:
-    """What the page shows of a value; lists and objects are not shown."""
+    """Formats a template value: escapes hidden characters in text; lists and objects become ""."""
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, str) and not hasattr(value, "__html__"):
@@ -185,7 +194,7 @@ def _shown(value: Any) -> str | int:
 def _write_page(
     file: Path, title: str, panels: Sequence[Panel], sections: Mapping[str, Any]
 ) -> Path:
-    """Writes page.html with these `sections`, its variables."""
+    """Renders page.html to `file`; `sections` are the template's variables. Returns `file`."""
     from jinja2 import Template
 
     page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")

@@ -1,9 +1,8 @@
-"""Writes sampled text to rollouts/step_<n>.jsonl, one object per sample, in a bounded number of
-files.
+"""Writes sampled text to rollouts/step_<n>.jsonl, one JSON object per sample.
 
     groups --choose_samples--> best, worst and random samples --> step_<n>.jsonl
 
-The oldest files are removed.
+The number of files is bounded: the oldest files are removed.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:  # finding the files needs no torch
 
 
 def sample_files(folder: Path) -> dict[int, Path]:
-    """The files in `folder` by step, oldest first; others are ignored."""
+    """Returns {step: sample file in `folder`}, oldest first."""
     steps = [
         (re.fullmatch(r"step_([0-9]{6,})\.jsonl", file.name), file)
         for file in folder.glob("step_*.jsonl")
@@ -33,14 +32,15 @@ def sample_files(folder: Path) -> dict[int, Path]:
 
 
 def choose_samples(samples: Sequence[Sample], count: int, *, seed: str) -> list[int]:
-    """Increasing indices of at most `count` samples: a quarter have the highest rewards, a quarter
-    the lowest; the rest, and the choice among equals, is random. It depends only on the rewards and
-    the seed.
+    """Returns the sorted indices of at most `count` samples.
+
+    A quarter has the highest rewards, a quarter the lowest, and the rest is random. Ties are broken
+    at random. The choice depends only on the rewards and the seed.
     """
     random = Random(seed)
     order = random.sample(range(len(samples)), len(samples))
     if len(samples) > count:
-        order.sort(key=lambda index: samples[index].reward or 0.0)  # stable
+        order.sort(key=lambda index: samples[index].reward or 0.0)  # stable: ties stay shuffled
         best = -(-count // 4)
         worst = min(best, count - best)
         order = (
@@ -50,7 +50,7 @@ def choose_samples(samples: Sequence[Sample], count: int, *, seed: str) -> list[
 
 
 class SampleWriter:
-    """Writes the files of a run. A resumed run removes those of the steps that it repeats."""
+    """Writes the sample files of a run; at the start, removes those of steps from `start` on."""
 
     def __init__(self, folder: Path, settings: SampleFiles, *, seed: int, start: int) -> None:
         self._folder = folder
@@ -62,7 +62,10 @@ class SampleWriter:
                 file.unlink()
 
     def write(self, step: int, groups: Sequence[Group], scored: ScoredBatch | None) -> None:
-        """Row i of `scored` is sample i of the groups, as `collate` orders them."""
+        """Writes the file of a step if one is due, and removes the oldest files.
+
+        Row i of `scored` must be sample i of the groups, in the order of `collate`.
+        """
         if not groups or not self._settings.every or step % self._settings.every:
             return
         rows = []
@@ -74,13 +77,13 @@ class SampleWriter:
         text = ""
         for row in chosen:
             line = _line(*rows[row])
-            if scored:  # the mean of the row's trained tokens; None if none is trained
+            if scored:  # mean over the row's trained tokens; None if there are none
                 span = slice(*scored.cu_seqlens[row : row + 2].tolist())
                 trained = scored.advantages[span][scored.mask[span]]
                 line["advantage"] = float(trained.mean()) if trained.numel() else None
             text += json.dumps(line, ensure_ascii=False, default=str) + "\n"
-        # a tokenizer or a user's task may produce lone surrogates, which UTF-8 lacks, but JSON can
-        # escape
+        # lone surrogates from a tokenizer or a user's task cannot be encoded in UTF-8: escape them
+        # as in JSON
         write_atomic(
             self._folder / f"step_{step:06d}.jsonl", text.encode(errors="backslashreplace")
         )
@@ -101,7 +104,7 @@ def _line(group: Group, sample: Sample) -> dict[str, Any]:
         "length": int(sample.trainable.sum()),
         "truncated": sample.finish == "length",
         "finish": sample.finish,
-        # of the sampled tokens: [version, number of tokens in a row]
+        # runs of sampled tokens with one policy version: [version, number of tokens]
         "versions": [
             [v, len(list(run))] for v, run in groupby(sample.versions[sample.trainable].tolist())
         ],

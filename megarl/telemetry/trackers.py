@@ -1,10 +1,10 @@
-"""Sends every numeric metric to TensorBoard and Weights & Biases, where they are configured.
+"""Sends all numeric metrics to TensorBoard and Weights & Biases, if configured.
 
     Telemetry --log--> Trackers -+-> TensorBoard   event files in the run directory
                                  '-> WandB         a run online, or files for `wandb sync`
 
-metrics.jsonl stays the record of a run: a tracker that fails is dropped with a warning, and
-training continues.
+A tracker that fails is disabled with a warning, and training continues: metrics.jsonl is the
+complete record of a run.
 """
 
 import math
@@ -21,11 +21,13 @@ from megarl.platform.env import get_env, log_text, require
 from megarl.processes.files import write_atomic
 from megarl.telemetry.metrics import iterate_jsonl, read_metrics
 
-UPLOAD_S = 60  # W&B may take this long to upload what is left at the end
+UPLOAD_S = 60  # time limit for W&B's remaining uploads at the end of a run
 
 
 def check_trackers(telemetry: Telemetry) -> None:
-    """Raises ValueError if the package of a tracker is missing, or a login to Weights & Biases."""
+    """Raises ValueError if a configured tracker's package or the login to Weights & Biases is
+    missing.
+    """
     for name, module in (("tensorboard", "tensorboard.summary"), ("wandb", "wandb.sdk")):
         value = getattr(telemetry, name)
         if value:
@@ -38,7 +40,7 @@ def check_trackers(telemetry: Telemetry) -> None:
             has_login = mode in ("offline", "dryrun", "disabled") or wandb.login(
                 verify=False, prompt=False
             )
-        except (wandb.Error, ValueError) as error:  # of the key or of a WANDB_ variable
+        except (wandb.Error, ValueError) as error:  # invalid API key or WANDB_ variable
             raise ValueError(
                 f"telemetry.wandb={telemetry.wandb}: {error}; correct it, or WANDB_MODE=offline"
             ) from None
@@ -51,7 +53,7 @@ def check_trackers(telemetry: Telemetry) -> None:
 
 
 class Trackers:
-    """The configured trackers of a run that starts at step `start`."""
+    """The configured trackers of a run that starts or resumes at step `start`."""
 
     def __init__(self, config: Config, *, start: int) -> None:
         self._running: dict[str, TensorBoard | WandB] = {}
@@ -64,9 +66,9 @@ class Trackers:
                     self._running[name] = tracker(config, start=start)
 
     def log(self, step: int, metrics: Mapping[str, Any], *, is_complete: bool = True) -> None:
-        """Passes on the finite numbers; booleans are 0 and 1.
+        """Sends the finite numbers to all trackers; booleans become 0 and 1.
 
-        A later call completes a step without `is_complete`.
+        With `is_complete=False`, a later call with the same step adds its other metrics.
         """
         numbers = _numbers(metrics)
         for name, tracker in list(self._running.items()):
@@ -88,7 +90,7 @@ class Trackers:
 
 
 class TensorBoard:
-    """Readers drop the steps from `start` on that an earlier run of the folder wrote."""
+    """Writes TensorBoard event files; readers discard steps from `start` on in earlier files."""
 
     def __init__(self, config: Config, *, start: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -98,7 +100,7 @@ class TensorBoard:
     def log(self, step: int, metrics: Mapping[str, float], *, is_complete: bool) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
-        # otherwise a run that is killed loses steps that its checkpoint does not repeat
+        # without it, a killed run would lose steps that a resumed run does not repeat
         self._writer.flush()
 
     def close(self) -> None:
@@ -106,10 +108,10 @@ class TensorBoard:
 
 
 class WandB:
-    """A run resumes under the id in the run directory.
+    """Logs to Weights & Biases; a resumed run uses the id stored in the run directory.
 
-    Online, W&B keeps the first values of repeated steps; offline it cannot append: a resumed run
-    writes earlier ones.
+    Online, W&B keeps the first values of repeated steps. Offline, W&B cannot append to a run, so a
+    resumed run logs the earlier steps again.
     """
 
     def __init__(self, config: Config, *, start: int) -> None:
@@ -117,7 +119,7 @@ class WandB:
 
         folder = config.run_dir
         file = folder / "wandb_run_id"
-        # a run from the start gets a new id, since W&B ignores steps that go back
+        # a run that starts over needs a new id, because W&B ignores decreasing steps
         if not start or not file.is_file():
             write_atomic(file, f"{folder.name[:48]}-{secrets.token_hex(4)}")
         init = partial(
@@ -136,7 +138,7 @@ class WandB:
         try:
             self._run = init()
         except wandb.Error as error:
-            wandb.teardown()  # its service still reserves the id
+            wandb.teardown()  # otherwise its service still reserves the id
             self._run = init(mode="offline")
             _warn(f"Weights & Biases cannot be reached, so its run is recorded offline: {error}")
         upload = f"upload it with: wandb sync {Path(self._run.dir).parent}"
@@ -155,7 +157,7 @@ class WandB:
         self._run.log(metrics, step=step, commit=is_complete)
 
     def close(self) -> None:
-        # called while an exception ends the run
+        # if an exception is ending the run, sys.exc_info() returns it
         self._run.finish(exit_code=int(sys.exc_info()[0] is not None))
 
 

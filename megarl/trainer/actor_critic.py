@@ -1,9 +1,10 @@
 """The PPO learner: a policy and a critic, two trainers of one layout that share process groups.
 
     score    values V_t of every label, and the policy's log-probs
-    update   the policy's updates (learner.py), then as many of the critic, with fixed targets
+    update   the policy's updates (learner.py), then equally many of the critic, with fixed targets
 
-The objective turns values into advantages and into the critic's targets; the loop knows no critic.
+The objective computes advantages and the critic's targets from the values. The RL loop does not
+need to know that there is a critic.
 """
 
 from dataclasses import dataclass, replace
@@ -23,9 +24,9 @@ from megarl.types import ScoredBatch, StepReport, TokenBatch, TokenScores, Train
 
 
 class CriticHead(ValueHead):
-    """Reads a value before each label, and one after the last token of a row.
+    """A value head that reads the trained positions and the last position of each row.
 
-    The latter is what a bootstrap needs where a response was cut.
+    The value at the last position bootstraps the return of a response that was cut by length.
     """
 
     def positions(self, batch: TokenBatch) -> Tensor:
@@ -34,9 +35,10 @@ class CriticHead(ValueHead):
 
 @dataclass(frozen=True)
 class ActorCritic:
-    """roles.Learner. `critic` was built beside the actor's trainer, with a Value- or CriticHead.
+    """roles.Learner of PPO: updates the policy, then the critic.
 
-    The actor's `span` times "values" and "critic" too.
+    `critic` shares process groups with the actor's trainer; its head is a ValueHead or a
+    CriticHead. The actor's `span` also times "values" and "critic".
     """
 
     actor: PolicyLearner
@@ -53,7 +55,7 @@ class ActorCritic:
             return replace(scores, old_values=self.critic.forward(batch).values_T)
 
     def update(self, batch: ScoredBatch, *, gate: Gate = lambda batch: {}) -> StepReport:
-        """Updates both, or in the first `settings.warmup_steps` steps the critic alone.
+        """Updates policy and critic; in the first `settings.warmup_steps` steps, only the critic.
 
         Raises CheckFailed, before anything has changed, if `gate` refuses the batch.
         """
@@ -71,7 +73,7 @@ class ActorCritic:
                 for part in plan.updates():
                     updates.append(self.critic.step(batch, part, loss, weights_T))
             self.critic.finish_batch()
-        actor.memory.onload_optimizer()  # a checkpoint may be saved now
+        actor.memory.onload_optimizer()  # a checkpoint may be saved next
         metrics = {
             "value/loss": fmean(update.loss for update in updates),
             "value/grad_norm": fmean(update.grad_norm for update in updates),
@@ -84,7 +86,7 @@ class ActorCritic:
         return replace(report, metrics={**report.metrics, **metrics, **value_metrics(batch)})
 
     def _hold(self, batch: ScoredBatch, gate: Gate) -> StepReport:
-        """Lets the gate judge the policy, and advances its schedule, which counts steps."""
+        """Runs the gate and advances the policy's learning-rate schedule, without an update."""
         metrics = gate(self.actor.prepare(batch))
         self.actor.trainer.finish_batch()
         return StepReport((), metrics)

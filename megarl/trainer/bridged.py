@@ -3,10 +3,11 @@
     folder --AutoBridge--> provider, with megarl's settings --provide--> model chunks
     chunks, names and shapes of the checkpoint --hf_to_megatron on index tensors--> slices
 
-Weights are loaded, synced and exported by these slices of this rank, as by those of a table.
-Recording makes a few copies of one HF tensor at a time, at 8 bytes per element. On a GPU, Bridge
-builds the layers from Transformer Engine. On a CPU, where Bridge still requires it (tests have a
-stand-in), plain families use the layers of layers.py; Bridge does not know all their names.
+Loading, sync and export use these slices exactly like the slices of a table. Recording makes a few
+copies of one HF tensor at a time, at 8 bytes per element. On a GPU, Bridge builds the layers from
+Transformer Engine. On a CPU, plain families use the layers of layers.py; Bridge does not know all
+their parameter names, so Transformer Engine's names are tried too. Bridge requires Transformer
+Engine even on a CPU; tests have a stand-in.
 """
 
 import logging
@@ -33,13 +34,13 @@ from megarl.weights.index_tensors import REMEDY, IndexTensors, moved_slices
 from megarl.weights.plan.tables import SlicesByRank
 from megarl.weights.sync.transports.values import gather_values
 
-# settings of the families that a CPU can train
+# provider settings of the families that can be trained on a CPU
 PLAIN = {
     "normalization": "RMSNorm",
     "layernorm_zero_centered_gamma": False,
     "window_size": None,
 }
-# local name -> Transformer Engine's, where a norm is fused into the linear layer after it
+# name in local layers -> in Transformer Engine, which fuses a norm into the next linear layer
 FUSED = {
     ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
     ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
@@ -75,7 +76,7 @@ class Bridged:
         dispatcher: Dispatcher,
         use_te: bool,
     ) -> "Bridged":
-        """Applies megarl's settings: layout, numerics, no dropout, no multi-token prediction.
+        """Configures Bridge's provider: layout, numerics, no dropout, no multi-token prediction.
 
         Raises ValueError if Bridge does not know the family, or if its layers exist only in
         Transformer Engine.
@@ -120,7 +121,7 @@ class Bridged:
     def slices_by_rank(self, chunks: Sequence[GPTModel]) -> SlicesByRank:
         """Returns, for each rank, the slices of HF tensors that its parameters store.
 
-        Call it on every rank.
+        Call it on every rank. Raises ValueError if a parameter's dtype is not the expected one.
         """
         slices = record(chunks, self.bridge, hf_shapes(self.shape), self.layout.ep)
         parameters = local_tensors(chunks)
@@ -137,7 +138,10 @@ class Bridged:
 
 
 def _auto_bridge(shape: ModelShape) -> Any:
-    """Returns Bridge's AutoBridge of the model's folder."""
+    """Returns Megatron-Bridge's AutoBridge for the model's folder.
+
+    Raises ValueError if Bridge cannot be imported or does not support the family.
+    """
     logging.getLogger("megatron.bridge").setLevel(logging.ERROR)
     remedy = "add a table (CONTRIBUTING.md, 'Adding a model family')"
     try:
@@ -198,10 +202,11 @@ def record(
     shapes: Shapes,
     experts: Axis,
 ) -> Slices:
-    """Returns the slices of the tensors in `shapes` that `chunks` store by Bridge's conversion.
+    """Returns the slices of HF tensors that `chunks` store, recorded from Bridge's conversion.
 
-    Experts are split over the axis `experts`. Call it on every rank that shares tensors. Raises
-    ValueError naming tensor and parameter if the conversion does more than copy elements.
+    `shapes` has the checkpoint's tensors; experts are split over the axis `experts`. Call it on
+    every rank that shares tensors. Raises ValueError naming tensor and parameter if the conversion
+    does more than copy elements.
     """
     registry = bridge.mapping_registry()
     slices = []
@@ -228,10 +233,13 @@ def _convert(
     mapping: Any,
     shapes: Shapes,
 ) -> tuple[list[Tensor], IndexTensors]:
-    """Returns Bridge's parameter from index tensors, twice, and these tensors."""
+    """Converts index tensors to the parameter, twice; returns both results, and the index tensors.
+
+    Raises ValueError if a tensor is missing or the shape differs from the parameter's.
+    """
     module = chunk.get_submodule(name.rpartition(".")[0])
     if not hasattr(module, "config"):
-        # Bridge looks for it there
+        # Bridge reads the config from the module
         module.config = chunk.config  # pyright: ignore[reportArgumentType]
     indices = IndexTensors(shapes, tensor.device)
     converted = []
@@ -246,7 +254,7 @@ def _convert(
                 ) from None
             index = mapping.hf_to_megatron(weights, module)
             if name in (EMBEDDING, OUTPUT) and index.shape[1:] == tensor.shape[1:]:
-                # an unsplit tensor comes without padding
+                # Bridge does not pad a tensor that is not split
                 num_missing = max(0, len(tensor) - len(index))
                 index = torch.cat([index, index.new_zeros(num_missing, *tensor.shape[1:])])
             if index.shape != tensor.shape:
@@ -261,9 +269,9 @@ def _convert(
 
 @contextmanager
 def _in_fp64(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Makes these tensors fp64 within the context.
+    """Context: makes these tensors fp64, without allocating their elements.
 
-    Bridge casts to their dtype, and reads only their dtype and shape.
+    Bridge casts its inputs to the dtype of a parameter, and reads only its dtype and shape.
     """
     originals = [(tensor, tensor.data) for tensor in tensors]
     try:
@@ -282,9 +290,10 @@ def _mapping(
     name: str,
     shapes: Shapes,
 ) -> Any:
-    """Returns Bridge's rule for the parameter `name`, or for its name under Transformer Engine.
+    """Returns Bridge's rule for a parameter, found by `name` or by its Transformer Engine name.
 
-    None if there is no rule. A tied output layer, on the last stage, is a copy of the embedding.
+    Returns None if there is no rule. On the last stage, a tied output layer is a copy of the
+    embedding and uses its rule.
     """
     names = [name, _under_te(name)]
     if name == OUTPUT and model.share_embeddings_and_output_weights:
@@ -315,7 +324,7 @@ def _global(name: str, chunk: GPTModel, experts: Axis) -> str:
 
 
 def _under_te(name: str) -> str:
-    """Returns the name in Transformer Engine's layers of a parameter of Megatron's local layers."""
+    """Translates a parameter's name in Megatron's local layers to its Transformer Engine name."""
     name = re.sub(r"\.local_experts\.(\d+)\.(linear_fc\d\.[a-z]+)$", r".\2\1", name)
     for local, fused in FUSED.items():
         name = name.replace(local, fused)

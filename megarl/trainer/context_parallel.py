@@ -10,8 +10,8 @@ Megatron's rotary embedding and Transformer Engine's attention split packed rows
 attention here runs on a CPU: keys and values are gathered, and each chunk of queries attends to the
 keys up to itself.
 
-Shapes: P padded positions of all rows end to end, Q = P / C of them here, H query heads, G
-key/value heads, D head_dim of query and key, E of value.
+Shapes: P padded positions of all rows end to end, Q = P / C of them on this rank, H query
+heads, G key/value heads, D head_dim of query and key, E of value.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +26,7 @@ from megarl.layout import Axis
 
 
 def row_multiple(context: int) -> int:
-    """Returns the number of which every row's padded length must be a multiple."""
+    """Returns the number that must divide the padded length of every row."""
     return 1 if context == 1 else 2 * context
 
 
@@ -36,7 +36,7 @@ def cu_seqlens_of(lengths: Iterable[int]) -> Tensor:
 
 
 def local_positions(lengths: Sequence[int], context: Axis) -> Tensor:
-    """Returns [Q] int64: the positions, of the P of these padded rows, that are on this rank."""
+    """Returns [Q] int64: which of the P positions of these padded rows are on this rank."""
     parts = [torch.arange(0)]
     for row_L in torch.arange(sum(lengths)).split([*lengths]):
         chunks = row_L.view(row_multiple(context.size), -1)
@@ -45,7 +45,7 @@ def local_positions(lengths: Sequence[int], context: Axis) -> Tensor:
 
 
 def _chunks(context: Axis) -> tuple[int, ...]:
-    """Returns the chunks of a row that are on this rank; a row that is not split is one chunk."""
+    """Returns the indices of a row's chunks on this rank; without splitting, a row is one chunk."""
     if context.size == 1:
         return (0,)
     return context.rank, 2 * context.size - 1 - context.rank
@@ -66,7 +66,7 @@ class RowStack:
     key_RK: Tensor  # [R, K] int64: positions of the keys
     # [R, L, K]: how far each key precedes each query; None: q and k are whole rows
     distance_RLK: Tensor | None
-    real: Tensor  # [S] int64: which of the R * L queries are not padding
+    real: Tensor  # [S] int64: indices into the R * L queries of those that are real
 
 
 def attend(
@@ -77,9 +77,9 @@ def attend(
     group: dist.ProcessGroup | None,  # the context ranks; None: rows are not split
     score: RowAttention,
 ) -> Tensor:  # [Q, H * E]
-    """Causal attention within rows of these padded lengths.
+    """Computes causal attention within rows of these padded lengths.
 
-    It is differentiable across the context ranks.
+    Gradients flow across the context ranks.
     """
     context = Axis(1)
     if group is not None:
@@ -99,7 +99,7 @@ def attend_stacks(
     stacks: Iterable[RowStack],
     score: RowAttention,
 ) -> Tensor:  # [Q, H * E]
-    """Returns the attention of all stacks, in the order of the positions of their queries."""
+    """Returns the attention outputs of all stacks, in the order of their query positions."""
     device = query_QHD.device
     outputs = []
     positions = []
@@ -121,15 +121,15 @@ def attend_stacks(
 
 
 def _take_rows(x: Tensor, index_RL: Tensor) -> Tensor:
-    """Returns [R, heads, L, D] of an `x` [positions, heads, D]."""
+    """Gathers `x` [positions, heads, D] into [R, heads, L, D]."""
     taken = x.index_select(0, index_RL.flatten().to(x.device))
     return taken.unflatten(0, index_RL.shape).transpose(1, 2)
 
 
 def shared_stacks(lengths: Sequence[int], slot_P: Tensor, is_own_P: Tensor) -> Iterator[RowStack]:
-    """Yields whole rows whose position p is computed at `slot_P[p]`.
+    """Yields stacks of whole rows with shared prefixes: position p is computed in slot `slot_P[p]`.
 
-    An output is kept where `is_own_P`, once per slot.
+    Of the positions that share a slot, the one with `is_own_P` provides the output.
     """
     for stack in _stacks(lengths, Axis(1)):
         real = stack.real[is_own_P[stack.query_RL.flatten()[stack.real]]]
@@ -137,7 +137,7 @@ def shared_stacks(lengths: Sequence[int], slot_P: Tensor, is_own_P: Tensor) -> I
 
 
 def _stacks(lengths: Sequence[int], context: Axis) -> Iterator[RowStack]:
-    """Yields the queries of this rank's chunks, and the keys of each row up to them."""
+    """Yields stacks of this rank's chunks of queries, with each row's keys up to its end."""
     start_N = cu_seqlens_of(lengths)[:-1]
     size_N = torch.tensor(lengths) // row_multiple(context.size)
     for index, chunk in enumerate(_chunks(context)):
@@ -158,9 +158,9 @@ def _stacks(lengths: Sequence[int], context: Axis) -> Iterator[RowStack]:
 
 
 def _similar(lengths: Sequence[int]) -> list[list[int]]:
-    """Groups indices of nonzero lengths by their next power of two.
+    """Groups the indices of nonzero lengths by the next power of two.
 
-    Padding then at most doubles the tokens.
+    Padding within a group then at most doubles the tokens.
     """
     classes = {}
     for row, length in enumerate(lengths):

@@ -2,7 +2,7 @@
 
     Microbatch --get_forward_backward_func--> hidden --head--> on_outputs(rows, outputs)
 
-Outputs are gathered over the context ranks, so a loss sees whole rows on each of them.
+Outputs are gathered over the context ranks, so that the loss sees whole rows on each rank.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,10 +36,10 @@ def forward_backward(
     *,
     train: bool,
 ) -> None:
-    """Runs the micro-batches through the pipeline; with `train`, also backward.
+    """Runs the micro-batches forward through the pipeline, and with `train` also backward.
 
-    Gradients are summed over data ranks. Several chunks (virtual stages) need micro-batches of
-    equal length, in multiples of the pipeline size.
+    Gradients are summed over data-parallel ranks. Virtual stages (several chunks) need
+    micro-batches of equal length, whose number is a multiple of the pipeline size.
     """
 
     def forward_step(data: Iterator[Microbatch], chunk: Module) -> tuple[Tensor, Callable]:
@@ -76,9 +76,9 @@ def _read(
     head: Head,
     options: HeadOptions,
 ) -> TokenOutputs:
-    """Returns the head's outputs [M] of hidden states [Q / tp, 1, hidden] of the last stage.
+    """Applies the head to the last stage's hidden states [Q / tp, 1, hidden]; returns outputs [M].
 
-    They are 0 where the head does not read.
+    Outputs are 0 at positions that the head does not read.
     """
     hidden_QH = hidden.flatten(0, 1)
     if model.config.sequence_parallel:
@@ -98,11 +98,11 @@ def _read(
 
 
 class LossSums:
-    """Weighted losses of micro-batches, and their sums.
+    """Weights the loss of each micro-batch, and accumulates the sums to report.
 
-    Called on the last stage with each micro-batch's outputs: returns the weighted loss and updates
-    `totals`, which start as the sums of an empty micro-batch, so that every rank of every stage has
-    the same keys.
+    The last stage calls it with each micro-batch's outputs; it returns the weighted loss and adds
+    to `totals`. These start with the sums of an empty micro-batch, so that every rank of every
+    stage has the same keys.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class LossSums:
         """`weights_T` [T] fp64: each token's weight in the loss; `fields`: the head's outputs."""
         self.loss = loss
         self.weights_T = weights_T
-        self.totals = {}  # 0-d fp64, over the micro-batches of this rank
+        self.totals = {}  # name -> 0-d fp64, summed over this rank's micro-batches
         start = torch.zeros(1, dtype=torch.int64, device=device)
         nothing = torch.zeros(0, device=device)
         outputs = TokenOutputs(extra_logprobs_TK=nothing[:, None])
@@ -133,9 +133,9 @@ class LossSums:
 
 
 def global_sums(sums: Mapping[str, Tensor], *, counts: bool) -> dict[str, float]:
-    """Returns, on every rank, the sums over the ranks where `counts` is true.
+    """Adds up the sums of the ranks where `counts` is True; returns the totals on every rank.
 
-    These are one rank for each distinct set of rows.
+    Of ranks that have the same rows, only one may count.
     """
     names = sorted(sums)
     values = torch.stack([sums[name] for name in names])

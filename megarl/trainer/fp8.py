@@ -1,4 +1,4 @@
-"""FP8 training: Transformer Engine's settings on a GPU, or emulated: rounded by plain torch.
+"""FP8 training: Transformer Engine's settings on a GPU, or an emulation that rounds in plain torch.
 
     y = x w^T    dx = dy w    dw = dy^T x     each operand is rounded to FP8 before its product
 
@@ -6,16 +6,16 @@
     blockwise    1 x 128   128 x 128  1 x 128   128             powers of two     e4m3
     mxfp8        1 x 32    1 x 32     1 x 32    32              powers of two     e4m3
     tensorwise   tensor    tensor     tensor    tensor          largest / max     e4m3; e5m2 for dy
-    delayed      as tensorwise, but the largest is that of earlier updates
+    delayed      like tensorwise, but with the largest magnitude of earlier updates
 
 Emulated products are computed in fp32 and returned in the input's dtype. Attention, norms, routers,
 embeddings and the head are not rounded. Transformer Engine takes delayed scales from earlier
-micro-batches. Here they come from earlier updates: then it does not matter how a batch is split,
-and passes without gradient change nothing.
+micro-batches. The emulation takes them from earlier updates, so that results do not depend on how a
+batch is split, and passes without gradient change no scale.
 
-Blocks along the tokens depend on how rows are packed, and tensor-parallel ranks scale their own
-shards, except for delayed scales (as in Transformer Engine, which reduces only the maximum of what
-sequence parallelism splits): layouts agree to the rounding of FP8, not bit for bit.
+Layouts agree up to the rounding of FP8, not bit for bit: blocks along the tokens depend on how rows
+are packed, and tensor-parallel ranks scale their own shards. (Transformer Engine does the same; it
+reduces only the maximum of tensors that sequence parallelism splits.) Ranks share delayed scales.
 """
 
 from collections.abc import Sequence
@@ -38,10 +38,10 @@ from megarl.config.precision import Fp8, Precision, is_in_fp8
 from megarl.trainer.layers import ReplicatedLinear
 from megarl.weights.encode.quantize import Block, block_amax, fp8_scales, from_fp8, to_fp8
 
-# the tokens of a micro-batch are a multiple of
+# recipe -> divisor of the number of tokens in a micro-batch
 MULTIPLES = {None: 1, "blockwise": 128, "mxfp8": 32, "tensorwise": 16, "delayed": 16}
 CAPABILITIES = {"blockwise": (9, 0), "mxfp8": (10, 0), "tensorwise": (8, 9), "delayed": (8, 9)}
-HISTORY = 1024  # updates, for delayed scales
+HISTORY = 1024  # number of earlier updates that a delayed scale covers
 # operands of a layer's products: x, w and dy
 INPUT = 0
 WEIGHT = 1
@@ -53,18 +53,18 @@ ROUNDED_LAYERS = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)
 
 @dataclass(frozen=True)
 class Rounding:
-    """The blocks of a recipe, whether scales are powers of two, and the format of gradients."""
+    """Rounding by current scales: block sizes, powers of two or not, and format of gradients."""
 
-    # of a block of activations and gradients, in the direction of the product's sum; 0: the tensor
+    # block length of activations and gradients along the summed dimension; 0: whole tensor
     length: int
     weight: Block
     power_of_2: bool = True
     gradients: torch.dtype = E4M3
 
     def round(self, x: Tensor, operand: int, *, transposed: bool = False) -> Tensor:
-        """Returns an operand [rows, columns], rounded, in fp32.
+        """Returns an operand [rows, columns] rounded to FP8, as fp32.
 
-        The product sums over its columns or, `transposed`, over its rows.
+        The product sums over the operand's columns or, with `transposed`, over its rows.
         """
         if not x.numel():
             return x.float()
@@ -77,17 +77,17 @@ class Rounding:
 
 
 class Delayed:
-    """Rounding of one layer's operands.
+    """Rounding of one layer's operands by delayed scales.
 
-    Each is scaled by its largest magnitude in earlier updates.
+    An operand is scaled by its largest magnitude in earlier updates.
     """
 
     def __init__(self) -> None:
-        self.largest = torch.zeros(3)  # of this update so far
-        self.history = torch.zeros(HISTORY, 3)  # of the latest updates first; 0: none
+        self.largest = torch.zeros(3)  # [operand]: largest magnitude in this update so far
+        self.history = torch.zeros(HISTORY, 3)  # [update, operand], latest first; 0: none
 
     def round(self, x: Tensor, operand: int, *, transposed: bool = False) -> Tensor:
-        """Returns an operand, rounded, in fp32, after it was observed if it is a gradient."""
+        """Returns an operand rounded to FP8, as fp32; a gradient is observed first."""
         dtype = E4M3
         if operand == GRADIENT:
             self.observe(operand, x)
@@ -104,7 +104,7 @@ class Delayed:
 
 
 def _rounded(x: Tensor, largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns `x` in fp32, rounded to a format whose largest number stands for `largest`.
+    """Rounds `x` to `dtype`, scaled so that `largest` is the format's maximum; returns fp32.
 
     Larger magnitudes are clamped.
     """
@@ -121,7 +121,7 @@ RECIPES = {
 
 
 class _Product(torch.autograd.Function):
-    """x w^T with rounded operands, and its gradients with rounded operands."""
+    """Computes x w^T and its gradients, each from rounded operands."""
 
     @staticmethod
     def forward(
@@ -159,11 +159,11 @@ def _forward(
     allreduce_dgrad: bool = False,
     sequence_parallel: bool = False,
     tp_group: Any = None,
-    **_unused: Any,  # of fused kernels
+    **_unused: Any,  # options of fused kernels
 ) -> Tensor:
-    """The `_forward_impl` of Column- and RowParallelLinear.
+    """Replaces `_forward_impl` of ROUNDED_LAYERS.
 
-    It gathers the input of a column-parallel layer; its backward pass reduces the gradient.
+    It gathers the input of a column-parallel layer; the backward pass reduces its gradient.
     """
     if sequence_parallel:
         input = gather_from_sequence_parallel_region(input, group=tp_group)
@@ -177,7 +177,7 @@ def _forward(
 
 
 class Emulation:
-    """Makes the linear layers of the decoder round as the recipe does, if it is emulated."""
+    """Patches the decoder's linear layers to round like the recipe, if fp8.emulate is set."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class Emulation:
         """`group`: the ranks of this pipeline stage, whose layers share delayed scales."""
         self._group = group
         self._delayed = []
-        self._weights = []  # parameters in FP8, with their rounding
+        self._weights = []  # (parameter in FP8, its rounding)
         fp8 = precision.fp8
         if fp8 is None or not fp8.emulate:
             return
@@ -214,15 +214,16 @@ class Emulation:
             if history is not None:
                 rounding.history.copy_(history)
 
-        # Megatron saves it as Transformer Engine's
+        # Megatron saves it in checkpoints, like Transformer Engine's extra state
         module.get_extra_state = lambda: rounding.history
         module.set_extra_state = set_extra_state
 
     @torch.no_grad()
     def after_update(self) -> None:
-        """Rounds the parameters in FP8, whose main weights the optimizer has in fp32.
+        """Rounds parameters in FP8, and starts the next update of delayed scales.
 
-        A new update begins. Call it on every rank, also when the optimizer is built.
+        The optimizer keeps fp32 main weights of these parameters. Call it on every rank after each
+        optimizer step, and once after the optimizer is built.
         """
         for weight, rounding in self._weights:
             # exact in bf16: blockwise scales are powers of two
@@ -240,7 +241,7 @@ class Emulation:
 def megatron_settings(precision: Precision, device: torch.device) -> dict[str, Any]:
     """Returns TransformerConfig's fields for Transformer Engine's FP8 kernels; none on a CPU.
 
-    Of the recipes only `delayed` has run on a GPU. Raises ValueError if the GPU has no kernels for
+    Only the recipe `delayed` has been run on a GPU. Raises ValueError if the GPU has no kernels for
     the recipe.
     """
     fp8 = precision.fp8
@@ -266,6 +267,6 @@ def megatron_settings(precision: Precision, device: torch.device) -> dict[str, A
             "num_layers_at_start_in_bf16": fp8.first_last_bf16,
             "num_layers_at_end_in_bf16": fp8.first_last_bf16,
         }
-    if recipe == "delayed":  # as in Transformer Engine
+    if recipe == "delayed":  # Transformer Engine's defaults
         settings |= {"fp8_amax_history_len": HISTORY, "fp8_amax_compute_algo": "max"}
     return settings

@@ -1,4 +1,4 @@
-"""Heads: from hidden states of the last stage, log-probs of labels or one number per token."""
+"""Heads compute log-probs of labels, or values per token, from hidden states of the last stage."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,13 +24,13 @@ class HeadOptions:
     groups: ProcessGroups
     temperature: float
     entropy: bool
-    top_k: int  # log-probs of that many of the likeliest tokens too
+    top_k: int  # number of likeliest tokens whose log-probs are returned too
 
 
 class Head(Protocol):
     """A head for `Trainer.build`.
 
-    `S` is the number of positions it reads in a micro-batch; by default, those that are trained.
+    It reads S positions of a micro-batch; by default, the trained ones.
     """
 
     # True if each tensor rank computes a partial gradient of the hidden states
@@ -45,7 +45,7 @@ class Head(Protocol):
         return batch.mask
 
     def attach(self, model: GPTModel) -> None:
-        """Adds the head's parameters, initialised, to the last model chunk; by default none."""
+        """Adds the head's initialised parameters, by default none, to the last model chunk."""
 
     def read(
         self,
@@ -54,14 +54,14 @@ class Head(Protocol):
         labels_S: Tensor,
         options: HeadOptions,
     ) -> TokenOutputs:
-        """Returns outputs [S] fp32. Labels may be [S, 1 + K].
+        """Returns outputs [S] fp32 for labels [S] or [S, 1 + K].
 
-        Every tensor rank has the whole `hidden_SH`.
+        Every tensor rank passes the whole `hidden_SH`.
         """
         ...
 
     def table(self, table: Table, shape: ModelShape) -> Table:
-        """Returns the family's table with the tensors of a folder of the model with this head."""
+        """Returns the family's table, adapted to the HF tensors of a model with this head."""
         return table
 
 
@@ -107,14 +107,14 @@ class VocabularyHead(Head):
 class ValueHead:
     """A critic: a linear layer, initialised to 0, that reads the final norm's output.
 
-    It returns one value at each trained position. Its `value_head.weight` and `.bias` are
-    replicated on all tensor ranks; in a Hugging Face folder, a token classifier without `lm_head`,
-    they are `score.weight` and `.bias`.
+    It returns one value per trained position. `value_head.weight` and `.bias` are replicated over
+    tensor ranks. In a Hugging Face folder, the model is a token classifier without `lm_head`, and
+    they are named `score.weight` and `.bias`.
     """
 
     is_tensor_parallel: ClassVar[bool] = False
     outputs: ClassVar[Any] = 1
-    architecture: ClassVar[Any] = "ForTokenClassification"  # of the folder, in transformers
+    architecture: ClassVar[Any] = "ForTokenClassification"  # ending of the HF architecture's name
 
     def fields(self, *, entropy: bool) -> tuple[str, ...]:
         return ("values_T", "gates_T")[: self.outputs]
@@ -125,7 +125,7 @@ class ValueHead:
     def attach(self, model: GPTModel) -> None:
         weight = next(model.parameters())
         if not model.share_embeddings_and_output_weights:
-            model.output_layer.weight = None  # of the vocabulary; a tied one is the embedding
+            model.output_layer.weight = None  # drop the output layer; a tied one is the embedding
         model.value_head = torch.nn.Linear(
             model.config.hidden_size,
             self.outputs,
@@ -164,17 +164,20 @@ class ValueHead:
 
 @dataclass(frozen=True)
 class RewardHead(ValueHead):
-    """A reward model. `scores` are one number per row; where the head does not read, outputs are 0.
+    """A reward model; `scores` reduces its outputs to one number per row.
 
-    scalar    reads the last token of each row; a sequence classifier in a folder, without bias
-    token     reads the response's tokens and aggregates; if aggregate is "weighted", a second
-              output is the logit of a token's weight
-    process   reads where `mask` is True, the last token of each step of a StepBatch; `values_T` are
-              the scores
+    Outputs are 0 at positions that the head does not read. What it reads depends on `kind`:
+
+    scalar    the last token of each row; in a Hugging Face folder, a sequence classifier without
+              bias
+    token     the response's tokens, whose values are aggregated; with aggregate "weighted", a
+              second output is the logit of a token's weight
+    process   the positions where `mask` is True, the last token of each step of a StepBatch;
+              `values_T` are the scores of steps
     """
 
     kind: Literal["scalar", "token", "process"] = "scalar"
-    aggregate: str = "last"  # of kind token: a name of `row_scores`
+    aggregate: str = "last"  # for kind "token": an `aggregate` of `row_scores`
 
     @property
     def outputs(self) -> int:
@@ -196,7 +199,7 @@ class RewardHead(ValueHead):
     def scores(self, outputs: TokenOutputs, rows: TokenBatch | MicrobatchRows) -> Tensor:
         """Returns [N] fp32: the score of each row.
 
-        `outputs` are those of `Trainer.forward` for a batch, or those that a loss receives.
+        `outputs` come from `Trainer.forward`, or are those that a loss receives.
         """
         return row_scores(outputs, rows.mask, rows.cu_seqlens, self.aggregate)
 
@@ -204,9 +207,9 @@ class RewardHead(ValueHead):
 def load_head(folder: str | Path) -> RewardHead:
     """Returns the head of a reward model in a Hugging Face folder.
 
-    A token classifier that megarl did not train has kind process. Pass the head to `Trainer.build`,
-    which loads its weights; ``head.scores(trainer.forward(batch), batch)`` are the rewards [N].
-    Raises ValueError for a folder of another kind.
+    A token classifier that megarl did not train gets kind "process". Pass the head to
+    `Trainer.build`, which loads its weights; ``head.scores(trainer.forward(batch), batch)`` returns
+    the rewards [N]. Raises ValueError if the folder has no reward model.
     """
     file = Path(folder) / "config.json"
     if not file.is_file():

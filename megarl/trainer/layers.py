@@ -1,7 +1,7 @@
 """The transformer layer, as a Megatron spec: Transformer Engine's on a GPU, a local one on a CPU.
 
-Megatron's local spec lacks what is defined here: a norm that allows sequence parallelism, a core
-attention of packed rows, and latent attention with complete gradients under tensor parallelism.
+This file adds what Megatron's local spec lacks: a norm that supports sequence parallelism, core
+attention within packed rows, and latent attention with complete gradients under tensor parallelism.
 
 Shapes: T tokens of all rows end to end, H heads of this tensor rank, G key/value heads, D head_dim
 of query and key, E of value.
@@ -89,7 +89,7 @@ class PackedAttention(Module):
         assert packed_seq_params is not None and attention_bias is None, (
             "supports only packed rows without a bias"
         )
-        stacks = getattr(packed_seq_params, "stacks", None)  # of SharedRows
+        stacks = getattr(packed_seq_params, "stacks", None)  # set by SharedRows
         if stacks:
             return attend_stacks(query, key, value, stacks, self._attend)
         lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
@@ -102,7 +102,7 @@ class PackedAttention(Module):
         v: Tensor,
         distance_RLK: Tensor | None,
     ) -> Tensor:
-        """Causal attention, a `RowAttention`."""
+        """Computes causal attention; a `RowAttention`."""
         mask = None if distance_RLK is None else (distance_RLK >= 0)[:, None]
         return scaled_dot_product_attention(
             q,
@@ -116,7 +116,7 @@ class PackedAttention(Module):
 
 
 class SinkAttention(PackedAttention):
-    """gpt-oss: the softmax has one extra logit per head, which is learned.
+    """Attention of gpt-oss: the softmax has one extra, learned logit per head, the sink.
 
     Every other layer uses a sliding window.
     """
@@ -142,9 +142,9 @@ class SinkAttention(PackedAttention):
         sharded_offsets: Any = (),
         metadata: Any = None,
     ) -> dict[str, Any]:
-        """Returns the heads of every tensor rank.
+        """Shards the sinks over tensor ranks.
 
-        Megatron's default would save those of the first as if they were all.
+        Megatron's default would save rank 0's as the whole tensor.
         """
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True), prefix, {"softmax_offset": 0}, sharded_offsets
@@ -171,10 +171,10 @@ class SinkAttention(PackedAttention):
 
 
 class SpecifiedLatentAttention(MLASelfAttention):
-    """Megatron's layer, with the norms of its spec.
+    """Megatron's latent attention, with exactly the norms of its spec.
 
-    0.19.2 would put one before the projection of queries that are not compressed, where DeepSeek
-    models have none.
+    Megatron-Core 0.19.2 would add a norm before the projection of uncompressed queries, where
+    DeepSeek models have none.
     """
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
@@ -182,10 +182,10 @@ class SpecifiedLatentAttention(MLASelfAttention):
 
 
 class LatentAttention(SpecifiedLatentAttention):
-    """Megatron's layer, with the down projections replicated on every tensor rank.
+    """Megatron's latent attention, with down projections replicated on every tensor rank.
 
-    Transformer Engine's spec does the same. Megatron's local spec splits them, and the gradient of
-    the key shared by all heads misses other ranks' heads (0.16.1, 0.19.2).
+    Transformer Engine's spec does the same. Megatron's local spec splits them, so the gradient of
+    the key that all heads share misses the heads of other ranks (0.16.1, 0.19.2).
     """
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
@@ -198,9 +198,9 @@ class LatentAttention(SpecifiedLatentAttention):
 
 
 class ReplicatedLinear(Module):
-    """A linear layer without bias on this rank's part of the sequence.
+    """A linear layer without bias, replicated over tensor ranks.
 
-    Returns (output, None), as Megatron's layers do.
+    It computes this rank's part of the sequence and returns (output, None), like Megatron's layers.
     """
 
     def __init__(self, config: TransformerConfig, size: int) -> None:
@@ -211,15 +211,16 @@ class ReplicatedLinear(Module):
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         return self._forward_impl(input=x, weight=self.weight), None
 
-    _forward_impl = staticmethod(linear)  # trainer/fp8.py replaces it, as Megatron's layers'
+    _forward_impl = staticmethod(linear)  # trainer/fp8.py replaces it, as in Megatron's layers
 
 
 class _ExpertOutput(RowParallelLinear):
     """Works around three bugs of expert biases in Megatron's local spec (0.16.1, 0.19.2).
 
-    The bias is added in place to the output, which autograd takes for a view of the input if
-    nothing is reduced (hence the clone). It is marked as sequence parallel, so its gradient is
-    reduced twice, and not as tensor parallel, so only the first rank's norm counts it.
+    The bias is added in place to the output; if nothing is reduced, autograd takes the output for a
+    view of the input (hence the clone). The bias is marked as sequence parallel, so its gradient is
+    reduced twice. It is not marked as tensor parallel, so only the first rank counts it in the
+    gradient norm.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -287,5 +288,5 @@ def _layer_spec(
 
 
 def _submodules(spec: Any) -> Any:
-    """Returns the submodules of a ModuleSpec, or of the partial of megatron-core 0.19."""
+    """Returns the submodules of a ModuleSpec, or of the `partial` that megatron-core 0.19 uses."""
     return spec.submodules if isinstance(spec, ModuleSpec) else spec.keywords["submodules"]

@@ -27,18 +27,18 @@ SelectRows = Callable[[ScoredBatch], list[int]]
 
 @dataclass
 class PolicyLearner:
-    """roles.Learner.
+    """roles.Learner of a policy.
 
-    Takes the trainer's current policy as the reference, unless it is one of `frozen`.
+    If the objective needs a reference and `frozen` has none, the current policy becomes it.
     """
 
     trainer: Trainer
     objective: Objective
-    seed: int = 0  # for the random choice of tokens in clip_cov
+    seed: int = 0  # seeds clip_cov's choice of tokens and the order of later epochs
     span: SpanContext = nullcontext  # times "logprobs" and "update"
-    # other models, by the field of TokenScores that they compute
+    # field of TokenScores -> forward pass of the frozen model that computes it
     frozen: Mapping[str, Callable[[TrainBatch], TokenOutputs]] = field(default_factory=dict)
-    # of the layers in the pass that computes old log-probs; the updates follow them
+    # record the layers' choices while computing old log-probs, and replay them in the updates
     records_choices: bool = False
     reference: Reference | FrozenBase | None = None
 
@@ -51,10 +51,10 @@ class PolicyLearner:
         return [self.trainer]
 
     def score(self, batch: TrainBatch) -> TokenScores:
-        """Returns log-probs of `labels` under the current weights and those of the other models.
+        """Returns log-probs of `labels` under the policy, the reference and other frozen models.
 
-        The former are None if nothing reads them before the update, whose forward pass has them;
-        those of the reference if there is none, or if it is the policy.
+        The policy's are None if nothing reads them before the update, whose own forward pass
+        computes them. The reference's are None if there is no reference or it is still the policy.
         """
         needs_old = (
             self.objective.reads_old_logprobs
@@ -76,18 +76,18 @@ class PolicyLearner:
                 ids_TK = outputs.extra_labels_TK
                 if ids_TK is None or top_TK is None:
                     continue
-                # the policy has no such tokens
+                # mask ids that are not in the policy's vocabulary
                 top_TK = top_TK.masked_fill(ids_TK >= self.trainer.shape.vocab, -torch.inf)
                 scores = replace(scores, extra_labels=ids_TK.int(), teacher_top_logprobs=top_TK)
         return scores
 
     def _scored(self, batch: TrainBatch) -> TokenScores:
-        """Returns log-probs under the current weights, and the choices that the updates follow."""
+        """Computes the policy's log-probs, and records choices if the updates follow them."""
         outputs = self.trainer.forward(batch, record=self.records_choices)
         return TokenScores(outputs.logprobs_T, choices=outputs.choices)
 
     def prepare(self, batch: ScoredBatch) -> ScoredBatch:
-        """Returns the batch with old log-probs: those of `score`, or of a forward pass now."""
+        """Returns the batch with old log-probs, computing them now if `score` did not."""
         if batch.old_logprobs is not None:
             return batch
         return replace(batch, **self._scored(batch).known())
@@ -95,8 +95,9 @@ class PolicyLearner:
     def update(self, batch: ScoredBatch, *, gate: Gate = lambda batch: {}) -> StepReport:
         """Runs the updates of one batch.
 
-        Raises CheckFailed, before changing anything, if `gate` refuses the batch. The gate sees old
-        log-probs: before the update or, where its own forward pass computes them, before its step.
+        Raises CheckFailed, before changing anything, if `gate` refuses the batch. The gate needs
+        old log-probs. If the update's own forward pass computes them, the gate runs between that
+        pass and the optimizer step; otherwise it runs before the update.
         """
         objective = self.objective
         plans = batch_plans(batch, self.trainer, self.seed, couples_rows=objective.couples_rows)
@@ -151,13 +152,13 @@ def batch_plans(
     """
     train = trainer.train
     lengths_G = batch.group.bincount(batch.lengths_N)
-    # rows of a group share their prompt, in a micro-batch large enough for the group
+    # keep groups whole to compute their prompts once, if every group fits into a micro-batch
     is_whole = trainer.shares_prefixes and not (lengths_G > train.max_tokens_per_microbatch).any()
     units = batch.group.tolist() if is_whole or couples_rows else None
     plans = []
     for epoch in range(train.epochs_per_batch):
         order = None
-        # later epochs take groups in another order, unless an update takes all of them
+        # later epochs are shuffled, unless one update takes the whole batch
         if epoch > 0 and train.updates_per_step > 1:
             order = f"{seed} {trainer.scheduler.step} {epoch}"
         plans.append(plan_microbatches(batch, trainer.layout, train, units=units, shuffle=order))
@@ -166,7 +167,7 @@ def batch_plans(
 
 @dataclass(frozen=True)
 class SelectingLearner:
-    """roles.Learner: trains on some rows of each batch, `select`; the gate sees these."""
+    """roles.Learner that trains on the rows that `select` returns; the gate sees only these."""
 
     learner: Learner
     select: SelectRows

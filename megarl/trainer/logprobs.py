@@ -1,4 +1,4 @@
-"""Hidden states -> log-probs of labels and entropy. Logits are computed tile by tile.
+"""Computes log-probs of labels and entropy from hidden states, one tile of logits at a time.
 
     hidden [T, H] --@ weight[columns].T--> tile [C, V] of logits
     tiles  --> running (max, sum exp, sum exp * z, labels' z), then two all-reduces over tp
@@ -35,7 +35,7 @@ class VocabShard:
 
     @classmethod
     def of(cls, vocab: int, rows: int, group: ProcessGroup) -> "VocabShard":
-        """`vocab` is the number of token ids, `rows` that of weight rows here, with padding."""
+        """Returns this rank's shard of `vocab` token ids; `rows`: its weight rows, with padding."""
         start = rows * dist.get_rank(group)
         return cls(start, max(0, min(rows, vocab - start)), group)
 
@@ -52,10 +52,10 @@ def token_outputs(
 ) -> TokenOutputs:
     """Returns log-probs of `labels` and, with `entropy`, entropy in nats.
 
-    They are differentiable in hidden and weight. Labels are [T] int64, or [T, 1 + K] with K extra
-    ones, which may repeat the first. Every tensor rank passes all of `hidden_TH` and gets a partial
-    gradient, to be summed over ranks. `chunk` tokens are processed at once. If the weight has
-    Megatron's fp32 `main_grad`, its gradient is added there and not returned.
+    Both are differentiable in hidden states and weight. Labels are [T] int64, or [T, 1 + K] with K
+    extra labels, which may repeat the first. Every tensor rank passes all of `hidden_TH` and gets a
+    partial gradient, to be summed over ranks. `chunk` tokens are processed at once. If the weight
+    has Megatron's fp32 `main_grad`, its gradient is added there and not returned.
     """
     has_extra = labels.ndim > 1
     labels_KT = labels.T if has_extra else labels[None]
@@ -130,9 +130,9 @@ class _VocabLogprobs(torch.autograd.Function):
         tiles = _Tiles(hidden_TH, weight_VH, labels_KT, *options)
         group = tiles.shard.group
         num_labels, total = labels_KT.shape
-        # not -inf, whose product with 0 is NaN
+        # finite, because -inf * 0 is NaN
         max_T = hidden_TH.new_full((total,), torch.finfo(tiles.dtype).min, dtype=tiles.dtype)
-        # exp(z - max), exp(z - max) * (z - max), labels'
+        # sums of exp(z - max) and of exp(z - max) * (z - max); each label's z
         sums_nT = hidden_TH.new_zeros((2 + num_labels, total), dtype=tiles.dtype)
         for tokens, _, z_CV, row_CK, here_CK in tiles:
             sums_nT[2:, tokens] += z_CV.gather(1, row_CK).where(here_CK, 0).T
@@ -161,8 +161,9 @@ class _VocabLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Computes d logprob / dz = onehot - p and d entropy / dz = -p (log p + entropy).
 
-        All are times the sum of exp(z - max), which is divided out per row: max + log sum would be
-        rounded to the size of the logits, and with it p of a likely token, whose 1 - p is small.
+        Tiles have these times the sum of exp(z - max), which is divided out per row. Computing p
+        from max + log sum would round it at the magnitude of the logits, and a likely token would
+        lose its small 1 - p.
         """
         hidden_TH, weight_VH, labels_KT, max_T, sum_T, entropy_T = ctx.saved_tensors
         grad_KT, grad_entropy_T = gradients
@@ -177,7 +178,7 @@ class _VocabLogprobs(torch.autograd.Function):
         hot_KT = sum_T[None] if has_factor else grad_KT * sum_T
         grad_hidden_TH = hidden_TH.new_zeros(hidden_TH.shape, dtype=tiles.dtype)
         grad_weight_VH = ctx.main_grad
-        if grad_weight_VH is None and ctx.needs_input_grad[1]:  # else it is frozen
+        if grad_weight_VH is None and ctx.needs_input_grad[1]:  # False: frozen
             grad_weight_VH = weight_VH.new_zeros(weight_VH.shape, dtype=tiles.dtype)
         for tokens, columns, z_CV, row_CK, here_CK in tiles:
             z_CV.sub_(max_T[tokens, None])
@@ -212,10 +213,10 @@ def _lower(sums_nT: Tensor, by_T: Tensor) -> None:
 
 @dataclass
 class _Tiles:
-    """Iterates over all logits.
+    """Iterates over this rank's logits, tile by tile.
 
-    Yields tokens, columns, z_CV in a buffer that the next tile overwrites, the labels' columns [C,
-    K] or 0, and [C, K]: whether each label is in this tile.
+    Yields the slices of tokens and columns, z_CV in a buffer that the next tile overwrites, each
+    label's column in the tile [C, K] (0 if outside), and [C, K] True for labels in the tile.
     """
 
     hidden_TH: Tensor
@@ -244,7 +245,7 @@ class _Tiles:
                 yield tokens, columns, z_CV, row_CK.where(here_CK, 0), here_CK
 
     def hidden(self, tokens: slice) -> Tensor:
-        """Returns [C, H], in fp32 on a CPU.
+        """Returns the hidden states [C, H] of these tokens, on a CPU in fp32.
 
         A CPU cannot accumulate a product of low-precision numbers in fp32.
         """
@@ -252,9 +253,9 @@ class _Tiles:
         return hidden_CH if hidden_CH.is_cuda else hidden_CH.to(self.dtype)
 
     def buffer(self, number: int, shape: Sequence[int]) -> Tensor:
-        """Returns the first of two buffers, which has the logits, or the second, as large.
+        """Returns buffer 0 (the logits) or 1 (scratch space of the same size), viewed as `shape`.
 
-        A buffer exists from its first use.
+        A buffer is allocated on first use.
         """
         if number not in self._buffers:
             self._buffers[number] = self.hidden_TH.new_empty(
@@ -270,7 +271,7 @@ def _slices(total: int, size: int) -> Iterator[slice]:
 def _add_product(
     into: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0, alpha: float = 1.0
 ) -> None:
-    """into = beta x into + alpha x a @ b, accumulated in the precision of `into`."""
+    """Computes into = beta x into + alpha x a @ b, accumulated in the precision of `into`."""
     options: dict[str, Any] = {"beta": beta, "alpha": alpha}
     dtype = into.dtype
     if into.is_cuda and not a.dtype == b.dtype == dtype:

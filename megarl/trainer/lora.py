@@ -2,16 +2,16 @@
 
     slices of weights and adapters -> parameters lora_A and lora_B of each weight -> hooks
 
-All other parameters are frozen. The inner product A x is `rank` wide, and it is what tensor ranks
-exchange (r: rank, T: tokens, sequence parallel):
+All other parameters are frozen. Tensor ranks exchange only A x, which is `rank` wide (r: rank,
+T: tokens, sequence parallel):
 
     column parallel   A x [T/tp, r] --gather--> [T, r]; B has this rank's rows of the output
     row parallel      A x, over this rank's inputs [T, r] --reduce-scatter--> [T/tp, r]; B is whole
     expert            the dispatcher gathers and reduces: A x and the output may be partial sums
 
-The gradient of an A or B that is whole on every tensor rank is a partial sum: Megatron adds it up
-over tensor ranks if the parameter is marked as sequence parallel, and `reduce_gradients` over those
-of the experts.
+The gradient of an A or B that is replicated over tensor ranks is a partial sum. Megatron sums it
+over tensor ranks if the parameter is marked as sequence parallel; for experts, `reduce_gradients`
+sums it over the expert tensor ranks.
 """
 
 import hashlib
@@ -48,20 +48,20 @@ from megarl.weights.sync.execute import strided_view
 
 @dataclass(frozen=True)
 class LayerAdapter:
-    """The adapters of one weight: `a` [n r, in] and `b` [rows, r] of the n projections it fuses."""
+    """The adapters of one weight: `a` [n r, in] and `b` [rows, r] of its n fused projections."""
 
     a: Parameter
     b: Parameter
-    rows: Tensor  # [rows] int64: where each row of `b` is in the weight
-    numbers: Tensor  # [rows] int64: of its projection
-    outputs: int  # of the weight
+    rows: Tensor  # [rows] int64: the row of the weight that each row of `b` adapts
+    numbers: Tensor  # [rows] int64: index of each row's projection
+    outputs: int  # number of rows of the weight
     scale: float
-    exchange: Callable[[Tensor], Tensor]  # of A x over the tensor ranks
+    exchange: Callable[[Tensor], Tensor]  # moves A x between the tensor ranks
 
     def wide(self) -> Tensor:
-        """Returns [out, n r]: each row of B at its place in the weight.
+        """Returns B as [out, n r], with a row for each row of the weight.
 
-        The As of other projections get zeros.
+        A row is 0 in the columns of other projections.
         """
         rank = self.b.shape[1]
         if len(self.a) == rank and len(self.b) == self.outputs:
@@ -80,7 +80,7 @@ class LayerAdapter:
 
 
 class Adapters:
-    """The adapters of this rank's chunks; `parameters` and `slices` have `models.lora`'s names."""
+    """The adapters of this rank's chunks; `parameters` and `slices` use models/lora.py's names."""
 
     def __init__(
         self,
@@ -93,9 +93,9 @@ class Adapters:
         groups: ProcessGroups,
         seed: int,
     ) -> None:
-        """Freezes the model and adapts it.
+        """Freezes the model and attaches the adapters.
 
-        Raises ValueError for targets, or a folder, that do not fit the model.
+        Raises ValueError if the targets or the tensors of `lora.path` do not fit the model.
         """
         self.lora = lora
         self.is_on = True
@@ -103,7 +103,7 @@ class Adapters:
         self.table = adapter_table(base, lora.targets, lora.rank)
         self.shapes = shapes_of(self.table, shape)
         self.slices = slices_of(self.table, shape, layout)
-        self.layers: dict[str, LayerAdapter] = {}  # by the name of the weight
+        self.layers: dict[str, LayerAdapter] = {}  # name of a weight -> its adapters
         self.parameters: dict[str, Parameter] = {}
         self._layout = layout
         self._groups = groups
@@ -112,10 +112,10 @@ class Adapters:
         for chunk in chunks:
             for weight in chunk.requires_grad_(False).parameters():
                 if weight.device.type == "cpu":
-                    # read by numpy, its storage could not be resized (offload.py)
+                    # copied, because a storage that numpy read cannot be resized (offload.py)
                     weight.data = weight.data.clone()
             if chunk.pre_process and chunk.config.recompute_granularity:
-                # a recomputed layer has a gradient only if its input does
+                # a recomputed layer computes gradients only if its input requires them
                 chunk.embedding.register_forward_hook(
                     lambda _module, _inputs, hidden: hidden.requires_grad_()
                 )
@@ -124,7 +124,7 @@ class Adapters:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Makes the model the base model, within this context."""
+        """Context: turns the adapters off, which leaves the base model."""
         self.is_on = False
         try:
             yield
@@ -132,14 +132,17 @@ class Adapters:
             self.is_on = True
 
     def reduce_gradients(self) -> None:
-        """Call it after Megatron's own reductions."""
+        """Sums the gradients of experts' replicated adapters over the expert tensor ranks.
+
+        Call it after Megatron's own reductions.
+        """
         group = self._groups.expert_tensor
         if group.size() > 1:
             for parameter in self._partial:
                 dist.all_reduce(parameter.main_grad, group=group)
 
     def peft_config(self, base: str) -> dict[str, Any]:
-        """Returns the adapter_config.json of their PEFT folder; `base` is the model they adapt."""
+        """Returns PEFT's adapter_config.json; `base` is the name of the adapted model."""
         lora = self.lora
         return peft_config(
             base,
@@ -150,12 +153,12 @@ class Adapters:
         )
 
     def _attach(self, chunks: Sequence[Any], base: Slices) -> None:
-        """Registers the parameters, and the hooks that add their products."""
+        """Registers the adapters' parameters, and forward hooks that add their products."""
         by_param = defaultdict(list)
         for part in (*base, *self.slices):
             by_param[part.param].append(part)
         for prefix, chunk in by_prefix(chunks).items():
-            chunk.stored_parts = []  # instead of the model, in a checkpoint
+            chunk.stored_parts = []  # saved in a checkpoint instead of the model's parameters
             hooked = defaultdict(list)
             for local_name, weight in local_tensors([chunk]).items():
                 name = prefix + local_name
@@ -195,7 +198,7 @@ class Adapters:
         of_b: Slices,
         exchange: Callable[[Tensor], Tensor],
     ) -> LayerAdapter:
-        """Returns the adapters of a weight."""
+        """Builds the adapters of a weight: B is 0, A not yet initialised."""
         rank = self.lora.rank
         b = weight.new_zeros(sum(part.shape[0] for part in of_b), rank)
         rows, numbers = torch.empty(2, len(b), dtype=torch.int64)
@@ -220,11 +223,11 @@ class Adapters:
         is_split: bool,
         is_expert: bool,
     ) -> int:
-        """Marks an A or B for Megatron; returns which of its replicas this rank has."""
+        """Sets Megatron's attributes on an A or B; returns the index of this rank's replica."""
         tensor = self._layout.etp if is_expert else self._layout.tp
         replica = 0 if is_split else tensor.rank
         set_tensor_model_parallel_attributes(marks, True, 0, 1)
-        marks.shared = replica > 0  # the gradient norm leaves it out
+        marks.shared = replica > 0  # the gradient norm skips it
         marks.sequence_parallel = not is_split and not is_expert and tensor.size > 1
         marks.allreduce = getattr(weight, "allreduce", True)
         if is_expert and not is_split:
@@ -245,7 +248,7 @@ class Adapters:
                     x = dropout(x, self.lora.dropout)
             if len(layers) == 1:
                 product = layers[0].product(x)
-            else:  # grouped experts, with their numbers of tokens
+            else:  # grouped experts; inputs[1] has their numbers of tokens
                 parts = zip(layers, x.split(list(inputs[1])), strict=True)
                 product = torch.cat([layer.product(part) for layer, part in parts])
             return output[0] + product, *output[1:]
@@ -254,9 +257,9 @@ class Adapters:
 
     @torch.no_grad()
     def _fill(self, seed: int) -> None:
-        """Reads A and B from `lora.path`, if it is set.
+        """Loads A and B from `lora.path` if it is set, otherwise initialises A.
 
-        Otherwise, as in PEFT, A is uniform, the same in every layout, and B is 0.
+        As in PEFT, A is uniform and B is 0. A is the same in every layout.
         """
         if self.lora.path is not None:
             folder = HfFolder(Path(self.lora.path))
@@ -276,7 +279,7 @@ class Adapters:
 
 
 class Merged(UserDict[str, Tensor]):
-    """This rank's weights with adapters merged in, one at a time; the weights do not change."""
+    """This rank's weights, each merged with its adapters when read; the originals do not change."""
 
     def __init__(self, weights: Mapping[str, Tensor], layers: Mapping[str, LayerAdapter]) -> None:
         super().__init__(weights)
@@ -288,6 +291,6 @@ class Merged(UserDict[str, Tensor]):
         if name not in self._layers:
             return weight
         if name not in self._last:
-            self._last.clear()  # freed first
+            self._last.clear()  # free the previous weight first
             self._last[name] = self._layers[name].merged(weight)
         return self._last[name]

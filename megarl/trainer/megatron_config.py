@@ -1,4 +1,4 @@
-"""ModelShape and layout -> Megatron's TransformerConfig, or its MLATransformerConfig."""
+"""Translates ModelShape and layout to Megatron's TransformerConfig or MLATransformerConfig."""
 
 import importlib
 import math
@@ -16,7 +16,7 @@ from megarl.trainer.parallel_groups import megatron_sizes
 from megarl.trainer.rope import yarn_factor
 
 Dispatcher = Literal["alltoall", "allgather"]
-# setting -> what it needs of megatron.core.extensions.transformer_engine
+# setting -> the name that it needs in megatron.core.extensions.transformer_engine
 KERNELS = {
     "apply_rope_fusion": "fused_apply_rotary_pos_emb_thd",
     "moe_permute_fusion": "fused_permute_with_probs",
@@ -53,7 +53,7 @@ def transformer_config(
         "add_qkv_bias": shape.qkv_bias,
     }
     if factor != 1:
-        # the square of yarn's factor on cosine and sine, which Megatron does not apply
+        # includes the square of YaRN's factor on cosine and sine, which Megatron does not apply
         settings["softmax_scale"] = factor**2 / math.sqrt(shape.head_dim)
     if shape.is_moe:
         settings |= _moe_settings(shape, use_te=use_te)
@@ -70,10 +70,10 @@ def te_kernels() -> frozenset[str]:
 
 
 def fusions(config: Any, kernels: frozenset[str]) -> dict[str, bool]:
-    """Returns the settings for fused kernels and overlap that a model with this config can use.
+    """Returns {setting: True if a model with this config can use it} for fused kernels and overlap.
 
-    Fused rotary embeddings are experimental for latent attention; 0.16.1's ignore interleaving and
-    scaled cosines.
+    Fused rotary embeddings are experimental for latent attention; those of megatron-core 0.16.1
+    ignore interleaving and scaled cosines.
     """
     is_moe = bool(config.num_moe_experts)
     is_rope = getattr(config, "position_embedding_type", "rope") == "rope"
@@ -108,14 +108,14 @@ def run_settings(
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        # Packed micro-batches differ in length, except with virtual stages (of two ranks, each is
-        # next and previous to the other, so lengths sent ahead in both directions could be mixed
-        # up) and with the allgather dispatcher, which gathers as many tokens from every expert
-        # rank.
+        # Packed micro-batches differ in length, with two exceptions. With virtual stages, two
+        # pipeline ranks are both next and previous to each other, so lengths sent ahead in both
+        # directions could be mixed up. The allgather dispatcher gathers equally many tokens from
+        # every expert rank.
         "variable_seq_lengths": layout.vpp.size == 1 and dispatcher == "alltoall",
-        "overlap_p2p_comm": layout.vpp.size > 1,  # which also creates a group per direction
+        "overlap_p2p_comm": layout.vpp.size > 1,  # also creates a process group per direction
         "batch_p2p_comm": layout.vpp.size == 1,
-        "moe_token_dispatcher_type": dispatcher,  # for dense models too: Megatron checks it first
+        "moe_token_dispatcher_type": dispatcher,  # dense models too: Megatron checks theirs
         "calculate_per_token_loss": True,
         # Every parameter is loaded, so the init methods do nothing. But initialisation also marks
         # parameters as split over tensor ranks; without the mark, the gradient norm counts them on

@@ -1,7 +1,7 @@
 """Packs rows of a batch end to end into one model input.
 
-With context parallelism, it has only this rank's chunks of the rows. Where prefixes are shared,
-tokens with which several rows begin, such as the prompt of a group, are computed once. Each row is
+With context parallelism, the input has only this rank's chunks of the rows. With shared prefixes,
+tokens with which several rows begin (for example, a group's prompt) are computed once. Each row is
 padded so that context parallelism can split it (context_parallel.py), and a dummy row is appended
 so that sequence parallelism can split the total.
 
@@ -38,13 +38,13 @@ class Microbatch:
     tokens: Tensor  # [1, Q] int64
     positions: Tensor  # [1, Q] int64, from 0 in each row
     packed: PackedSeqParams  # padded rows and the dummy row, over all context ranks
-    source: Tensor  # [Q] int64, on the CPU: which of the M positions, -1 for padding
-    lengths: tuple[int, ...]  # of the rows
+    source: Tensor  # [Q] int64, on the CPU: index into the M positions; -1: padding
+    lengths: tuple[int, ...]  # lengths of the real rows, without padding
     length: int  # P, over all context ranks
     rows: MicrobatchRows  # real rows only
-    read: Tensor  # [S] int64: positions of Q that the head reads
-    read_rows: Tensor  # [S] int64: the same positions among the M
-    labels: Tensor  # [S] int64, or [S, 1 + K] with the batch's extra ones
+    read: Tensor  # [S] int64: indices into Q of the positions that the head reads
+    read_rows: Tensor  # [S] int64: indices into M of the same positions
+    labels: Tensor  # [S] int64, or [S, 1 + K] with the batch's extra labels
 
     def local_source(self, tensor: Axis) -> Tensor:
         """Returns [N] int64: the part of `source` that sequence parallelism gives a tensor rank."""
@@ -53,9 +53,9 @@ class Microbatch:
 
 @dataclass
 class SharedRows(PackedSeqParams):
-    """One row to Megatron; `stacks` has the real ones.
+    """Packed rows with shared prefixes: one row for Megatron; `stacks` has the real rows.
 
-    Rotary embeddings must go by position (rope.py).
+    Rotary embeddings must use position ids (rope.py).
     """
 
     stacks: Sequence[RowStack] = ()
@@ -69,8 +69,8 @@ def pack(
     tensor: int,
     context: Axis,
     device: torch.device,
-    share: bool = False,  # prefixes; without context parallelism only
-    length: int = 0,  # P, if it is not to be the smallest
+    share: bool = False,  # compute shared prefixes once; only without context parallelism
+    length: int = 0,  # P; 0: the smallest possible
 ) -> Microbatch:
     """Packs `rows`, if any, and the dummy row; the head reads where `is_read_T` [T] is true."""
     lengths_R = batch.lengths_N[[*rows]]
@@ -98,7 +98,7 @@ def pack(
     if share:
         packed = _shared(padded, slot_P, is_own_P, device)
     source = source_P[local_Q]
-    # padding, whose source is -1, reads what `pad` appends
+    # the source of padding is -1, the element that `pad` appends
     tokens = pad(batch_tokens, (0, 1))[source]
     is_read_P = (slot_P >= 0) & pad(is_read_T[index], (0, 1))[source_P]
     read_rows = source_P[is_read_P]
@@ -121,14 +121,14 @@ def pack(
 
 
 def _places(lengths: Sequence[int]) -> Tensor:
-    """Returns [P] int64: each position's place in its row, for rows of these lengths end to end."""
+    """Returns [P] int64: each position's index in its row, for rows of these lengths end to end."""
     return torch.cat([torch.arange(length) for length in (0, *lengths)])
 
 
 def _first_positions(rows: Sequence[Tensor]) -> Tensor:
-    """Returns [P]: for each position of `rows`, end to end, the one that computes it.
+    """Returns [P] int64: for each position of `rows`, end to end, the position that computes it.
 
-    Of all with the same tokens up to there, it is that of the first row in lexical order.
+    Positions of rows that agree up to there share the one of the first row in lexical order.
     """
     if not rows:
         return torch.arange(0)

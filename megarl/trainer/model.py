@@ -31,7 +31,7 @@ def build_model(
 ) -> list[GPTModel]:
     """Returns this rank's chunks, with parameters not yet loaded.
 
-    The last one returns hidden states [T / tp, 1, hidden].
+    The last chunk returns hidden states [T / tp, 1, hidden].
     """
     rotary_base: Any = shape.rope_theta  # a float, despite GPTModel's annotation
     chunks = stage_layers(shape.layers, layout)
@@ -75,10 +75,10 @@ def shares_prefixes(
     *,
     use_te: bool,
 ) -> bool:
-    """Returns True if an update computes tokens with which several rows begin only once.
+    """Returns True if updates compute a prefix that several rows share only once.
 
-    It does so on a CPU, but not with experts, whose router losses count every token, nor where
-    Megatron rotates or sends rows itself.
+    They do so on a CPU, except with experts, whose router losses count every token, and where
+    Megatron itself rotates rows or sends them between ranks.
     """
     is_plain = all(kind.is_attention and not kind.has_experts for kind in shape.layer_kinds)
     is_plain &= shape.bridge is None and shape.latent is None
@@ -92,8 +92,8 @@ def patch_chunk(model: Any, layout: Layout) -> None:
         parameter.data = parameter.data.to(model.config.params_dtype)
     for module in model.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
-            # Megatron's gradient_accumulation_fusion, without Apex, which only the unused output
-            # layer would need
+            # Enables gradient_accumulation_fusion. The setting itself would require Apex, which
+            # only the unused output layer needs.
             module.fuse_wgrad_accumulation = True
     if model.post_process:
         model.output_layer.forward = lambda hidden, *_, **__: (hidden, None)
@@ -107,7 +107,7 @@ def patch_chunk(model: Any, layout: Layout) -> None:
 
 
 def local_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
-    """Returns parameters and router biases by GPTModel's names, prefixed; without adapters."""
+    """Returns parameters and router biases, without adapters, by GPTModel's names with a prefix."""
     tensors = {}
     for prefix, chunk in by_prefix(chunks).items():
         for name, parameter in chunk.named_parameters():

@@ -43,14 +43,14 @@ class RouterRows:
     """Which row of a micro-batch each of this rank's tokens belongs to."""
 
     row_N: Tensor  # [N] int64, R for padding
-    length_R: Tensor  # [R] fp32, of the whole row
-    weight_R: Tensor  # [R] fp32, its share of the loss
+    length_R: Tensor  # [R] fp32, tokens of each whole row
+    weight_R: Tensor  # [R] fp32, each row's share of the loss
 
     @classmethod
     def of(
         cls, microbatch: Microbatch, weights_T: Tensor, tensor: Axis, device: torch.device
     ) -> "RouterRows":
-        """`weights_T` covers the whole batch."""
+        """Finds the row of each local token; `weights_T` covers the whole batch."""
         cu_seqlens = cu_seqlens_of(microbatch.lengths)
         source_N = microbatch.local_source(tensor)
         row_N = torch.bucketize(source_N, cu_seqlens[1:], right=True)
@@ -85,9 +85,9 @@ def scores_of(logits_NE: Tensor, kind: str) -> Tensor:
 def balance(
     scores_NE: Tensor, rows: RouterRows, *, topk: int, group: dist.ProcessGroup | None
 ) -> Tensor:
-    """Returns [R]: this rank's contribution to each row's balance.
+    """Returns [R]: this rank's contribution to each row's balance loss.
 
-    The ranks of `group` have the other tokens.
+    The ranks of `group` have the other tokens of these rows, and must call it too.
     """
     best_NE = torch.zeros_like(scores_NE).scatter(1, scores_NE.topk(topk).indices, 1.0).detach()
     count_RE = rows.sums(best_NE)
@@ -99,15 +99,15 @@ def balance(
 
 
 def mean_square_lse(logits_NE: Tensor, rows: RouterRows) -> Tensor:
-    """Returns [R]: this rank's contribution to each row's z."""
+    """Returns [R]: this rank's contribution to each row's z loss."""
     return rows.sums(logits_NE.float().logsumexp(-1).square()) / rows.length_R
 
 
 class BalancedRouter(TopKRouter):
     """Megatron's router with the auxiliary losses of the current update.
 
-    The n-th call with gradient is for the n-th micro-batch: in the forward pass or, where
-    activations are recomputed, in the backward pass.
+    The n-th call with gradients enabled is for the n-th micro-batch. It happens in the forward pass
+    or, with recomputation, in the backward pass.
     """
 
     losses: "RouterLosses | None" = None
@@ -127,13 +127,13 @@ class BalancedRouter(TopKRouter):
 
 
 def routers_of(chunks: Sequence[Module]) -> list[BalancedRouter]:
-    """Returns the routers of this rank's layers, in their order."""
+    """Returns the routers of this rank's layers, in layer order."""
     return [x for x in ModuleList(chunks).modules() if isinstance(x, BalancedRouter)]
 
 
 @dataclass
 class RouterLosses:
-    """The routers of this rank's chunks during one update: `begin`, its passes, `finish`."""
+    """Auxiliary losses of this rank's routers in one update: `begin`, its passes, `finish`."""
 
     chunks: Sequence[Module]
     moe: Moe
@@ -142,8 +142,8 @@ class RouterLosses:
 
     def __post_init__(self) -> None:
         self._routers = routers_of(self.chunks)
-        self.counts = {}  # [E]: tokens of each expert
-        # with experts, on all stages
+        self.counts = {}  # router -> [E]: tokens of each expert
+        # layers with experts, on all stages
         self._num_layers = sum(kind.has_experts for kind in self.shape.layer_kinds)
 
     def begin(

@@ -7,7 +7,7 @@
 
 Optimizer state is on the device only for the step, never together with activations. Tensors keep
 their identity: only their storages are copied to one flat host buffer, which is pinned on a GPU,
-and freed. On a CPU, which copies too, only freed gradients save memory.
+and freed. On a CPU, tensors are copied in the same way, but only freed gradients save memory.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -26,8 +26,8 @@ from megarl.platform.device import host_bytes
 def recompute(settings: TransformerConfig, granularity: str, modules: Sequence[str]) -> None:
     """Configures which activations are recomputed.
 
-    They are those of every layer ("full"), or of the named modules ("selective"). Raises ValueError
-    for modules that Megatron-Core cannot recompute, or that this model does not have.
+    "full" recomputes every layer, "selective" the named modules. Raises ValueError for modules that
+    Megatron-Core cannot recompute, or that this model does not have.
     """
     if granularity == "none":
         return
@@ -41,7 +41,7 @@ def recompute(settings: TransformerConfig, granularity: str, modules: Sequence[s
         "mlp": True,
         "moe": settings.num_moe_experts,
         "shared_experts": settings.moe_shared_expert_intermediate_size,
-        # these three drop an output and keep its inputs, by way of Transformer Engine's state
+        # these three drop an output and keep its inputs, which needs Transformer Engine's state
         "layernorm": HAVE_TE,
         "moe_act": HAVE_TE and settings.moe_grouped_gemm,
         "mla_up_proj": HAVE_TE and settings.multi_latent_attention,
@@ -58,12 +58,12 @@ def recompute(settings: TransformerConfig, granularity: str, modules: Sequence[s
 
 
 class HostBuffer:
-    """One flat host buffer, kept from one use to the next; pinned if the tensors are on a GPU."""
+    """A flat host buffer that is reused; pinned if the tensors are on a GPU."""
 
     _bytes = torch.empty(0)
 
     def beside(self, tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Returns each storage of `tensors` once, as [bytes] uint8, and its place in the buffer."""
+        """Returns each storage of `tensors` once, and its part of the buffer: [bytes] uint8."""
         unique = {x.untyped_storage().data_ptr(): x for x in tensors if x.numel()}
         flats = [flat_storage(x) for x in unique.values()]
         sizes = [len(flat) for flat in flats]
@@ -76,16 +76,16 @@ class Memory:
     """Moves weights, gradients and optimizer state between device and host; idempotent."""
 
     def __init__(self, chunks: Sequence[Any], offload: Collection[str]) -> None:
-        """`chunks`: DistributedDataParallel; `offload`: of gradients, optimizer, weights."""
+        """`chunks`: DistributedDataParallel; `offload`: any of gradients, optimizer, weights."""
         self._buffers = []
-        self._frozen = []  # in no buffer
+        self._frozen = []  # frozen parameters, which are in no DDP buffer
         for chunk in chunks:
             self._buffers += [*chunk.buffers, *chunk.expert_parallel_buffers]
             self._frozen += [x for x in chunk.parameters() if not x.requires_grad]
-        # set later: the gradients are freed before it is built
+        # set later, because the gradients are freed before it is built
         self.optimizer: MegatronOptimizer | None = None
         self._hosts = {kind: HostBuffer() for kind in offload}
-        self._freed = []  # gradient buffers
+        self._freed = []  # storages of gradient buffers
         self._away = {}
         self.free_gradients()
 
@@ -108,7 +108,7 @@ class Memory:
                 flat.untyped_storage().resize_(0)
 
     def onload_optimizer(self) -> None:
-        """Call it before the optimizer step, and before a checkpoint."""
+        """Copies the optimizer state back; call it before the optimizer step or a checkpoint."""
         self._onload("optimizer")
 
     def offload_training_state(self) -> None:
@@ -118,7 +118,7 @@ class Memory:
         torch.cuda.empty_cache()  # the engine allocates outside of torch's pool
 
     def offload_all(self) -> None:
-        """Offloads the weights too."""
+        """Offloads the training state and the weights."""
         self.offload_training_state()
         self._offload("weights", [*(buffer.param_data for buffer in self._buffers), *self._frozen])
         torch.cuda.empty_cache()
@@ -127,14 +127,14 @@ class Memory:
         self._onload("weights")
 
     def onload_all(self) -> None:
-        """Copies weights and optimizer state back, which a checkpoint or an export reads."""
+        """Copies weights and optimizer state back, for a checkpoint or an export."""
         self.onload_weights()
         self.onload_optimizer()
 
     def _store_optimizer(self) -> None:
-        """Offloads the moments, and in bf16 the fp32 main weights.
+        """Offloads the optimizer's moments and, in bf16, its fp32 main weights.
 
-        In fp32, the main weights are those of the model.
+        In fp32, the model's weights are the main weights.
         """
         tensors = []
         for part in parts_of(self.optimizer):
@@ -154,7 +154,7 @@ class Memory:
             self._away[kind] = self._hosts[kind].beside(tensors)
             for there, here in self._away[kind]:
                 here.copy_(there, non_blocking=True)
-                there.untyped_storage().resize_(0)  # in the order of the stream
+                there.untyped_storage().resize_(0)  # reuse is ordered after the copy, on the stream
 
     @torch.no_grad()
     def _onload(self, kind: str) -> None:

@@ -34,8 +34,9 @@ class LrSchedule:
 
     @property
     def lr(self) -> float:
-        """Linear warm-up, then the schedule: min_lr would be that of the step after the last one,
-        as Megatron's and transformers' schedulers have it.
+        """Learning rate of the current step: linear warm-up, then the schedule.
+
+        The schedule reaches min_lr one step after the last, as in Megatron and transformers.
         """
         train = self.train
         step = self.step
@@ -53,22 +54,22 @@ def wrap(
     options: Mapping[str, Any],
     reduced: Callable[[], None] | None,
 ) -> list[DistributedDataParallel]:
-    """Moves loaded parameters and fp32 gradients into flat buffers.
+    """Wraps chunks in DDP, which moves loaded parameters and fp32 gradients into flat buffers.
 
     `options` are fields of DistributedDataParallelConfig; `reduced` is called after Megatron's
-    reductions.
+    reductions of gradients.
     """
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
-        check_for_nan_in_grad=False,  # a non-finite gradient skips the step, the run goes on
+        check_for_nan_in_grad=False,  # a non-finite gradient only skips the step
         **options,
     )
     chunks = [
         DistributedDataParallel(chunk.config, ddp_config, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(model)
     ]
-    config: Any = model[0].config  # of all chunks
+    config: Any = model[0].config  # shared by all chunks
 
     def finalize(chunks: list[Any], _num_tokens: Any = None, **options: Any) -> None:
         finalize_model_grads(chunks, None, **options)  # without division by a token count
@@ -82,7 +83,7 @@ def wrap(
             config.no_sync_func = chunks[0].no_sync
         for chunk in chunks:
             for parameter in chunk.parameters():
-                # logprobs.py adds to main_grad, but Megatron waits for this one
+                # logprobs.py adds to main_grad, but Megatron waits for a returned gradient
                 parameter.must_have_grad = True  # pyright: ignore[reportAttributeAccessIssue]
     return chunks
 
@@ -137,9 +138,10 @@ def take_step(
     clip_grad: float,
     device: torch.device,
 ) -> tuple[float, bool]:
-    """Clips the gradient of the whole model to `clip_grad` (0: not at all), and steps.
+    """Clips the model's gradient to norm `clip_grad` (0: no clipping), and takes an optimizer step.
 
-    Returns the norm before clipping, and True if the step was skipped: the gradient is not finite.
+    Returns the norm before clipping, and True if the step was skipped because the gradient is not
+    finite.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -163,14 +165,14 @@ def take_step(
 
 
 def gradient_norm(optimizer: MegatronOptimizer, device: torch.device) -> float:
-    """Returns the L2 norm over the whole model.
+    """Returns the L2 norm of the whole model's gradient.
 
-    It is a collective: the distributed optimizer assigns each gradient to one rank.
+    Collective, because the distributed optimizer assigns each gradient to one rank.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     parts: Sequence[MegatronOptimizer] = parts_of(optimizer)
     for part in parts:
-        if hasattr(part, "get_grads_for_grad_norm"):  # megatron-core 0.19; 0.16 has the other
+        if hasattr(part, "get_grads_for_grad_norm"):  # megatron-core 0.19, not 0.16
             mcore: Any = part
             gradients = mcore.get_grads_for_grad_norm()
         else:
@@ -182,7 +184,7 @@ def gradient_norm(optimizer: MegatronOptimizer, device: torch.device) -> float:
 
 
 def sum_of_squares(x: Tensor, *, run: int = 1024) -> Tensor:
-    """Adds fp32 norms of `run` elements up in fp64.
+    """Returns the sum of squares: fp32 norms of `run` elements each, added up in fp64.
 
     On a CPU, torch's fp32 norm of 28 million elements is 0.2% off.
     """

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from megarl.layout import Axis, Layout
 
-AXES = {  # of a Layout -> Megatron's
+AXES = {  # axis of a Layout -> Megatron's name
     "tp": "tensor_model_parallel",
     "pp": "pipeline_model_parallel",
     "cp": "context_parallel",
@@ -20,7 +20,7 @@ AXES = {  # of a Layout -> Megatron's
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """The ranks that share this rank's work along one axis."""
+    """This rank's process groups, one per axis."""
 
     tensor: ProcessGroup
     expert_tensor: ProcessGroup
@@ -29,7 +29,7 @@ class ProcessGroups:
 
 
 def megatron_sizes(layout: Layout) -> dict[str, Any]:
-    """Returns the sizes that Megatron's settings and its groups share."""
+    """Returns the parallel sizes by the names that Megatron's config and groups share."""
     return {f"{name}_size": getattr(layout, axis).size for axis, name in AXES.items()}
 
 
@@ -72,7 +72,7 @@ def destroy_parallel() -> None:
     if not parallel_state.model_parallel_is_initialized():
         return
     dist.barrier()  # no rank closes a connection that a peer still reads from
-    # closing the default group has closed its subgroups too
+    # subgroups are closed already if the default group is
     known = dist.distributed_c10d._world.pg_map
     groups = [group for group in parallel_state._global_process_group_list or () if group in known]
     parallel_state.destroy_model_parallel()

@@ -1,6 +1,6 @@
-"""The reference policy: a host copy of each rank's weights, exchanged for one forward pass.
+"""The reference policy: a host copy of each rank's weights, swapped in for one forward pass.
 
-Another model, which is the reference or a teacher, is a second trainer that is never updated.
+If the reference or a teacher is another model, it is a second trainer that is never updated.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +17,7 @@ from megarl.trainer.trainer import Trainer
 from megarl.types import TokenBatch, TokenOutputs
 from megarl.weights.sync.checksum import checksum
 
-EXCHANGED_BYTES = 64 << 20  # on the device at a time
+EXCHANGED_BYTES = 64 << 20  # additional device memory while weights are exchanged
 
 
 def reference_of(trainer: Trainer) -> "Reference | FrozenBase":
@@ -29,7 +29,7 @@ def reference_of(trainer: Trainer) -> "Reference | FrozenBase":
 
 @dataclass
 class FrozenBase:
-    """Reference of a model with adapters: while it is in use, they are off."""
+    """The reference of a model with LoRA: the base model, with adapters off."""
 
     adapters: Adapters
     scheduler: LrSchedule
@@ -44,13 +44,13 @@ class FrozenBase:
 
 
 class Reference:
-    """A copy of the storages of `parameters()`; in use, its buffer has the current weights."""
+    """A host copy of the storages of `parameters()`, swapped with the weights while in use."""
 
     def __init__(self, parameters: Callable[[], Mapping[str, Tensor]]) -> None:
         self._parameters = parameters
         self._host = HostBuffer()
         self.reset()
-        self.is_policy = False  # a checkpoint may be loaded now
+        self.is_policy = False  # a checkpoint may be loaded next, which changes the policy
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -61,7 +61,7 @@ class Reference:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Exchanges the weights for the reference; on exit, restores and verifies their values."""
+        """Context: swaps the reference in; on exit, restores the weights and verifies checksums."""
         pairs = self._host.beside(self._parameters().values())
         before = torch.stack([checksum(there) for there, _ in pairs])
         _exchange(pairs)
@@ -86,10 +86,10 @@ def _exchange(pairs: list[tuple[Tensor, Tensor]]) -> None:
 def forward_in_turn(
     frozen: Trainer, trained: Memory, batch: TokenBatch, *, top_k: int
 ) -> TokenOutputs:
-    """Returns the outputs of `frozen`, which was built beside the trained model, for a batch.
+    """Returns the outputs of `frozen` for a batch, while the trained model is offloaded.
 
-    `frozen` offloads everything; meanwhile, the trained model is offloaded as far as it is
-    configured. Every rank must call it.
+    `frozen` shares process groups with the trained model, and is offloaded afterwards. Each model
+    offloads what its `train.offload` names. Every rank must call it.
     """
     trained.offload_all()
     frozen.memory.onload_weights()

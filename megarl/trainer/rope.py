@@ -1,6 +1,7 @@
 """Rotary frequencies for contexts longer than in pre-training: Llama 3's, YaRN (arXiv 2309.00071).
 
-Megatron-Core implements YaRN only for latent attention. Elsewhere, these replace its frequencies.
+Megatron-Core implements YaRN only for latent attention. Elsewhere, the frequencies computed here
+replace Megatron's.
 """
 
 import math
@@ -13,7 +14,7 @@ from megarl.models.shape import ModelShape
 
 
 def scaled_frequencies(shape: ModelShape) -> Tensor:
-    """Returns [rotary dim / 2] fp32 frequencies, those of transformers."""
+    """Returns [rotary dim / 2] fp32 frequencies, computed by transformers."""
     from transformers import PreTrainedConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

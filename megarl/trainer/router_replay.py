@@ -1,13 +1,14 @@
-"""Replays the experts that the engine, or an earlier pass of the trainer, has chosen.
+"""Replays the experts that the engine, or an earlier pass of the trainer, chose.
 
-    Routes of a row, on the ranks that own them --fetch: a rank's rows, its stage's layers-->
-    LayerRoutes LayerRoutes of a router --in place of its top-k--> experts; their probabilities come
-    from the trainer's own logits
+    routes of a row, on the ranks that own them
+        --fetch: this rank's rows, its stage's layers-->  LayerRoutes of each router
+        --in place of the router's top-k-->               experts
 
-So the router is trained, at fixed routes. Auxiliary losses are those of its own choices, which they
-are to balance; the update of its bias counts the tokens that experts really got. A token without a
-known route is routed by the trainer. Unlike Megatron's RouterReplay, a global list and a queue,
-each router has the routes of all micro-batches of one pass.
+Experts' probabilities come from the trainer's own logits, so the router is trained at fixed routes.
+Auxiliary losses use the router's own choices, which they have to balance; the update of its bias
+counts the tokens that experts actually received. The trainer routes tokens without a known route
+itself. Unlike Megatron's RouterReplay, which is a global list and a queue, each router has the
+routes of all micro-batches of one pass.
 
 Shapes: L tokens of a row, M of all rows of a rank, N of a micro-batch on this rank, K experts of a
 token.
@@ -35,25 +36,25 @@ from megarl.types import CheckFailed, Choices, Routes, TokenBatch, route_dtype
 from megarl.weights.sync.checksum import row_checksums
 from megarl.weights.sync.transports.values import carry
 
-carry(Routes)  # between ranks
-# the rows of each micro-batch of each data-parallel rank
+carry(Routes)  # ranks send them to each other
+# rows by data-parallel rank and micro-batch
 RowsByRank = Sequence[Sequence[Sequence[int]]]
 RowLayers = tuple[int, Routes, list[int]]  # a row, its routes, and some of its layers
 
 
 @dataclass
 class LayerRoutes:
-    """One router's routes in one pass, in the place of Megatron's RouterReplay.
+    """One router's routes in one pass; replaces Megatron's RouterReplay.
 
-    The n-th call in the forward pass, and where activations are recomputed, is for the n-th
-    micro-batch: none overtakes another within a model chunk.
+    The n-th call in the forward pass is for the n-th micro-batch, and so is the n-th call of the
+    recomputation, because a model chunk processes micro-batches in order.
     """
 
     experts: Sequence[Tensor] | None  # [N, K] of each micro-batch; None: record the router's own
-    # of all layers: tokens that the trainer would route otherwise; tokens with known routes
+    # [2], summed over layers: tokens that the trainer would route differently, and known routes
     counts: Tensor
     train: bool
-    calls: Counter[bool] = field(default_factory=Counter)  # by whether gradients are enabled
+    calls: Counter[bool] = field(default_factory=Counter)  # torch.is_grad_enabled() -> calls
     recorded: list[Tensor] = field(default_factory=list)
 
     def get_replay_topk(
@@ -86,11 +87,11 @@ def is_known(experts_XK: Tensor) -> Tensor:
 
 @dataclass
 class Pass:
-    """What one pass over micro-batches has found, once it is done."""
+    """The results of one pass over micro-batches, filled in at its end."""
 
-    choices: Choices | None = None  # by row; None: not recorded
-    # shares of the (token, layer) pairs that the trainer would have routed otherwise, and of those
-    # without a known route, if routes were replayed
+    choices: Choices | None = None  # recorded choices by row; None: not recorded
+    # if routes were replayed: the shares of (token, layer) pairs that the trainer would have routed
+    # differently, and of pairs without a known route
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -101,11 +102,11 @@ class RouterReplay:
     Every rank calls every method, in the same order.
     """
 
-    chunks: Sequence[Any]  # none if their routers cannot replay
+    chunks: Sequence[Any]  # empty if the routers cannot replay
     shape: ModelShape
     layout: Layout
     groups: ProcessGroups
-    is_policy: bool  # False: another model, which follows no choices of a batch
+    is_policy: bool  # False: another model, which ignores a batch's choices
 
     def __post_init__(self) -> None:
         layout = self.layout
@@ -129,9 +130,10 @@ class RouterReplay:
         train: bool,
         record: bool,
     ) -> Iterator[Pass]:
-        """A context for one pass over this rank's `microbatches`; `ranks` has those of all ranks.
+        """Context of one pass: replays `batch.choices` or, with `record`, records routes instead.
 
-        With `record`, nothing is replayed.
+        `microbatches` are this rank's; `ranks` has the rows of all ranks' micro-batches. Yields a
+        Pass that is filled in on exit.
         """
         found = Pass()
         if not self.is_policy or not (record or batch.choices):
@@ -175,10 +177,9 @@ class RouterReplay:
         }
 
     def _fetch(self, batch: TokenBatch, ranks: RowsByRank) -> dict[int, Tensor]:
-        """Returns [layers of this stage, L, K] of each row of this rank, on the CPU.
+        """Fetches this rank's routes from their owners: {row: [stage's layers, L, K]}, on the CPU.
 
-        They come from the ranks that own them. Raises CheckFailed on every rank if a checksum
-        differs.
+        Raises CheckFailed on every rank if a checksum differs.
         """
         layout = self.layout
         lengths = batch.lengths_N.tolist()
@@ -221,7 +222,7 @@ class RouterReplay:
     def _parts(
         self, batch: TokenBatch, ranks: RowsByRank, owner: int, receiver: Layout
     ) -> list[RowLayers]:
-        """Returns what `owner` sends to a rank."""
+        """Returns the rows and layers whose routes `owner` sends to the rank `receiver`."""
         parts = []
         for row in chain.from_iterable(ranks[receiver.dp.rank]):
             routes = batch.choices[row]
@@ -236,7 +237,7 @@ class RouterReplay:
     def _of_microbatch(
         self, microbatch: Microbatch, fetched: dict[int, Tensor]
     ) -> tuple[Tensor, int]:
-        """Returns [layers, N, K] of this rank's tokens, and how many have a label but no route."""
+        """Returns local routes [layers, N, K], and how many tokens have a label but no route."""
         source_N = microbatch.local_source(self.layout.tp)
         is_real_N = source_N >= 0
         experts_LNK = torch.zeros(
@@ -255,7 +256,7 @@ class RouterReplay:
         microbatches: Sequence[Microbatch],
         passes: Sequence[LayerRoutes],
     ) -> Choices:
-        """Returns the routes of each row, owned by each stage's first tensor and context rank."""
+        """Returns the recorded routes by row; a stage's first tensor and context rank owns them."""
         layout = self.layout
         device = microbatches[0].tokens.device
         rows = [*chain.from_iterable(microbatch.rows.rows for microbatch in microbatches)]
@@ -298,7 +299,7 @@ class RouterReplay:
 
 
 def _layers_with_experts(shape: ModelShape, stage: Layout) -> list[int]:
-    """Returns the layers of a stage that have experts, numbered among all that have."""
+    """Returns a stage's layers with experts, numbered among all layers with experts."""
     has_experts = [kind.has_experts for kind in shape.layer_kinds]
     layers = chain.from_iterable(stage_layers(shape.layers, stage))
     return [sum(has_experts[:layer]) for layer in layers if has_experts[layer]]

@@ -1,4 +1,4 @@
-"""Trains one model on Megatron-Core, in one layout, with a head, for a loss that is an argument.
+"""Trains one model with one head on Megatron-Core, in one layout; the caller passes the loss.
 
     build:    process groups -> model -> weights -> head -> gradient buffers -> optimizer
     forward:  TokenBatch -> TokenOutputs
@@ -64,9 +64,9 @@ from megarl.weights.sync.placement import sums_by_tensor
 
 @dataclass(frozen=True)
 class Gradients:
-    """What a backward pass leaves, beside the gradients in the trainer's buffers."""
+    """Results of a backward pass; the gradients themselves are in the trainer's buffers."""
 
-    outputs: TokenOutputs  # of this rank's rows, for `Trainer.gathered`
+    outputs: TokenOutputs  # 0 in other ranks' rows; `Trainer.gathered` sums over ranks
     sums: LossSums | None  # None: no token is trained
 
 
@@ -83,12 +83,12 @@ class Trainer:
     model: list[DistributedDataParallel]  # the chunks of this pipeline stage
     optimizer: MegatronOptimizer
     scheduler: LrSchedule
-    router_losses: RouterLosses | None  # None: no experts, or no auxiliary loss for their routers
+    router_losses: RouterLosses | None  # None: no auxiliary loss and no bias update
     router_replay: RouterReplay
     memory: Memory
-    table: Table | None  # of the model with its head; None: the family has none
-    traced: SlicesByRank | None  # instead of a table: recorded from Megatron-Bridge
-    owns_groups: bool  # False: built beside another trainer
+    table: Table | None  # for the model with its head; None: the family has no table
+    traced: SlicesByRank | None  # instead of a table, recorded from Megatron-Bridge
+    owns_groups: bool  # False: the process groups are another trainer's
     precision: Precision
     emulation: Emulation
     adapters: Adapters | None  # None: all weights are trained
@@ -109,17 +109,17 @@ class Trainer:
         seed: int = 0,
         # fields of TransformerConfig and of DistributedDataParallelConfig
         megatron_options: Mapping[str, Any] | None = None,
-        # of the same layout, whose process groups are used; it must be closed last
+        # a trainer of the same layout, which shares its process groups; close it last
         beside: "Trainer | None" = None,
     ) -> "Trainer":
-        """Builds the model of `folder`, a Hugging Face or Megatron checkpoint."""
+        """Builds a trainer and loads `folder`, a Hugging Face or Megatron checkpoint."""
         moe = moe or Moe()
         precision = precision or Precision()
         head = head or VocabularyHead(shape.vocab, train.logprob_chunk)
         settings, reduction = _split_options(megatron_options or {})
         assert beside is None or beside.layout == layout
         groups = init_parallel(layout, seed=seed) if beside is None else beside.groups
-        if lora:  # in the overlap, Megatron gathers the inputs of shared experts itself
+        if lora:  # with overlap, Megatron gathers the inputs of shared experts itself
             settings.setdefault("moe_shared_expert_overlap", False)
         settings |= megatron_settings(precision, device)
         use_te = device.type == "cuda"
@@ -130,7 +130,7 @@ class Trainer:
         if lora:
             assert table is not None, "check_lora refuses families without a table"
             adapters = Adapters(model, table, shape, layout, lora, groups=groups, seed=seed)
-        # it waits for the output layer's gradient, which other heads do not use
+        # overlap waits for the output layer's gradient, which other heads do not compute
         overlaps = use_te and layout.dp.size * layout.cp.size > 1 and head.is_tensor_parallel
         chunks = wrap(
             model,
@@ -138,13 +138,13 @@ class Trainer:
             adapters and adapters.reduce_gradients,
         )
         memory = Memory(chunks, train.offload)  # frees the gradients
-        # copies the weights: they must be loaded before
+        # it copies the weights, which must be loaded before
         memory.optimizer = optimizer = build_optimizer(chunks, train)
         emulation.after_update()
         router_losses = None
         if shape.is_moe and (moe.aux_loss or moe.z_loss or moe.bias_update_rate):
             router_losses = RouterLosses(chunks, moe, shape, layout.tp)
-        # a fused router replays nothing
+        # a fused router cannot replay routes
         can_replay = shape.is_moe and traced is None and not model[0].config.moe_router_fusion
         replayed = chunks if can_replay else []
         router_replay = RouterReplay(replayed, shape, layout, groups, is_policy=beside is None)
@@ -167,19 +167,19 @@ class Trainer:
             destroy_parallel()
 
     def parameters_by_name(self) -> dict[str, Tensor]:
-        """Returns this rank's parameters and router biases by name (`local_tensors`)."""
+        """Returns this rank's parameters and router biases, by the names of `local_tensors`."""
         return local_tensors([chunk.module for chunk in self.model])
 
     def merged_parameters(self) -> Mapping[str, Tensor]:
-        """Returns the same, with adapters merged into them."""
+        """Returns `parameters_by_name` with adapters merged into the weights."""
         parameters = self.parameters_by_name()
         return parameters if self.adapters is None else Merged(parameters, self.adapters.layers)
 
     @cached_property
     def base_checksums(self) -> dict[str, tuple[int, int]]:
-        """Elements and positional checksums of the frozen weights with LoRA, by HF tensor.
+        """{HF tensor: (elements, positional checksum)} of the frozen base weights over all ranks.
 
-        They are sums over all ranks; the first access is a collective.
+        Empty without LoRA. Collective on first use, then cached.
         """
         if self.adapters is None:
             return {}
@@ -218,15 +218,15 @@ class Trainer:
     def forward(self, batch: TokenBatch, *, top_k: int = 0, record: bool = False) -> TokenOutputs:
         """Returns the head's outputs, without gradient: [T] fp32 on the CPU of every rank.
 
-        They are 0 where the head does not read. With `top_k`, `extra_labels_TK` are the likeliest
-        tokens, not those of the batch. With `record`, `choices` are those of the layers, which then
-        follow none.
+        Outputs are 0 where the head does not read. With `top_k`, `extra_labels_TK` are the
+        likeliest tokens, not the batch's extra labels. With `record`, the layers ignore the batch's
+        choices and `choices` are their own.
         """
         batch = replace(batch, extra_labels=None)
         return self.gathered(self._run(batch, self._rows(batch), record=record, top_k=top_k))
 
     def logprobs(self, batch: TokenBatch) -> Tensor:
-        """Returns [T]: what `forward` does, where the head is that of the vocabulary."""
+        """Returns [T] fp32: log-probs of the labels; the head must be a VocabularyHead."""
         logprobs_T = self.forward(batch).logprobs_T
         assert logprobs_T is not None
         return logprobs_T
@@ -234,7 +234,7 @@ class Trainer:
     def train_on(
         self, batch: TokenBatch, loss: Loss, weights: Callable[[Any, MicrobatchPlan], Tensor]
     ) -> StepReport:
-        """Makes the updates of one batch; ``weights(batch, plan)`` are those of `step`."""
+        """Runs the updates of one batch; ``weights(batch, plan)`` returns `weights_T` of `step`."""
         plan = plan_microbatches(batch, self.layout, self.train)
         weights_T = weights(batch, plan)
         updates = tuple(self.step(batch, update, loss, weights_T) for update in plan.updates())
@@ -250,7 +250,7 @@ class Trainer:
         *,
         needs_entropy: bool = False,
     ) -> UpdateReport:
-        """Makes one update: `backward` and `apply`."""
+        """Runs one update: `backward`, then `apply`."""
         return self.apply(self.backward(batch, plan, loss, weights_T, needs_entropy=needs_entropy))
 
     def backward(
@@ -265,8 +265,8 @@ class Trainer:
         """Computes the gradients of the rows of `plan`, which must have one update.
 
         The loss is the sum over tokens of ``loss_T * weights_T``; `weights_T` [T] fp64 includes all
-        divisors, so the split into micro-batches and ranks does not matter. The loss gets entropy
-        if it needs it, and every `train.entropy_every` steps. Until `apply`, nothing has changed.
+        divisors, so the split into micro-batches and ranks does not matter. Entropy is computed
+        with `needs_entropy`, and every `train.entropy_every` steps. Weights change only in `apply`.
         """
         (ranks,) = plan.rows
         every = self.train.entropy_every
@@ -281,8 +281,8 @@ class Trainer:
     def apply(self, gradients: Gradients) -> UpdateReport:
         """Takes the optimizer step.
 
-        It is skipped if a gradient is not finite, or if no token is trained: Adam's momentum alone
-        would change the weights.
+        It is skipped if a gradient is not finite, or if no token is trained: otherwise Adam's
+        momentum alone would change the weights.
         """
         lr = self.scheduler.lr
         sums = gradients.sums
@@ -327,7 +327,7 @@ class Trainer:
 
     @property
     def follows_choices(self) -> bool:
-        """True if forward passes take a batch's choices: the routers are Megatron's, not fused."""
+        """True if forward passes can follow a batch's choices, that is, if routers can replay."""
         return bool(self.router_replay.chunks)
 
     @property
@@ -337,13 +337,13 @@ class Trainer:
     def _pack(
         self, batch: TokenBatch, rows: Sequence[Sequence[int]], *, share: bool = False
     ) -> list[Microbatch]:
-        """Returns this rank's micro-batches, of equal length where Megatron requires it."""
+        """Packs this rank's micro-batches, with equal length where Megatron requires it."""
         multiple = MULTIPLES[self.precision.recipe]
         pack_rows = partial(
             pack,
             batch,
             is_read_T=self.head.positions(batch),
-            tensor=self.layout.tp.size * multiple,  # the number of tokens is a multiple of it
+            tensor=self.layout.tp.size * multiple,  # the number of tokens is a multiple of this
             context=self.layout.cp,
             device=self.device,
             share=share,
@@ -365,9 +365,9 @@ class Trainer:
         top_k: int = 0,
         record: bool = False,
     ) -> TokenOutputs:
-        """Runs this rank's micro-batches; with `sums`, also backward.
+        """Runs this rank's micro-batches forward, and with `sums` also backward.
 
-        Returns outputs for the whole batch, 0 in other ranks' rows.
+        Returns outputs for the whole batch, 0 in the rows of other ranks.
         """
         train = sums is not None
         outputs = self._no_outputs(batch, top_k)
@@ -400,7 +400,7 @@ class Trainer:
         return replace(outputs, choices=found.choices, metrics=found.metrics)
 
     def _no_outputs(self, batch: TokenBatch, top_k: int = 0) -> TokenOutputs:
-        """Returns zeros for the whole batch."""
+        """Returns outputs of zeros for the whole batch."""
         zeros_TK = torch.zeros(batch.num_tokens, top_k, device=self.device)
         outputs = {
             name: zeros_TK.new_zeros(batch.num_tokens) for name in self.head.fields(entropy=False)
@@ -410,7 +410,7 @@ class Trainer:
         return replace(TokenOutputs(), **outputs)
 
     def gathered(self, outputs: TokenOutputs) -> TokenOutputs:
-        """Returns the outputs of all ranks' rows, on the CPU of every rank."""
+        """Sums outputs over ranks, which have different rows; returns them on every rank's CPU."""
         tensors = outputs.tensors()
         for output in tensors.values():
             dist.all_reduce(output)
@@ -448,7 +448,7 @@ def _build_model(
 
 
 def _split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the fields of TransformerConfig, and those of DistributedDataParallelConfig."""
+    """Splits options into fields of TransformerConfig and of DistributedDataParallelConfig."""
     reduction = dict(options)
     reduction.pop("unsafe", None)
     names = [name for name in reduction if hasattr(MLATransformerConfig, name)]
@@ -467,7 +467,7 @@ def _load(
 ) -> Table | None:
     """Loads the weights of `folder`, attaches the head, and returns the table of both.
 
-    Only a Hugging Face folder of a family with a table can have weights of the head.
+    Only a Hugging Face folder of a family with a table can contain the head's weights.
     """
     table = None
     if traced is None:

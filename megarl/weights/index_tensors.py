@@ -5,8 +5,8 @@ indices.
     moved_slices(parameter, first, second)  -->  its ShardSlices | ValueError
 
 In the first run every element is its index, in the second a hash of it. An element that is only
-moved gives the same index in both runs; one that is computed or cast does not. All are integers
-below 2^53, which fp64 represents exactly."""
+moved gives the same index in both runs; an element that is computed or cast does not. All values
+are integers below 2^53, which fp64 represents exactly."""
 
 from collections import UserDict
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from megarl.models.shape import Shape
 from megarl.models.shards import ShardSlice
 
 REMEDY = "a family like this needs a table (CONTRIBUTING.md, 'Adding a model family')"
-MAX_SLICES = 4096  # of one HF tensor in one parameter; more would be a list of elements, not a plan
+MAX_SLICES = 4096  # per HF tensor and parameter; more would be a list of elements, not a plan
 
 
 class IndexTensors(UserDict[str, Any]):
@@ -61,18 +61,18 @@ def moved_slices(
     *,
     padded: bool = False,
 ) -> list[ShardSlice]:
-    """Returns the slices of HF tensors that `param` contains. With `padded`, its remaining elements
-    may be zero. Raises ValueError, naming tensors and parameter, if the conversion does more than
-    move elements."""
+    """Returns the slices of HF tensors that `param` contains. With `padded`, the other elements of
+    `param` may be zero. Raises ValueError, naming tensors and parameter, if the conversion does
+    more than move elements."""
     sources = " and ".join(tensors.first) or "nothing"
     if first.shape != second.shape or first.dtype != torch.float64:
         raise ValueError(f"{param}: two runs of its conversion from {sources} differ; {REMEDY}")
     first = first.flatten()
-    numbers = first.long()  # the index of each element, and
+    numbers = first.long()  # index of the HF element at each position of `param`
     is_copied = (numbers == first) & (_scramble(numbers) == second.flatten())
     if not is_copied.all():
         raise ValueError(f"{param} is computed from {sources}, not copied; {REMEDY}")
-    positions = numbers.nonzero().squeeze(1)  # where it lies in `param`
+    positions = numbers.nonzero().squeeze(1)  # positions in `param`, without padding
     missing = numbers.numel() - positions.numel()
     if missing and not padded:
         raise ValueError(f"{missing} elements of {param} have no source in {sources}")
@@ -102,8 +102,8 @@ def _slices(
     position: Tensor,
     size: Shape,
 ) -> list[ShardSlice]:
-    """Merges elements into slices by dim. `index` [n], in the flat HF tensor, ascends; `position`
-    [n]: in `param`."""
+    """Merges elements into slices, one dim at a time. `index` [n]: positions in the flat HF tensor,
+    ascending; `position` [n]: positions in the flat `param`."""
     if not index.numel():
         return []
     row = torch.div(index, size[-1], rounding_mode="floor")

@@ -1,13 +1,13 @@
-"""Weights of a trainer in an engine's block format: scales that all ranks agree on, and slices
-encoded while they are packed.
+"""Encodes a trainer's weights in an engine's block format: all ranks agree on the scales, and
+slices are encoded while they are packed.
 
     parameters --largest magnitude per block--> max over the ranks that share a tensor --> scales,
         the same on each
-    slice of a parameter, scales --encode--> bytes of the engine's weight; no copy of a parameter
-        exists
+    slice of a parameter, scales --encode--> bytes of the engine's weight, without a copy of the
+        parameter
 
-A block may be cut between tensor-parallel ranks, so the maximum is taken over them first: one
-all-reduce of a number per block. `applied` shows the trainer what the engine has."""
+A block may be split between tensor-parallel ranks, so the maximum is first taken over these: one
+all-reduce of a number per block. `applied` gives the trainer the values that the engine has."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,13 +22,13 @@ from megarl.weights.encode.quantize import block_amax, block_scales, dequantize,
 from megarl.weights.sync.execute import Parameters, strided_view
 from megarl.weights.sync.publish import WeightSender
 
-# in place, to the max over the ranks that share dense weights, or experts
+# (values, is_expert): all-reduces in place to the max over the ranks that share these weights
 Reduce = Callable[[Tensor, bool], None]
 
 
 class BlockEncoder:
-    """execute.Encoder. `slices`: this rank's, of weights and scales. `reduce_max`: a collective of
-    the trainer."""
+    """Implements execute.Encoder. `slices`: this rank's slices of weights and scales. `reduce_max`:
+    a collective of the trainer."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class BlockEncoder:
             if part.name.endswith(fmt.scale)
         }
         self._weights = [part for part in slices if part.name in self._grids]
-        self._scales = {}  # by the name of the weight
+        self._scales = {}  # weight's HF name -> scales
         self.names = frozenset(self._grids)
 
     def sender(self, parameters: Callable[[], Parameters]) -> WeightSender:
@@ -54,8 +54,8 @@ class BlockEncoder:
 
     @torch.no_grad()
     def measure(self, parameters: Parameters) -> dict[str, Tensor]:
-        """A collective. Returns the parameters, and the scales of the current weights by their
-        slices' `param`."""
+        """A collective. Computes the scales of the current weights. Returns the parameters, and the
+        scales by the `param` of their slices."""
         device = next(iter(parameters.values())).device
         for is_expert in (False, True):
             grids = {
@@ -88,14 +88,14 @@ class BlockEncoder:
         return parts[self._fmt.values].view(torch.uint8)
 
     def _parts(self, part: ShardSlice, values: Tensor) -> dict[str, Tensor]:
-        """Returns the stored tensors of the values of a slice, by suffix."""
+        """Returns {suffix: stored tensor} for the values of a slice."""
         scales = self._region(self._scales[part.name], part)
         encoded = encode_blocks(values, scales, self._fmt, self._first(part.start))
         return {self._fmt.values: encoded, self._fmt.scale: scales}
 
     @contextmanager
     def applied(self, parameters: Parameters) -> Iterator[None]:
-        """A collective. Within it, the weights have the values that the engine's have."""
+        """A collective. Within the context, the weights have the values that the engine has."""
         self.measure(parameters)
         weights = {part.param: parameters[part.param].detach() for part in self._weights}
         saved = {param: tensor.to("cpu", copy=True) for param, tensor in weights.items()}

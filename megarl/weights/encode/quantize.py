@@ -4,7 +4,7 @@ device.
     w [..., out, in] --block_amax--> scales --round--> {suffix: tensor} --dequantize--> w, rounded
 
 Scales and products are fp32. A block with NaN or inf becomes NaN as a whole, except for a NaN in
-FP8; nothing else is hidden: values beyond the largest element (after a scale was rounded down) are
+FP8. Nothing else is hidden: values beyond the largest element (after a scale was rounded down) are
 clamped to it."""
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,14 +35,14 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 E4M3_MAX = 448.0
-# the magnitude of codes 0 to 7; 8 to 15 are negative
+# magnitudes of codes 0 to 7; codes 8 to 15 are their negatives
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 Block = tuple[int, int]
 
 
 def block_amax(x: Tensor, block: Block) -> Tensor:
     """Returns the largest magnitude in each block of [..., rows, columns], fp32 [..., block rows,
-    block columns]. A block has all rows or columns where `block` has 0; the last may be partial."""
+    block columns]. A 0 in `block` means all rows or columns. The last block may be partial."""
     rows = block[0] or x.shape[-2]
     columns = block[1] or x.shape[-1]
     padded = pad(x.abs(), (0, -x.shape[-1] % columns, 0, -x.shape[-2] % rows))
@@ -51,7 +51,7 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
 
 
 def fp8_scales(amax: Tensor, *, power_of_2: bool = False) -> Tensor:
-    """Returns amax / 448, or the least power of two that is not below; 1 where that is zero."""
+    """Returns amax / 448, with `power_of_2` rounded up to a power of two; 1 where it is zero."""
     scales = amax / E4M3_MAX
     scales = scales.where(scales != 0, 1)
     if not power_of_2:
@@ -79,8 +79,8 @@ def from_fp8(
     dtype: torch.dtype,
     start: Block = (0, 0),
 ) -> Tensor:
-    """Returns value x scale, rounded once to `dtype`. start: row and column of the first value
-    within its block, the first of `scales`."""
+    """Returns value x scale, rounded once to `dtype`. `start`: row and column of the first value
+    within its block, whose scale is the first of `scales`."""
     factors = _spread(scales.float(), block, start, values.shape[-2:])
     return values.float().mul_(factors).to(dtype)
 
@@ -91,7 +91,7 @@ def _spread(
     start: Block,
     shape: Sequence[int],
 ) -> Tensor:
-    """Repeats each scale over its block; a dim in which all share one keeps size 1."""
+    """Repeats each scale over its block; a dim with one scale for all elements keeps size 1."""
     for dim, size, first, count in zip((-2, -1), block, start, shape, strict=True):
         if size > 1:
             scales = scales.repeat_interleave(size, dim).narrow(dim, first, count)
@@ -99,13 +99,17 @@ def _spread(
 
 
 def quantize(w: Tensor, fmt: BlockFormat) -> dict[str, Tensor]:
-    """Returns the stored tensors of `w`, [..., out, in] or as the format's `is_transposed`
-    requires, by suffix.
+    """Returns {suffix: stored tensor} for `w`, [..., out, in], or [..., in, out] if the format
+    `is_transposed`.
 
-    Raises ValueError if the shape does not fit. Rounding is to nearest, ties to even. Scales: e4m3:
-    largest magnitude / 448                   int4: / 7, so values that were rounded before are
-    unchanged e2m1: / 6, or a power of two: that of the largest magnitude, rounded to 1.5 bits, / 4
-    (as compressed-tensors)"""
+    Raises ValueError if the inputs are not a multiple of the format's `column_step`. Rounds to
+    nearest, ties to even. Scales, from a block's largest magnitude:
+
+    e4m3: magnitude / 448
+    int4: magnitude / 7, so that values that were rounded before are unchanged
+    e2m1: magnitude / 6; or, as in compressed-tensors, a power of two: that of the magnitude / 4,
+        where a mantissa of 1.75 or more counts as 2
+    """
     shape = tuple(w.shape)
     if fmt.is_transposed:
         w = w.transpose(-1, -2)
@@ -132,8 +136,8 @@ def quantize(w: Tensor, fmt: BlockFormat) -> dict[str, Tensor]:
 
 
 def block_scales(amax: Tensor, fmt: BlockFormat, divisor: Tensor | float = 1.0) -> Tensor:
-    """Returns the stored scales of blocks with these largest magnitudes; those of a zero block are
-    any.
+    """Returns the stored scales of blocks with the largest magnitudes `amax`. The scale of a zero
+    block is arbitrary.
 
     divisor: the tensor's global scale
     """
@@ -151,9 +155,10 @@ def block_scales(amax: Tensor, fmt: BlockFormat, divisor: Tensor | float = 1.0) 
 
 
 def encode_blocks(x: Tensor, scales: Tensor, fmt: BlockFormat, start: Block = (0, 0)) -> Tensor:
-    """Returns x / scale as elements of `fmt`, whole bytes of them.
+    """Returns x / scale as elements of `fmt`: float8_e4m3fn, or uint8 with two elements each.
 
-    start: row and column of x within its block, the first of `scales`, which are stored or fp32
+    scales: as stored, or fp32; the first one is that of the block of x's first element
+    start: row and column of x's first element within its block
     """
     scales = _decode(scales)
     if fmt.element == "e4m3":
@@ -170,12 +175,14 @@ def dequantize(
     dtype: torch.dtype,
     start: Block = (0, 0),
 ) -> Tensor:
-    """Returns [..., rows, columns] of `shape` as stored (transposed if the format says so), rounded
+    """Returns [..., rows, columns] of `shape` as stored (transposed if the format is), rounded
     once to `dtype`.
 
-    parts: by suffix; `fmt.full_shape` is not needed. Of a slice: its items, and all scales of
-    blocks that it touches start: where the slice begins in the first of these blocks; its columns
-    begin at a multiple of `column_step`"""
+    parts: {suffix: stored tensor}; `fmt.full_shape` is not needed. For a slice: its items, and the
+        scales of all blocks that it touches
+    start: row and column of the slice within the first of these blocks; the columns of a slice
+        begin at a multiple of `column_step`
+    """
     scales = _decode(parts[fmt.scale])
     if fmt.global_scale:
         scales = scales / parts[fmt.global_scale]
@@ -188,18 +195,18 @@ def dequantize(
 
 
 def _decode(scales: Tensor) -> Tensor:
-    """Returns stored scales as fp32; bytes are exponents, of which 255 is NaN."""
+    """Returns stored scales as fp32. uint8 scales are exponents; 255 is NaN."""
     if scales.dtype == torch.uint8:
         scales = scales.view(torch.float8_e8m0fnu)
     return scales.float()
 
 
 def _codes(quotient: Tensor, fmt: BlockFormat) -> Tensor:
-    """Returns uint8 in 0..15 of the nearest elements."""
+    """Returns the codes, uint8 in 0..15, of the nearest elements."""
     if fmt.element == "int4":
         return (quotient.nan_to_num_().round_().clamp_(-8, 7) + 8).to(torch.uint8)
-    # the middles of two elements; a tie goes to the even code, so up at every second: those are an
-    # ulp lower
+    # midpoints between elements; a tie goes to the even code, so every second midpoint rounds up
+    # and is an ulp lower here
     middles = torch.tensor(
         [0.25, 0.75 - 2**-24, 1.25, 1.75 - 2**-23, 2.5, 3.5 - 2**-22, 5.0], device=quotient.device
     )
@@ -209,7 +216,7 @@ def _codes(quotient: Tensor, fmt: BlockFormat) -> Tensor:
 
 @dataclass(frozen=True)
 class Storage:
-    """How a folder stores its tensors: those in `names` in `format`, the others as they are."""
+    """How a folder stores its tensors: those in `names` in `format`, all others unquantised."""
 
     format: BlockFormat = FORMATS["fp8_block"]
     names: frozenset[str] = frozenset()
@@ -224,20 +231,20 @@ class Storage:
         shape: Shape,
         dtype: torch.dtype,
     ) -> dict[str, tuple[str, Shape]]:
-        """Returns the dtype (safetensors' name) and shape of each stored tensor of the tensor
-        `name`, by name."""
+        """Returns {stored name: (dtype, shape)} for the tensor `name`, with dtypes as safetensors
+        names them."""
         if name not in self.names:
             return {name: (NAMES[dtype], shape)}
         return {name + suffix: part for suffix, part in self.format.parts(shape).items()}
 
     def encode(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Returns the stored tensors of a tensor, or of one of its matrices, by name."""
+        """Returns {stored name: stored tensor} for a tensor, or for one of its matrices."""
         if name not in self.names:
             return {name: tensor}
         if tensor.dim() == 2 or self.format.global_scale:
             parts = quantize(tensor, self.format)
             return {name + suffix: part for suffix, part in parts.items()}
-        matrices = [quantize(matrix, self.format) for matrix in tensor]  # temporaries of one
+        matrices = [quantize(matrix, self.format) for matrix in tensor]  # temporaries of one matrix
         stacked = {}
         for suffix in matrices[0]:
             stacked[name + suffix] = torch.stack([parts[suffix] for parts in matrices])
@@ -252,7 +259,7 @@ class Storage:
     ) -> Tensor:
         """Returns [rows, columns] of a slice of a tensor, as stored, in the dtype of `like`.
 
-        read: returns a rectangle of a stored tensor, of its name and a range for each dim
+        read: called with a stored tensor's name and a range per dim; returns that rectangle
         """
         fmt = self.format
         lead, rows, columns = ranges
@@ -276,7 +283,7 @@ class Storage:
         return values.narrow(1, columns.start - whole.start, len(columns))
 
     def round(self, matrix: Tensor) -> Tensor:
-        """Returns a quantised tensor's matrix as it will be read."""
+        """Returns a matrix of a quantised tensor as it will be read back."""
         parts = quantize(matrix, self.format)
         if self.format.is_transposed:
             return dequantize(parts, self.format, matrix.T.shape, matrix.dtype).T

@@ -3,7 +3,7 @@ the time.
 
     Plan x Fleet x Links --estimate_cost--> Cost
 
-Rounds run one after another, each as long as its busiest link, with a fixed time per message.
+Rounds run one after another. Each takes as long as its busiest link, plus a time per message.
 """
 
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from megarl.layout import Fleet
 from megarl.weights.plan.plan import Plan
 from megarl.weights.plan.tables import Ints, sums_at
 
-MESSAGE_S = 1e-5  # per point-to-point message; assumed, about the time of a small NCCL message
+MESSAGE_S = 1e-5  # fixed time per point-to-point message; assumed, about that of a small NCCL one
 
 
 @dataclass(frozen=True)
 class Links:
-    """Nominal bytes per second, per GPU and direction; GB = 1e9."""
+    """Nominal bandwidth in bytes per second, per GPU and direction; 1 GB is 1e9 bytes."""
 
     nvlink: float  # within a node
     network: float = 50e9  # between nodes: one 400G InfiniBand card per GPU (NDR, ConnectX-7)
@@ -34,7 +34,7 @@ LINKS = {
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of one sync. Arrays are over ranks; messages are those between ranks."""
+    """The cost of one sync. Arrays have an entry per rank; local copies are not messages."""
 
     bytes_out: Ints
     bytes_in: Ints
@@ -44,8 +44,8 @@ class Cost:
     floor_seconds: float
     busiest_link_over_mean: float
     largest_message_bytes: int
-    peak_extra_bytes: int  # messages in flight and open layers, on one rank
-    staged_bytes: int  # in addition, with sync.atomic: all that a rank receives
+    peak_extra_bytes: int  # peak of messages in flight plus peak of open tensors, on any rank
+    staged_bytes: int  # with sync.atomic, in addition: the most bytes that a rank receives
 
 
 def estimate_cost(plan: Plan, fleet: Fleet, links: Links) -> Cost:
@@ -59,7 +59,7 @@ def estimate_cost(plan: Plan, fleet: Fleet, links: Links) -> Cost:
     is_near = ends[0] // node == ends[1] // node
 
     def per_rank(rank: Ints, weights: Ints) -> Ints:
-        """Sums `weights` to [rounds, world]."""
+        """Returns [rounds, world]: the sum of `weights` per round and rank."""
         return sums_at(number * world + rank, weights, rounds * world).reshape(rounds, world)
 
     far = [per_rank(rank, np.where(is_near, 0, size)) for rank in ends]
@@ -73,13 +73,13 @@ def estimate_cost(plan: Plan, fleet: Fleet, links: Links) -> Cost:
     received = far[1] + near[1]
     bytes_in = received.sum(0)
     in_flight = sent + received
-    in_flight[:-1] += sent[1:]  # the next round's are packed meanwhile
+    in_flight[:-1] += sent[1:]  # messages of the next round are packed meanwhile
     rows = plan.rows
     direct = (rows.via < 0) & (rows.sender != rows.receiver)
     egress = np.bincount(rows.sender[direct], rows.numel[direct], world)
     latency = MESSAGE_S * np.max(messages, axis=1, initial=0).sum()
-    # the lower bound: what a node lacks, over its cards, once; what all nodes lack, out of the
-    # trainers; what a GPU lacks, over NVLink
+    # lower bound: each node receives the bytes that it lacks once, over its network cards; the
+    # trainers send the bytes that all nodes lack; each GPU receives its bytes over NVLink
     nodes = np.arange(world) // node
     lacking = np.bincount(nodes, weights=far[1].sum(0))
     into_nodes = lacking / np.bincount(nodes) / links.network
@@ -106,8 +106,8 @@ def _over_mean(values: np.ndarray) -> float:
 
 
 def _open_bytes(plan: Plan, world: int) -> int:
-    """Peak bytes on one rank of open tensors, from the first round that writes to a tensor to the
-    last. A layer's experts count as one tensor."""
+    """Returns the peak bytes of open tensors on one rank. A tensor is open from the first round
+    that writes to it to the last. A layer's experts count as one tensor."""
     rows = plan.rows
     units = np.array([group.unit for group in plan.placement.groups])
     num_units = int(units.max()) + 2

@@ -1,4 +1,4 @@
-"""`megarl plan CONFIG --weights`: from a config to the figures of its weight sync.
+"""Implements `megarl plan CONFIG --weights`: computes the figures of a config's weight sync.
 
     Config --plan_weights--> Plan, {seconds, bytes, messages, ...} --describe_weights--> text
 
@@ -29,8 +29,8 @@ from megarl.weights.plan.tables import sums_at
 
 
 def plan_weights(config: Config, *, gpu: str = "h100") -> tuple[Plan, dict[str, Any]]:
-    """Returns the plan, and its figures as JSON values, in bytes and seconds. Raises ValueError or
-    FileNotFoundError."""
+    """Returns the plan and its figures (JSON values, in bytes and seconds). Raises ValueError if
+    the config or the model is not supported, FileNotFoundError if there is no model."""
     start = time.perf_counter()
     shape = model_shape(config)
     check_model(config, shape)
@@ -55,7 +55,7 @@ def plan_weights(config: Config, *, gpu: str = "h100") -> tuple[Plan, dict[str, 
     for name in ("num_rounds", "bytes_kept", "bytes_received", "bytes_relayed"):
         figures[name] = getattr(plan, name)
     figures |= vars(cost)
-    del figures["bytes_out"], figures["bytes_in"]  # arrays
+    del figures["bytes_out"], figures["bytes_in"]  # arrays, not JSON values
     if not config.sync.atomic:
         figures["staged_bytes"] = 0
     figures["predicted_over_floor"] = 1.0
@@ -99,8 +99,8 @@ def write_messages(plan: Plan, file: Path) -> None:
 
 
 def _by_rank(plan: Plan, fleet: Fleet, cost: Cost) -> dict[str, Any]:
-    """Returns the bytes that each rank sends and receives, and bytes from each stage to each
-    replica, local copies included."""
+    """Returns the stage of each trainer rank, the bytes that each trainer rank sends and each
+    engine rank receives, and the bytes from each stage to each replica (also local copies)."""
     stages = np.array([fleet.trainer_layout(rank).pp.rank for rank in range(fleet.trainers)])
     rows = plan.rows
     origin = stages[np.where(rows.via < 0, rows.sender, rows.via)]

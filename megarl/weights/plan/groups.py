@@ -1,4 +1,4 @@
-"""Regions of tensors that move together, from the slices of both sides.
+"""Groups the regions of tensors that move together, given the slices of trainer and engine.
 
 (coordinate, ShardSlice) of the trainer  x  of the engine  --transfer_groups-->  TransferGroups
 
@@ -22,7 +22,7 @@ ByRectangle = dict[Rectangle, list[Located]]
 
 @dataclass(frozen=True)
 class Overlap:
-    """[start, start + shape) of one HF tensor, and the slices of both sides that contain it."""
+    """The region [start, start + shape) of an HF tensor, and both sides' slices that contain it."""
 
     name: str
     start: Shape
@@ -40,7 +40,7 @@ class TransferGroup:
     """Overlaps that move together, from any coordinate of `sources` to all of `destinations`."""
 
     overlaps: tuple[Overlap, ...]
-    unit: int  # order within a layer
+    unit: int  # position within a layer
     repeats: int = 1  # number of consecutive experts
 
     @property
@@ -64,8 +64,8 @@ def transfer_groups(
     is_expert: bool = False,
 ) -> list[TransferGroup]:
     """Returns groups of at most `max_numel` elements, split along dim 0 if necessary; a single row
-    may be larger. Each tensor is a unit, or with `is_expert` all are one. Raises ValueError naming
-    the tensor if the sources overlap, or do not cover a destination."""
+    may be larger. Each tensor is a unit; with `is_expert`, all tensors form one unit. Raises
+    ValueError naming the tensor if the sources overlap or do not cover a destination."""
     senders = _by_rectangle(sources)
     receivers = _by_rectangle(destinations)
     by_ranks = {}
@@ -104,7 +104,7 @@ def _by_rectangle(slices: Iterable[Located]) -> dict[str, ByRectangle]:
 
 
 def _overlaps(name: str, sources: ByRectangle, destinations: ByRectangle) -> Iterator[Overlap]:
-    # a coordinate that keeps a region twice is in two entries
+    # (region, n) -> slices; a coordinate that stores a region twice has entries for n = 0 and 1
     regions = {}
     for wanted, receiving in destinations.items():
         numel = prod(wanted[1])
@@ -114,7 +114,7 @@ def _overlaps(name: str, sources: ByRectangle, destinations: ByRectangle) -> Ite
             if region is None:
                 continue
             covered += prod(region[1])
-            senders = dict(reversed(sending))  # the first slice of a rank that has several
+            senders = dict(reversed(sending))  # for a rank with several slices, the first
             for coordinate, part in receiving:
                 number = 0
                 while coordinate in regions.setdefault((region, number), (senders, {}))[1]:

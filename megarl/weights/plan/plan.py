@@ -1,5 +1,5 @@
-"""The plan of a weight sync: which bytes go from which rank to which, in which round. No torch, no
-communication.
+"""The plan of a weight sync: which rank sends which bytes to which rank, in which round. No torch,
+no communication.
 
     tables and a fleet | every rank's slices
         --> transfer groups --> senders --> rounds --> Plan --lower--> Messages
@@ -34,9 +34,9 @@ GROUPS_PER_ROUND = 16  # the largest groups fill 1/16 of a round
 
 @dataclass(frozen=True)
 class Transfer:
-    """A rectangle of an HF tensor, where the sender reads it and where the receiver writes it. One
-    that is relayed is read from the message that arrived in the previous round: the source's
-    `param` is `relay_buffer` of its sender."""
+    """A rectangle of an HF tensor: the slices that the sender reads and the receiver writes. A
+    relay is read from a message that arrived in the previous round: `source.param` is the
+    `relay_buffer` of that message's sender."""
 
     source: ShardSlice
     destination: ShardSlice
@@ -45,8 +45,8 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Message:
-    """One flat buffer: its transfers end to end, each in row-major order. `sender == receiver`: a
-    local copy."""
+    """One flat buffer: its transfers end to end, each in row-major order. A message with
+    `sender == receiver` is a local copy."""
 
     index: int  # among all messages of the plan
     round: int
@@ -60,7 +60,7 @@ class Message:
 
     @property
     def is_relay(self) -> bool:
-        """True if part of it arrives at the sender in the previous round."""
+        """True if the sender receives part of the message in the previous round."""
         return any(transfer.is_relay for transfer in self.transfers)
 
     def __str__(self) -> str:
@@ -73,8 +73,8 @@ class Message:
 
 @dataclass(frozen=True)
 class TransferRows:
-    """Transfer groups that move between two ranks: one layer's group per row, by (round, sender,
-    receiver)."""
+    """Transfer groups that move between two ranks: a row per group, layer and expert, sorted by
+    (round, sender, receiver)."""
 
     group: Ints
     layer: Ints  # EMBEDDING, 0.., and the head as a layer after the last
@@ -83,52 +83,52 @@ class TransferRows:
     receiver: Ints
     round: Ints
     via: Ints  # the rank that sent a relayed row to `sender` in the previous round; otherwise -1
-    offset: Ints  # elements before the row in its message
+    offset: Ints  # elements before the row in its message; for a relay, in the received message
     numel: Ints
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All messages of one sync, the same on every rank. Arrays are over messages, by (round,
+    """All messages of one sync, the same on every rank. Arrays are [messages], sorted by (round,
     sender, receiver)."""
 
-    itemsize: int  # bytes of a unit that is counted
+    itemsize: int  # bytes of a transfer element
     num_rounds: int
     message_round: Ints
     message_sender: Ints
     message_receiver: Ints
     message_bytes: Ints
     rows: TransferRows
-    first_row: Ints  # [messages + 1]
+    first_row: Ints  # [messages + 1], index into `rows`
     placement: Placement
 
     @property
     def bytes_kept(self) -> int:
-        """Bytes that receivers keep, including local copies."""
+        """Bytes that receivers store, including local copies."""
         return int(self.message_bytes.sum())
 
     @property
     def bytes_received(self) -> int:
-        """Bytes that move between ranks: a rank receives only what it keeps and does not have."""
+        """Bytes that move between ranks. A rank receives only what it stores and does not have."""
         return int(self.message_bytes[self.message_sender != self.message_receiver].sum())
 
     @property
     def bytes_relayed(self) -> int:
-        """Part of bytes_received, relayed within nodes."""
+        """The part of `bytes_received` that is relayed within nodes."""
         return int(self.itemsize * self.rows.numel[self.rows.via >= 0].sum())
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 over all rows and transfer groups; ranks compare theirs before the first byte
-        moves."""
+        """sha256 of all rows and transfer groups. Ranks compare their fingerprints before the first
+        byte moves."""
         digest = hashlib.sha256(repr((self.itemsize, self.placement.groups)).encode())
         for column in vars(self.rows).values():
             digest.update(np.ascontiguousarray(column).data)
         return digest.hexdigest()
 
     def lower(self, rank: int) -> list[list[Message]]:
-        """The messages that `rank` sends, receives or copies locally, by round (some rounds may be
-        empty)."""
+        """Returns the messages that `rank` sends, receives or copies locally: one list per round,
+        possibly empty."""
         is_mine = (self.message_sender == rank) | (self.message_receiver == rank)
         rounds = [[] for _ in range(self.num_rounds)]
         for index in np.flatnonzero(is_mine).tolist():
@@ -158,7 +158,7 @@ class Plan:
             )
             start = overlap.start
             shape = overlap.shape
-            if len(kept.shape) > len(shape):  # the tensor holds all experts
+            if len(kept.shape) > len(shape):  # the HF tensor stacks all experts
                 start = (expert, *start)
                 shape = (1, *shape)
             if via >= 0:
@@ -195,10 +195,10 @@ def plan_transfers(
     spec: LayerSpec = "te",
     fmt: BlockFormat | None = None,
 ) -> Plan:
-    """Plans from the tables of trainer and engine. `padded_vocab`, `spec`: rows of the trainer's
-    embedding, on all ranks, and its layer spec. `fmt`: of the engine's linear layers; None:
-    all move in `itemsize`. Raises ValueError naming the tensor if the trainer lacks a part of it
-    that the engine keeps."""
+    """Returns the plan for the tables of trainer and engine. `padded_vocab`: rows of the trainer's
+    embedding over all ranks. `spec`: the trainer's layer spec. `fmt`: block format of the engine's
+    linear layers; None: they move with `itemsize` bytes per element. Raises ValueError naming the
+    tensor if the trainer lacks a part of it that the engine stores."""
     table = megatron_table(shape, spec=spec, padded_vocab=padded_vocab)
     if fmt is not None:
         table = with_scales(table, fmt, is_whole=True)
@@ -223,9 +223,9 @@ def plan_recorded(
     round_bytes: int,
     ranks_per_node: int | None = None,
 ) -> Plan:
-    """Plans from the slices of every rank; `destinations` are in the order of the engine's layers.
-    `ranks_per_node`: None puts all on one node. Raises ValueError naming a tensor whose sources
-    overlap or do not cover a destination."""
+    """Returns the plan for the slices of every rank. `destinations` are in the order of the
+    engine's layers. `ranks_per_node`: None puts all ranks on one node. Raises ValueError naming a
+    tensor whose sources overlap or do not cover a destination."""
     world = max(len(sources), len(destinations))
     per_node = min(ranks_per_node or world, world)
     max_numel = _max_numel(round_bytes // itemsize, per_node)
@@ -234,8 +234,8 @@ def plan_recorded(
 
 
 def _max_numel(round_numel: int, ranks_per_node: int) -> int:
-    """Returns the maximum size of a group, such that all copies that one rank relays within its
-    node fit into a round."""
+    """Returns the maximum elements of a group, such that all copies of it that a rank relays within
+    its node fit into a round."""
     return max(1, round_numel // max(GROUPS_PER_ROUND, ranks_per_node))
 
 
@@ -262,7 +262,7 @@ def _plan(placement: Placement, itemsize: int, round_bytes: int) -> Plan:
 
 
 def _rows(hops: Hops, rounds: Ints, sizes: Ints) -> TransferRows:
-    """Returns hops and relays, ordered by message."""
+    """Returns the rows of hops and relays, sorted by message."""
     relayed = hops.relay_hop
     count = len(hops.group)
     sender = np.concatenate([hops.sender, hops.receiver[relayed]])
@@ -296,13 +296,13 @@ def _rows(hops: Hops, rounds: Ints, sizes: Ints) -> TransferRows:
 
 
 def _first_rows(*columns: Ints) -> Ints:
-    """[messages + 1]: where runs of equal values begin, and the number of rows."""
+    """Returns [messages + 1]: the first row of each run of equal values, and the number of rows."""
     changes = [np.diff(column, prepend=-1) != 0 for column in columns]
     return np.append(np.flatnonzero(np.logical_or.reduce(changes)), len(columns[0]))
 
 
 def first_few(names: Sequence[str], most: int = 4, separator: str = ", ") -> str:
-    """Returns the first names and the number of the others, for an error."""
+    """Returns the first names and the number of remaining names, for an error message."""
     text = separator.join(names[:most])
     if len(names) > most:
         text += f" and {len(names) - most} more"

@@ -1,10 +1,10 @@
 """Assigns transfers to rounds, keeping every sender and receiver as busy as possible within
 `round_numel`.
 
-    hops in order of position --assign_rounds--> round of each hop; its relays follow one later
+    hops in order of position --assign_rounds--> round of each hop; its relays run one round later
 
-List scheduling, one round at a time: of the hops that are due, those whose ranks have capacity left
-run, in order; the rest wait. A hop is due when its receiver would reach it if all rounds were full.
+Uses list scheduling, one round at a time: due hops run in order while their ranks have capacity
+left; the rest wait. A hop is due when its receiver would reach it if all rounds were full.
 Receivers look at most one round ahead, so that layers are not opened long before they are complete.
 A rank's local copies of a layer run with the transfers of that layer."""
 
@@ -13,7 +13,7 @@ import numpy as np
 from megarl.weights.plan.senders import Hops
 from megarl.weights.plan.tables import Ints, Placement, sums_at
 
-MAX_PASSES = 16  # over the hops that are due, in one round
+MAX_PASSES = 16  # passes over the due hops in one round
 HOPS_AT_ONCE = 1 << 20
 # kinds of capacity that a rank has in a round: network, all links, local copies, and the relays of
 # the next round
@@ -27,8 +27,8 @@ def assign_rounds(
     *,
     round_numel: int,
 ) -> Ints:
-    """Returns the round of each hop. `numel`: elements of each; a hop above `round_numel` has its
-    ranks to itself."""
+    """Returns the round of each hop. `numel` [hops]: elements of each hop. A hop larger than
+    `round_numel` has the links of its ranks to itself."""
     scheduler = _Scheduler(hops, numel, placement, round_numel)
     due = hops.position * scheduler.num_rounds // placement.total
     moved = hops.sender != hops.receiver
@@ -94,8 +94,8 @@ class _Scheduler:
         return total[: NEXT_OUT * world]
 
     def _entries(self, chosen: Ints) -> tuple[Ints, Ints, Ints]:
-        """(position in `chosen`, resource, elements) of all capacity that hops use; ascending for
-        each resource."""
+        """Returns (position in `chosen`, resource, elements) for all capacity that the hops use.
+        Positions ascend within each resource."""
         hops = self._hops
         numel = self._numel[chosen]
         sender = hops.sender[chosen]
@@ -147,13 +147,13 @@ class _Scheduler:
             number += 1
 
     def _fill(self, waiting: Ints, room: Ints) -> np.ndarray:
-        """Returns which of `waiting` run in this round; subtracts their capacity from `room`
-        [resources]."""
+        """Returns a mask of the `waiting` hops that run in this round, and subtracts the capacity
+        that they use from `room` [resources]."""
         accepted = np.zeros(len(waiting), dtype=bool)
         able = np.ones(len(waiting), dtype=bool)
         place, resource, numel = self._entries(waiting)
         for _ in range(MAX_PASSES):
-            # a hop that does not fit alone waits; the others run in order, up to the remaining
+            # a hop that does not fit even alone waits; all others run in order, up to the remaining
             # capacity
             left = room[resource]
             is_over = (numel > left) & (left < self._full[resource])
@@ -176,10 +176,10 @@ class _Scheduler:
 
 
 def _before(key: Ints, numel: Ints) -> Ints:
-    """Returns the sum of `numel` over all earlier entries of the same key."""
+    """Returns, for each entry, the sum of `numel` over all earlier entries with the same key."""
     narrow = key
     if key.max(initial=0) < 1 << 16:
-        narrow = key.astype(np.uint16)  # a radix sort
+        narrow = key.astype(np.uint16)  # numpy sorts 16-bit keys with a radix sort
     order = np.argsort(narrow, kind="stable")
     size = numel[order]
     key = key[order]

@@ -1,8 +1,8 @@
 """Assigns a sender to every transfer group, layer, expert and node.
 
-A rank copies locally what it already has. It receives the rest from a rank of its node if one has
-it, otherwise over the network. Data that several ranks of a node lack crosses the network once: one
-of them receives it and relays it to the others. Sources take turns, and so do the ranks that relay.
+A rank copies locally what it already has. It receives the rest from a rank on its node if possible,
+otherwise over the network. Data that several ranks of a node lack crosses the network once: one of
+these ranks receives it and relays it to the others. Senders take turns, and so do relaying ranks.
 
 Every node goes through the model in layer order, but each starts at a different layer, so that all
 pipeline stages send at all times: `position` counts from the layer where the receiver starts."""
@@ -17,8 +17,8 @@ from megarl.weights.plan.tables import Ints, Placement
 
 @dataclass(frozen=True)
 class Hops:
-    """First hops, in order of `position`, and the relays that follow them. Arrays over hops, and
-    over relays."""
+    """First hops in order of `position`, and the relays that follow them. The `relay_*` arrays are
+    [relays], all others are [hops]."""
 
     group: Ints
     layer: Ints
@@ -70,8 +70,8 @@ def assign_senders(placement: Placement) -> Hops:
 def _hops(
     placement: Placement, nodes: Sequence[int]
 ) -> Iterator[tuple[tuple[Ints, ...], Ints, Ints]]:
-    """Yields (columns of hops, those of them that come over the network, the ranks to which they
-    are relayed)."""
+    """Yields (columns of hops, indices of the hops that cross the network, ranks to which these are
+    relayed)."""
     per_node = placement.ranks_per_node
     for number in range(len(placement.groups)):
         instances = placement.instances(number)
@@ -81,7 +81,7 @@ def _hops(
             sources = all_sources[instances.key[chosen]]  # [instances, sources]
             ranks_by_node = _by_node(placement.destination_ranks(number, part), per_node)
             for node, receivers in ranks_by_node.items():
-                # counts up, to alternate senders and relaying ranks
+                # increments by instance, to alternate senders and relaying ranks
                 rotation = instances.rotation[chosen] + number + nodes.index(node)
                 ranks = np.array(receivers)
                 first = ranks[rotation % len(ranks)]
@@ -105,8 +105,8 @@ def _hops(
 
 
 def _next_source(sources: Ints, near: np.ndarray, rotation: Ints) -> Ints:
-    """Returns the next source in the rotation, of those on the same node if there are any.
-    `sources`, `near` [instances, sources]."""
+    """Returns [instances]: the next source in the rotation, on the same node if there is one.
+    `sources` and `near` are [instances, sources]."""
     count = sources.shape[1]
     is_allowed = near | ~near.any(1, keepdims=True)
     order = np.where(is_allowed, (np.arange(count) - rotation[:, None]) % count, count)

@@ -1,10 +1,10 @@
-"""What moves, which ranks have it and which keep it (a Placement): from the tables of trainer and
-engine, or from recorded slices.
+"""A Placement: what moves in a sync, which trainer ranks have it and which engine ranks store it,
+from the tables of trainer and engine, or from recorded slices.
 
 FleetTables: groups of templates, once for all layers and experts; a coordinate is a rank along the
              axis that splits the tensor: template, rank, layer, expert --slice_of--> ShardSlice
-RecordedSlices: the same from the slices of every rank, for a family without a table; a coordinate
-                is a rank
+RecordedSlices: groups of the slices of every rank, for a family without a table; a coordinate is a
+                rank
 """
 
 from collections import Counter
@@ -32,16 +32,16 @@ from megarl.weights.plan.groups import ByCoordinate, Located, TransferGroup, tra
 
 Ints = NDArray[np.integer]
 SlicesByRank = Sequence[Slices]
-EMBEDDING = -1  # as a layer; the head is layer `shape.layers`
+EMBEDDING = -1  # layer index of the embedding; the head's is `shape.layers`
 
 
 def sums_at(index: Ints | list[int], numel: Ints | list[int], length: int) -> Ints:
-    """Returns [length] int64: the sum of `numel` at each index."""
+    """Returns [length or more] int64: the sum of `numel` at each index."""
     return np.bincount(index, numel, length).astype(np.int64)
 
 
 def _unit_numel(groups: Sequence[TransferGroup]) -> Ints:
-    """Returns the elements of each unit, over all receivers."""
+    """Returns [units]: the elements of each unit, summed over its destinations."""
     numel = [group.numel * len(group.destinations) for group in groups]
     return sums_at([group.unit for group in groups], numel, 1)
 
@@ -52,15 +52,16 @@ class Instances:
 
     layer: Ints
     expert: Ints  # -1: none
-    # number of the replica's elements before it, in the order of the engine's layers
+    # elements of the replica before the instance, in the order of the engine's layers
     position: Ints
     rotation: Ints  # distinguishes instances with the same sources
     key: Ints  # row of `source_ranks`
-    part: Ints  # expert-parallel rank of the engine that keeps it
+    part: Ints  # expert-parallel rank of the engine that stores it
 
 
 class RecordedSlices:
-    """Coordinates are ranks, each tensor is a layer; `destinations` are in the engine's order."""
+    """A Placement whose coordinates are ranks and whose layers are tensors. `destinations` are in
+    the engine's order."""
 
     def __init__(
         self,
@@ -73,14 +74,14 @@ class RecordedSlices:
         for rank, slices in enumerate(sources):
             sent += [(rank, part) for part in slices]
         kept = []
-        for parts in zip_longest(*destinations):  # the first of all ranks, the second of all, ...
+        for parts in zip_longest(*destinations):  # all first slices, then all second ones, ...
             kept += [(rank, part) for rank, part in enumerate(parts) if part]
         self.groups = transfer_groups(sent, kept, max_numel=max_numel)
         self.world = max(len(sources), len(destinations))
         self.ranks_per_node = ranks_per_node
         self.receivers = [rank for rank, slices in enumerate(destinations) if slices]
-        self.lanes = 1  # layers at which ranks of one node start
-        self.period = 1  # they repeat after `period` ranks
+        self.lanes = 1  # number of layers at which ranks of one node start
+        self.period = 1  # the lanes repeat after `period` ranks
         sizes = _unit_numel(self.groups)
         self.layer_starts = np.cumsum(sizes) - sizes  # positions, ascending
         self.total = max(1, int(sizes.sum()))  # elements of a replica
@@ -116,13 +117,14 @@ class _Section:
 
     rules: tuple[Rules, ...]  # of the trainer and of the engine
     layers: Ints  # global, ascending
-    key: Ints  # of each trainer rank
-    coordinate: Ints  # of each trainer rank; -1: it holds no part
+    key: Ints  # [trainer ranks]: row of `source_ranks`
+    coordinate: Ints  # [trainer ranks]; -1: the rank has no part
     is_expert: bool = False
 
 
 class FleetTables:
-    """Coordinates are ranks along the axis that splits a tensor; sections are in engine order."""
+    """A Placement whose coordinates are ranks along the axis that splits a tensor. Sections are in
+    the engine's order."""
 
     def __init__(
         self,
@@ -145,14 +147,14 @@ class FleetTables:
             self.period = fleet.receivers
         stage = fleet.trainers // fleet.parallel.pipeline
         self.lanes = min(self.period, -(-min(fleet.ranks_per_node, fleet.receivers) // stage))
-        self._filled = {}  # what `slice_of` returned
+        self._filled = {}  # cache of `slice_of`
         self._shape = shape
         self._fleet = fleet
         self._tables = (table, engine)
         self._element_sizes = sizes
         self._layouts = [fleet.trainer_layout(rank) for rank in range(fleet.trainers)]
         self._engines = list(map(fleet.engine_layout, self.receivers[: fleet.ranks_per_replica]))
-        # of each layer; 0 for embedding and head
+        # pipeline stage of each layer; 0 for embedding and head
         self._stage = np.zeros(shape.layers + 2, dtype=np.int64)
         for layout in self._layouts:
             for chunk in stage_layers(shape.layers, layout):
@@ -161,18 +163,18 @@ class FleetTables:
             False: (fleet.parallel.tensor, fleet.tensor),
             True: (fleet.parallel.expert_tensor, self._engines[0].etp.size),
         }
-        # of one expert of a kind of layer, in each parameter on either side
+        # (layer kind, parameter of either side) -> elements of one expert
         self._expert_numel = Counter()
         self._add_groups(max_numel)
 
     def _add_groups(self, max_numel: int) -> None:
-        """Sets the groups of all sections, and the positions of layers and of units in a layer:
-        experts follow the other tensors."""
+        """Sets the groups of all sections, and the positions of layers and of units in a layer.
+        Experts follow the layer's other tensors."""
         self.groups: list[TransferGroup] = []
-        # of each group: its section, its instances in a layer, the elements of the layer before its
-        # unit, and those of the unit, with experts in one of their groups
+        # per group: its section, its instances in a layer, the elements of the layer before its
+        # unit, and the elements of the unit (for experts, of one group of experts)
         self._places = []
-        sizes = np.zeros(self._shape.layers + 2, dtype=np.int64)  # from the embedding to the head
+        sizes = np.zeros(self._shape.layers + 2, dtype=np.int64)  # per layer, embedding first
         for section in self._sections():
             groups = self._groups(section, max_numel)
             self.groups += groups
@@ -216,7 +218,7 @@ class FleetTables:
         is_expert = section.is_expert
         templates = map(self._templates, section.rules, self._sizes[is_expert])
         sources, destinations = map(list, templates)
-        # the last stage has a copy if tied
+        # the last stage has a copy of a tied embedding
         size = self._fleet.parallel.tensor
         if section.layers[0] == EMBEDDING and self._fleet.parallel.pipeline > 1:
             tied = self._tables[0].tied
@@ -246,8 +248,8 @@ class FleetTables:
         section, count, start, numel = self._places[group]
         layer = np.repeat(section.layers, count)
         number = np.tile(np.arange(count), len(section.layers))
-        expert = number - 1  # none
-        ranks = parts = 1  # expert-parallel ranks on either side
+        expert = number - 1  # -1: no expert
+        ranks = parts = 1  # expert-parallel sizes of trainer and engine
         if section.is_expert:
             expert = number * self.groups[group].repeats
             ranks = self._fleet.parallel.expert
@@ -281,8 +283,8 @@ class FleetTables:
     def slice_of(
         self, parts: ByCoordinate, rank: int, layer: int, expert: int, *, is_source: bool
     ) -> ShardSlice:
-        """Returns the slice of a rank's template for a global layer and expert; `is_source`: of a
-        rank of the trainer."""
+        """Returns a rank's slice for a global layer and expert, filled in from its template.
+        `is_source`: `rank` is a trainer rank."""
         layout = self._engines[(rank - self.receivers[0]) % len(self._engines)]
         if is_source:
             layout = self._layouts[rank]
@@ -298,7 +300,7 @@ class FleetTables:
             return self._filled[key]
         chunks = by_prefix(stage_layers(self._shape.layers, layout))
         prefixes = list(chunks)
-        chunk = prefixes[-1]  # it has the head, and the copy of a tied embedding
+        chunk = prefixes[-1]  # this chunk has the head, and the copy of a tied embedding
         if layer == EMBEDDING and layout.pp.first:
             chunk = prefixes[0]
         for prefix, layers in chunks.items():

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-ROW = 1 << 10  # 64-bit words
-ROWS = 1 << 5  # summed both ways while they are in a CPU core's cache: 256 KiB
-STRIP_WORDS = 1 << 23  # 32-bit words that a GPU widens at once
+ROW = 1 << 10  # 64-bit words per row
+ROWS = 1 << 5  # rows summed along both dims while they are in a CPU core's cache: 256 KiB
+STRIP_WORDS = 1 << 23  # 32-bit words that a GPU converts to int64 at once
 STRIP_BYTES = 1 << 18
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -42,8 +42,8 @@ def checksum(flat: Tensor) -> Tensor:
 
 
 def _weigh_halves(sums: Tensor, table: int) -> Tensor:
-    """Applies weights to the halves of `sums` [n] int64: whole sums would hide a top bit flipped in
-    two of them."""
+    """Returns the weighted sum (int64 scalar) of the 32-bit halves of `sums` [n] int64. Weighting
+    whole sums would hide a top bit that is flipped in two of them."""
     halves = sums.view(torch.int32).to(torch.int64)
     return (halves * _weights_at(0, halves.numel(), table, sums.device)).sum()
 
@@ -51,7 +51,7 @@ def _weigh_halves(sums: Tensor, table: int) -> Tensor:
 def copy_and_verify(part: Tensor, into: Tensor) -> Tensor:
     """Copies `part` into `into`, of the same shape. Returns (int64 scalar) 1 if any bit reads back
     differently, else 0. If `into` has a wider dtype (a router that the engine keeps in fp32), it is
-    read back in that of `part`. A CPU compares while the data is in its cache; a GPU is not
+    read back in the dtype of `part`. A CPU compares while the data is in its cache; a GPU is not
     synchronized."""
     if part.device.type == "cpu" and part.dim() and part.numel():
         lines = max(1, STRIP_BYTES * part.shape[0] // part.nbytes)
@@ -72,10 +72,10 @@ def _integers(x: Tensor) -> Tensor:
 
 
 def positional_checksum(part: Tensor, start: Sequence[int]) -> Tensor:
-    """Returns the checksum (int64 scalar) of the part of a tensor that begins at `start`: those of
-    parts that tile a tensor add up to that of the whole (mod 2^64), however it is split. The weight
-    of a word at (i, .., j) is w0[i] x .. x wn[j]; j counts 32-bit words of a row, which may be
-    split anywhere."""
+    """Returns the checksum (int64 scalar) of the part of a tensor that begins at `start`. Checksums
+    of parts that tile a tensor add up to that of the whole tensor (mod 2^64), however it is split.
+    The weight of a word at (i, .., j) is w0[i] x .. x wn[j]; j counts 32-bit words of a row, which
+    may be split anywhere."""
     if not part.dim():
         part = part[None]
         start = (0,)
@@ -99,8 +99,8 @@ def positional_checksum(part: Tensor, start: Sequence[int]) -> Tensor:
 
 
 def row_checksums(rows: Tensor) -> Tensor:
-    """Returns [n] int64: a checksum of each of the rows [n, ...], on the CPU, that sees one changed
-    or moved byte."""
+    """Returns [n] int64: a checksum of each row of `rows` [n, ...], which is on the CPU. Detects
+    one changed or moved byte."""
     data = rows.contiguous().view(torch.uint8).flatten(1)
     words = pad(data, (0, -data.shape[1] % 4)).view(torch.int32)
     return _dot_rows(words, _weights_at(0, words.shape[1], 0, words.device))
@@ -108,7 +108,7 @@ def row_checksums(rows: Tensor) -> Tensor:
 
 def _dot_rows(words: Tensor, weights: Tensor) -> Tensor:
     """Returns [n] int64: each row of `words` [n, w] int32 times `weights` [w] int64, mod 2^64."""
-    if words.device.type == "cpu":  # numpy widens in vectors; its storage stays resizable by DLPack
+    if words.device.type == "cpu":  # numpy vectorizes; DLPack leaves the storage resizable
         return torch.from_numpy(np.einsum("ij,j->i", np.from_dlpack(words), weights.numpy()))
     lines = max(1, STRIP_WORDS // words.shape[1])
     return torch.cat([(strip.to(torch.int64) * weights).sum(1) for strip in words.split(lines)])
@@ -127,10 +127,10 @@ def _weights_at(
 
 @lru_cache(maxsize=64)
 def _weights(count: int, table: int, device: torch.device) -> Tensor:
-    """Returns [count] int64: splitmix64 of the position, computed on the CPU to be the same for
-    every device."""
+    """Returns [count] int64: splitmix64 of the position, computed on the CPU so that every device
+    gets the same weights."""
     x = torch.arange(1, count + 1, dtype=torch.int64) * -7046029254386353131
-    # as a tensor: it wraps, which a Python int does not
+    # a tensor wraps around, a Python int does not
     x = x + torch.tensor(table) * 0x632BE59BD9B4E019
     for bits, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
         x = (x ^ ((x >> bits) & ((1 << (64 - bits)) - 1))) * factor  # a logical shift

@@ -2,11 +2,11 @@
 
     round n in flight | packs the messages of round n + 1, and passes the local copies of round n
                         to the callback
-    round n arrived   | takes checksums, passes messages to the callback, and packs the relays of
+    round n arrived   | computes checksums, passes messages to the callback, and packs the relays of
                         round n + 1 from them
 
-At most two rounds of buffers are alive at a time, unless the callback keeps them, as `receive` does
-until all ranks have verified theirs."""
+At most two rounds of buffers are alive at a time, unless the callback keeps them: `receive` does so
+until all ranks have verified their messages."""
 
 from collections import ChainMap, Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +26,7 @@ from megarl.weights.sync.checksum import checksum, copy_and_verify, positional_c
 from megarl.weights.sync.transports import Transport
 
 CPU = torch.device("cpu")
-SPARE_BYTES = 2 << 30  # of device memory, for the layers that are open while messages are written
+SPARE_BYTES = 2 << 30  # device memory for the layers that are open while messages are written
 Parameters = Mapping[str, Tensor]  # by name
 # a message and its flat buffer; must not raise, as peers are waiting
 OnBucket = Callable[[Message, Tensor], None]
@@ -35,15 +35,15 @@ OnBucket = Callable[[Message, Tensor], None]
 class Encoder(Protocol):
     """Converts weights to the format in which they move."""
 
-    names: frozenset[str]  # of the HF tensors that it converts
+    names: frozenset[str]  # HF tensors that it converts
 
     def encode(self, part: ShardSlice, parameter: Tensor) -> Tensor:
-        """Returns the bytes, of shape `part.shape`, of a slice that is counted in them."""
+        """Returns the encoded bytes, uint8 of `part.shape`, of a slice counted in bytes."""
         ...
 
 
 def strided_view(tensor: Tensor, part: ShardSlice, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns a view of part of a contiguous `tensor`, as elements of `dtype` (None: its own)."""
+    """Returns a view of `part` in a contiguous `tensor`, as `dtype` (None: the tensor's dtype)."""
     data = tensor.detach().view(dtype or tensor.dtype)
     # as_strided takes absolute offsets, and parameters may be views of one large buffer
     return data.as_strided(part.shape, part.strides, data.storage_offset() + part.offset)
@@ -55,8 +55,8 @@ def read_slice(
     dtype: torch.dtype,
     encoder: Encoder | None,
 ) -> Tensor:
-    """Returns a slice as it moves: a view as elements of `dtype`, or what the encoder makes of
-    it."""
+    """Returns a slice as it moves: encoded if the encoder converts its tensor, otherwise a view as
+    `dtype`."""
     if encoder and part.name in encoder.names:
         return encoder.encode(part, tensor)
     return strided_view(tensor, part, dtype)
@@ -94,14 +94,14 @@ class PlanExecutor:
         device: torch.device,
         encoder: Encoder | None = None,
     ) -> None:
-        """`encoder`: of the weights that this rank sends."""
+        """`encoder` converts weights that this rank sends."""
         self.rounds = plan.lower(transport.rank)
         self.num_messages = len(plan.message_bytes)
         self._transport = transport
         self._dtype = dtype
         self._device = device
         self._encoder = encoder
-        self._pinned = 0  # bytes staged on the host so far: torch keeps them for the next sync
+        self._pinned = 0  # most bytes staged on the host so far; torch caches them for later syncs
 
     @property
     def messages(self) -> Iterator[Message]:
@@ -110,7 +110,7 @@ class PlanExecutor:
 
     @property
     def bytes_arriving(self) -> int:
-        """Bytes that this rank receives from others."""
+        """Bytes that this rank receives from other ranks."""
         return self._dtype.itemsize * sum(
             m.numel for m in self.messages if m.receiver == self._transport.rank != m.sender
         )
@@ -123,8 +123,9 @@ class PlanExecutor:
         include_local: bool,
     ) -> Tensor:
         """Calls `on_bucket` for each message received and, with `include_local`, for local copies.
-        Returns the checksums [2, messages] int64 of those that this rank sent, and received; 0 for
-        others. Raises CheckFailed, naming the messages in flight, if a peer is lost."""
+        Returns checksums, [2, messages] int64, of the messages that this rank sent (row 0) and
+        received (row 1), 0 for all others. Raises CheckFailed, naming the messages in flight, if a
+        peer is lost."""
         rank = self._transport.rank
         sums = torch.zeros(2, self.num_messages, dtype=torch.int64, device=self._device)
         outgoing = self._pack_round(0, parameters, sums, relays=False)
@@ -134,7 +135,7 @@ class PlanExecutor:
                 {message.receiver: flat for message, flat in outgoing},
                 {message.sender: flat for message, flat in incoming},
             )
-            # overlaps the round in flight, whose buffers `outgoing` keeps alive
+            # packing overlaps the round in flight, whose buffers `outgoing` keeps alive
             following = self._pack_round(number + 1, parameters, sums, relays=False)
             for message in messages:
                 if include_local and message.sender == message.receiver:
@@ -158,8 +159,8 @@ class PlanExecutor:
         return self.bytes_arriving if memory is None else max(0, memory[0] - SPARE_BYTES)
 
     def memory_fault(self, ranks_per_node: int) -> str | None:
-        """Describes a shortage of host memory for `receive`. All ranks of a node need about as much
-        at once."""
+        """Describes a shortage of host memory for `receive`; None if there is none. Assumes that
+        all ranks of a node need as much as this one, at once."""
         beyond = self.bytes_arriving
         if self._device.type != "cpu":
             beyond -= self.device_room()
@@ -174,8 +175,8 @@ class PlanExecutor:
         )
 
     def receive(self, parameters: Parameters) -> tuple[dict[int, Tensor], Tensor]:
-        """Receives all messages from other ranks, on the device as far as it has room, otherwise in
-        pinned host memory. Returns message index -> buffer, and the checksums of `run`."""
+        """Receives all messages from other ranks, on the device while it has room, otherwise in
+        pinned host memory. Returns {message index: buffer} and the checksums of `run`."""
         room = self.device_room()
         staged = {}
 
@@ -191,8 +192,8 @@ class PlanExecutor:
         return staged, self.run(parameters, stage, include_local=False)
 
     def pack(self, message: Message, memory: Parameters) -> Tensor:
-        """Returns [numel]: the message's transfers end to end, each in row-major order of its HF
-        tensor."""
+        """Returns the message's buffer, [numel]: its transfers end to end, each in row-major order
+        of its HF tensor."""
         flat = self._empty(message)
         for transfer, part in split_message(message, flat):
             encoder = None if transfer.is_relay else self._encoder
@@ -201,7 +202,7 @@ class PlanExecutor:
         return flat
 
     def describe(self, message: Message) -> str:
-        """Describes a message: number, round, ranks and tensors."""
+        """Returns a message's number, round, ranks and tensors, for errors."""
         return (
             f"message {message.index + 1} of {self.num_messages} "
             f"(round {message.round + 1}), {message}"
@@ -215,8 +216,8 @@ class PlanExecutor:
         *,
         relays: bool,
     ) -> list[tuple[Message, Tensor]]:
-        """Packs the messages that this rank sends in a round, if there is one: the relays, or all
-        others."""
+        """Packs the messages that this rank sends in round `number`, if there is such a round: with
+        `relays` only relays, otherwise all other messages."""
         packed = [
             (message, self.pack(message, memory))
             for message in chain.from_iterable(self.rounds[number : number + 1])
@@ -231,8 +232,8 @@ class PlanExecutor:
         return torch.empty(message.numel, dtype=self._dtype, device=self._device)
 
     def _in_flight(self, number: int, error: str) -> str:
-        """Describes the messages that may be lost: those of peers named in `error`, or all of the
-        round."""
+        """Describes up to four messages that may be lost: those of peers named in `error`, or any
+        of the round."""
         messages = [m for m in self.rounds[number] if m.sender != m.receiver]
         rank = self._transport.rank
         named = [m for m in messages if f"rank {m.sender + m.receiver - rank} " in error]
@@ -241,14 +242,14 @@ class PlanExecutor:
 
 @dataclass
 class MemoryReceiver:
-    """publish.WeightReceiver into plain tensors on the CPU."""
+    """A publish.WeightReceiver that writes into plain tensors on the CPU."""
 
     slices: Slices
-    memory: Parameters  # every `param` of the slices
+    memory: Parameters  # has every `param` of the slices
     dtype: torch.dtype  # of the elements that move
     device: torch.device = CPU  # where messages arrive
     version: int | None = None
-    loaded: Counter[str] = field(default_factory=Counter)  # elements received of each HF tensor
+    loaded: Counter[str] = field(default_factory=Counter)  # elements received per HF tensor
 
     def begin(self, *, check_placement: bool) -> None:
         self.loaded = Counter()

@@ -1,5 +1,5 @@
-"""Builds a rank's Publisher from the config: trainer ranks, engine workers and ranks that are both
-run one plan."""
+"""Builds a rank's Publisher from the config. Trainer ranks, engine workers and ranks that are both
+execute the same plan."""
 
 from collections.abc import Mapping
 
@@ -26,7 +26,7 @@ from megarl.weights.sync.transports import Transport
 def engine_weights(
     config: Config, shape: ModelShape, shapes: Mapping[str, Shape] | None = None
 ) -> WeightFormat:
-    """Returns the HF tensors `shapes` (None: all) as they move to the engine."""
+    """Returns the format in which the HF tensors of `shapes` (None: all) move to the engine."""
     dtype = DTYPES[config.train.dtype]
     weights = WeightFormat(shapes or hf_shapes(shape), dtype, fp32_tensors(shape))
     fmt = rollout_format(config, shape)
@@ -45,8 +45,8 @@ def make_publisher(
     weights: WeightFormat,
     probe: Probe | None = None,
 ) -> Publisher:
-    """A collective of the ranks of `transport`, numbered as in `fleet`; `weights`: as
-    they move."""
+    """A collective of the ranks of `transport`, which are numbered as in `fleet`. `weights`: the
+    format in which the tensors move."""
     sizes = {
         "ranks_per_replica": fleet.ranks_per_replica,
         "ranks_per_node": fleet.ranks_per_node,

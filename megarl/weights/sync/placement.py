@@ -5,7 +5,7 @@
     engine: slices read from its memory       --positional_checksum--> sums by tensor --+
 
 Positional checksums add up over slices, however a tensor is split. The sums agree only if every
-element is where the slices of its side say: a slice on the wrong rank, or in the wrong rows,
+element is where the slices of its side place it: a slice on the wrong rank, or in the wrong rows,
 changes the sum even if all bytes arrived. A side with n copies of a tensor, as its element count
 shows, has n times the sum."""
 
@@ -29,9 +29,10 @@ def check_placement(
     sent: Tensor,
     received: Tensor,
 ) -> None:
-    """A collective. `shapes`: of every HF tensor, in elements of `dtype`. `replicas`: the ranks of
-    each replica of the engine. `sent`, `received`: `sums_by_tensor` of the trainer's and of the
-    engine's slices on this rank. Raises CheckFailed, on all ranks, naming replicas and tensors."""
+    """A collective. Raises CheckFailed, on all ranks, naming replicas and tensors, if the sums of a
+    replica differ from the trainer's. `shapes`: HF tensor -> shape in transfer elements.
+    `replicas`: the ranks of each engine replica. `sent`, `received`: `sums_by_tensor` of the
+    trainer's and of the engine's slices on this rank."""
     # [trainer and replicas, (elements, checksum), tensors]
     sums = sent.new_zeros(1 + len(replicas), *sent.shape)
     sums[0] = sent

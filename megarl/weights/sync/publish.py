@@ -4,9 +4,9 @@ A rank may be a sender, a receiver or both. Every rank builds a Publisher and ca
 the same order:
 
     sender (trainer)                                receiver (engine)
-    barrier ------------- all ranks, or the absent are named ------------ barrier
+    barrier ------------- all ranks; errors name the missing ------------ barrier
     pack, checksum, send, round by round ---------> receive, checksum, stage; relay within the node
-    compare checksums --- all ranks refuse together --------------------- compare checksums
+    compare checksums --- all ranks raise together ---------------------- compare checksums
                                                     begin: prompts are refused from here on
                                                     write and read back every message
                                                     seal: names and element counts are complete
@@ -16,10 +16,10 @@ the same order:
     report                                          finish(version): prompts are accepted again
 
 If a sync fails before `begin` (a rank is absent or lost, bytes changed, a parameter is missing),
-the engine keeps its version, because all that a rank receives is staged: on the device as far as it
-has room, otherwise in pinned host memory. Without a version to keep (first sync, sleep level 2), or
-with `is_atomic=False`, messages are written as they arrive. If a sync fails after `begin`, the
-engine has no version and refuses prompts until a sync succeeds."""
+the engine keeps its version, because received messages are staged: on the device while it has room,
+otherwise in pinned host memory. If there is no version to keep (first sync, sleep level 2), or with
+`is_atomic=False`, messages are written as they arrive. If a sync fails after `begin`, the engine
+has no version and refuses prompts until a sync succeeds."""
 
 from __future__ import annotations
 
@@ -66,23 +66,23 @@ REFUSES = "The engine refuses prompts until a sync succeeds"
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """The tensors of the checkpoint and how they move."""
+    """The HF tensors that a sync moves, and the dtype or block format of each."""
 
     shapes: Mapping[str, Shape]  # every HF tensor with its full shape
     dtype: torch.dtype
-    # HF tensors that are fp32 on both sides, whatever `dtype` is
+    # HF tensors that are fp32 in trainer and engine, whatever `dtype` is
     fp32: frozenset[str] = frozenset()
-    storage: Storage = PLAIN  # of weights that are `dtype` in the trainer, in the engine
+    storage: Storage = PLAIN  # how the engine stores weights that are `dtype` in the trainer
 
     def in_blocks(self, fmt: BlockFormat, weights: Mapping[str, Shape]) -> WeightFormat:
-        """Returns the format of a model whose `weights` the engine keeps in `fmt`."""
+        """Returns this format with `weights` (HF name -> shape) stored in `fmt` by the engine."""
         scales = {name + fmt.scale: fmt.grid(*shape) for name, shape in weights.items()}
         storage = Storage(fmt, frozenset(weights))
         return replace(self, shapes={**self.shapes, **scales}, storage=storage)
 
     @cached_property
     def dtypes(self) -> Mapping[str, torch.dtype]:
-        """Dtypes in the trainer of the tensors, and computed scales, that are not `dtype`."""
+        """Trainer dtypes of the tensors and computed scales whose dtype is not `dtype`."""
         fmt = self.storage.format
         scales = (name + fmt.scale for name in self.storage.names)
         dtypes = dict.fromkeys(self.fp32, torch.float32)
@@ -100,11 +100,11 @@ class WeightFormat:
 
     @property
     def unit(self) -> torch.dtype:
-        """The dtype in which the plan counts elements, and in which messages are."""
+        """The dtype of messages, whose elements are the transfer elements of the plan."""
         return torch.uint8 if self.storage.names else self.dtype
 
     def moved_shapes(self) -> dict[str, Shape]:
-        """Returns shapes in elements of `unit`, as the plan counts them."""
+        """Returns the shape of every HF tensor in transfer elements (`unit`)."""
         tensors = [whole_tensor(name, shape) for name, shape in self.shapes.items()]
         return {part.name: part.shape for part in self.moved_slices(tensors)}
 
@@ -116,33 +116,33 @@ class WeightFormat:
 class WeightSender:
     """The trainer's side on one rank."""
 
-    slices: Slices  # where its parameters hold HF tensors
+    slices: Slices  # slices of HF tensors in this rank's parameters
     parameters: Callable[[], Parameters]
-    encoder: Encoder | None = None  # of the weights in WeightFormat.storage
+    encoder: Encoder | None = None  # encodes the weights in WeightFormat.storage
 
 
 class WeightReceiver(Protocol):
     """The engine's side on one rank: begin, write ..., seal, finish; abort at any time."""
 
     device: torch.device
-    version: int | None  # None: no weights that a failed sync could spoil
+    version: int | None  # None: there are no weights that a failed sync could spoil
 
     @property
     def slices(self) -> Slices:
-        """The slices that this rank keeps, in elements of the dtype that moves, in the order of the
-        engine's layers."""
+        """The slices that this rank stores, in transfer elements, in the order of the engine's
+        layers."""
         ...
 
     def begin(self, *, check_placement: bool) -> None:
         """Starts a sync; with `check_placement`, `positional_checksums` is called after `seal`."""
 
     def write(self, message: Message, flat: Tensor) -> Tensor:
-        """Writes the buffer [numel] of a message; returns how many transfers read back differently,
-        int64 scalar."""
+        """Writes the buffer [numel] of a message. Returns the number of its transfers that read
+        back differently, an int64 scalar."""
         ...
 
     def seal(self) -> Mapping[str, int]:
-        """Returns the elements received of each HF tensor. Raises CheckFailed if a layer is
+        """Returns the number of elements received per HF tensor. Raises CheckFailed if a layer is
         incomplete."""
         ...
 
@@ -156,9 +156,9 @@ class WeightReceiver(Protocol):
 
 
 class Probe(Protocol):
-    """Compares log-probs of both sides, because repacking bugs are visible only there."""
+    """Compares log-probs of trainer and engine, because repacking bugs are visible only there."""
 
-    always: bool  # False: in the first sync of a run only
+    always: bool  # False: only the first sync of a run is probed
 
     def check(self) -> None:
         """A collective. Raises CheckFailed, on all ranks, if trainer and engine differ."""
@@ -173,9 +173,9 @@ def plan_slices(
     round_bytes: int,
     ranks_per_node: int | None = None,
 ) -> Plan:
-    """Plans from the slices of all ranks, without a table; `destinations` are the `slices` of the
-    receivers. Raises CheckFailed naming tensors that are incomplete in the trainer or the
-    engine."""
+    """Returns the plan for the slices of all ranks, without a table. `destinations` are the
+    `slices` of the receivers. Raises CheckFailed naming tensors that are incomplete in the trainer
+    or the engine."""
     shapes = weights.moved_shapes()
     sources = [weights.moved_slices(slices) for slices in sources]
     paired = {
@@ -216,10 +216,10 @@ def _by_replica(ranks: Sequence[int], ranks_per_replica: int) -> list[Sequence[i
 
 
 class Publisher:
-    """roles.Weights."""
+    """Implements roles.Weights."""
 
-    span: Callable[[str], AbstractContextManager[Any]] = nullcontext  # of "staging"
-    # of the frozen weights below adapters: publishes once, before this one
+    span: Callable[[str], AbstractContextManager[Any]] = nullcontext  # times "staging"
+    # publisher of the frozen weights under LoRA adapters; runs once, before the first sync
     base: Publisher | None = None
 
     def __init__(
@@ -231,14 +231,15 @@ class Publisher:
         weights: WeightFormat,
         *,
         ranks_per_replica: int,
-        table: Slices | None = None,  # those that this rank of the engine keeps, from its table
+        table: Slices | None = None,  # slices of this engine rank, according to its table
         probe: Probe | None = None,
         is_atomic: bool = True,
         ranks_per_node: int | None = None,  # None: all ranks are on one node
     ) -> None:
-        """A collective. `plan` numbers ranks as `transport` does; a rank that does not send or
-        receive passes None. Raises CheckFailed, on all ranks, if the engine's slices differ from
-        its table, or the ranks' plans differ."""
+        """A collective. The ranks of `plan` are those of `transport`. A rank that does not send
+        passes `sender=None`; a rank that does not receive passes `receiver=None`. Raises
+        CheckFailed, on all ranks, if the engine's slices differ from its table, or if the ranks'
+        plans differ."""
         self.sender = sender or WeightSender((), dict[str, Tensor])
         self.plan = plan
         self.receiver = receiver
@@ -277,8 +278,8 @@ class Publisher:
         self._replicas = _by_replica(receivers, ranks_per_replica)
 
     def publish(self, *, version: int) -> PublishReport:
-        """Raises CheckFailed, on all ranks, if data is missing or changed; the message gives the
-        engine's state."""
+        """Syncs the weights to the engine as `version`. Raises CheckFailed, on all ranks, if data
+        is missing or corrupted; the error message gives the engine's state."""
         before = None
         if self.base is not None:
             self.base.span = self.span
@@ -299,8 +300,8 @@ class Publisher:
         )
 
     def transfer(self, version: int) -> bool:
-        """All of a sync but the probe, after which `commit` or `abort` ends it; returns whether the
-        probe is due. After a failure, nobody waits for this rank."""
+        """Runs a sync up to the probe; `commit` or `abort` must follow. Returns True if the probe
+        is due. After a failure, no peer waits for this rank."""
         self._began = time.perf_counter()
         with _engine_state_in_error(KEEPS, self.transport.leave):
             self.transport.barrier(f"the weight sync of version {version}")
@@ -327,7 +328,7 @@ class Publisher:
             self.receiver.abort()
 
     def commit(self, version: int) -> PublishReport:
-        """Ends a sync: the engine serves `version` from now on."""
+        """Ends a sync; the engine serves `version` from then on."""
         self._is_proven = True
         if self.receiver:
             self.receiver.finish(version)
@@ -341,7 +342,7 @@ class Publisher:
         )
 
     def _parameter_fault(self, parameters: Parameters) -> str | None:
-        """Describes a parameter that is missing or differs from the sender's slices."""
+        """Describes the first parameter that is missing or does not match the sender's slices."""
         bytes_read = Counter()
         for part in self.sender.slices:
             expected = self.weights.dtype_of(part.name)
@@ -370,11 +371,11 @@ class Publisher:
         return staged
 
     def _write(self, parameters: Parameters, staged: dict[int, Tensor] | None) -> str | None:
-        """Writes every message into the engine, on arrival or from `staged`, which it empties;
-        returns the problem."""
+        """Writes every message into the engine, on arrival or from `staged`, which it empties.
+        Returns a description of the first problem, or None."""
         written = []
-        counts = []  # of transfers that read back differently, by message
-        errors = []  # reported after all rounds, as peers wait for them
+        counts = []  # per written message: transfers that read back differently
+        errors = []  # reported after all rounds, because peers wait for every round
 
         def write(message: Message, flat: Tensor) -> None:
             if self.receiver and not errors:
@@ -407,13 +408,14 @@ class Publisher:
         )
 
     def _received(self) -> Iterator[Message]:
-        """Yields the messages to this rank, local copies included."""
+        """Yields the messages to this rank, including local copies."""
         for message in self.executor.messages:
             if message.receiver == self.transport.rank:
                 yield message
 
     def _compare(self, checksums: Tensor) -> None:
-        """Raises CheckFailed, on all ranks, if a message did not arrive as it was sent."""
+        """Raises CheckFailed, on all ranks, if the checksums of a message differ between its sender
+        and its receiver."""
         sent, received = self.transport.sum(checksums)
         changed = set((sent != received).nonzero().flatten().tolist())
         if not changed:
@@ -427,7 +429,8 @@ class Publisher:
         )
 
     def _seal(self) -> str | None:
-        """Describes tensors whose loaded elements differ from those that this rank keeps."""
+        """Seals the receiver. Describes tensors of which it loaded more or fewer elements than this
+        rank stores."""
         if self.receiver is None:
             return None
         try:
@@ -463,7 +466,7 @@ class Publisher:
         check_placement(self.transport, shapes, self._replicas, sent, received)
 
     def _raise_on_all_ranks(self, problem: str | None) -> None:
-        """Raises CheckFailed on every rank if any has a problem."""
+        """Raises CheckFailed on every rank if any rank has a problem."""
         if self._count(problem is not None):
             texts = enumerate(self.transport.gather(problem))
             problems = [f"rank {rank}: {text}" for rank, text in texts if text]
@@ -475,7 +478,7 @@ class Publisher:
 
 @contextmanager
 def _engine_state_in_error(outcome: str, *undo: Callable[[], None]) -> Iterator[None]:
-    """Calls `undo` on a failure, and appends the resulting state of the engine to a CheckFailed."""
+    """Calls `undo` on any exception, and appends the engine state `outcome` to a CheckFailed."""
     try:
         yield
     except BaseException as error:

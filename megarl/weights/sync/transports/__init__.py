@@ -1,4 +1,4 @@
-"""How messages travel and how ranks agree."""
+"""The Transport interface: messages between ranks, barriers and small collectives."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,8 +7,9 @@ from torch import Tensor
 
 
 class Transport:
-    """Every rank calls every method, in the same order. This is the transport of a single process
-    that trains and samples, without messages or peers; others override all of it."""
+    """Moves messages between ranks. Every rank calls every method, in the same order. This base
+    class is for a single process that trains and samples, without peers; other transports override
+    all methods."""
 
     rank = 0
     world = 1
@@ -16,14 +17,14 @@ class Transport:
     def start(
         self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]
     ) -> Callable[[], None]:
-        """Starts sending the flat `outgoing[rank]` and filling `incoming[rank]`; returns a function
-        that waits."""
+        """Starts sending the flat buffers `outgoing[rank]` and filling `incoming[rank]`. Returns a
+        function that waits until both are done."""
         assert not outgoing and not incoming, "a world of one has no peers"
         return lambda: None
 
     def barrier(self, what: str, *, patience: int = 1) -> None:
-        """Waits for every rank to reach `what`, on the host, `patience` times as long as for a
-        collective. Raises CheckFailed naming the ranks that do not arrive in time."""
+        """Blocks the host until every rank reaches `what`, for at most `patience` times the
+        time-out of a collective. Raises CheckFailed naming the ranks that do not arrive in time."""
 
     def sum(self, values: Tensor) -> Tensor:
         """Returns the sum over all ranks, on every rank."""
@@ -34,4 +35,4 @@ class Transport:
         return [value]
 
     def leave(self) -> None:
-        """Ends the connections of a group across worlds, so that nobody waits for this rank."""
+        """Closes the connections of a group across worlds, so that no peer waits for this rank."""

@@ -1,9 +1,9 @@
-"""Messages between the ranks of torch.distributed's world, or of a group across worlds, point to
-point: NCCL on GPUs, gloo on CPUs.
+"""Point-to-point messages between the ranks of torch.distributed's world, or of a process group
+across worlds: NCCL on GPUs, gloo on CPUs.
 
-Errors name the rank that is gone or stuck: before a sync the barrier through the store detects it,
-during a sync the peer of the transfer that did not complete. A collective alone would only report a
-timeout."""
+Errors name the rank that is gone or stuck: before a sync, the ranks missing at the store's barrier;
+during a sync, the peer of the transfer that did not complete. A collective alone would only report
+a time-out."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -28,10 +28,10 @@ _INSTANCES = count()  # every rank creates the same number of instances, in the 
 
 
 def open_store(address: str, name: str, timeout: timedelta) -> Any:
-    """Returns the keys `name` of a store at "file:PATH" or "HOST:PORT", for processes that share no
-    launcher."""
+    """Returns the store at "file:PATH" or "HOST:PORT", with the prefix `name` for its keys, for
+    processes that share no launcher."""
     kind, _, where = address.partition(":")
-    private: Any = dist  # which does not list its stores in __all__
+    private: Any = dist  # __all__ does not list the stores
     if kind == "file":
         store = private.FileStore(where, -1)
     else:
@@ -42,8 +42,8 @@ def open_store(address: str, name: str, timeout: timedelta) -> Any:
 
 @dataclass
 class Barriers:
-    """Barriers of ranks that share a store, and need no connection. All ranks make the same ones,
-    in the same order."""
+    """Barriers of ranks that share a store; they need no other connection. All ranks call `meet`
+    for the same barriers, in the same order."""
 
     store: Any
     rank: int
@@ -51,7 +51,7 @@ class Barriers:
     _numbers: Iterator[int] = field(default_factory=count)
 
     def meet(self, what: str, timeout: timedelta) -> None:
-        """Raises CheckFailed naming the ranks that do not come in time."""
+        """Waits for all ranks. Raises CheckFailed naming the ranks that do not arrive in time."""
         number = str(next(self._numbers))
         # set once, by the last rank to arrive or the first to time out; final
         verdict = f"{number}/verdict"
@@ -64,7 +64,7 @@ class Barriers:
             raise CheckFailed(
                 f"rank 0, which hosts the store, exited before {what}: {error}"
             ) from error
-        except RuntimeError:  # the time-out: DistError of a TCPStore, a plain one of a FileStore
+        except RuntimeError:  # the time-out: DistError for TCPStore, RuntimeError for FileStore
             missing = [
                 rank for rank in range(self.world) if not self.store.check([f"{number}/{rank}"])
             ]
@@ -86,14 +86,14 @@ def end_barrier(
     absent: str,
     timeout: timedelta,
 ) -> None:
-    """Ends the barrier `number` of a group whose store is at `address` and `name`, naming those
-    that will not come; the barrier 0 is that of join_group."""
+    """Ends barrier `number` of the group whose store is at `address`, under `name`, so that its
+    error names the `absent` ranks. Barrier 0 is the one in join_group."""
     store = dist.distributed_c10d.PrefixStore(BARRIER, open_store(address, name, timeout))
     store.compare_set(f"{number}/verdict", "", absent)
 
 
 class Collective(Transport):
-    """A Transport over the default group, or one that `join_group` made."""
+    """A Transport over a process group: the default group, or one created by `join_group`."""
 
     def __init__(
         self,
@@ -123,7 +123,8 @@ class Collective(Transport):
         return self._joined
 
     def leave(self) -> None:
-        """Ends the connections, which fails what others wait for; works without them."""
+        """Closes the connections, so that operations of waiting peers fail. Does nothing for the
+        default group, or if they are already closed."""
         # gloo keeps connections until the last reference
         process_group = self._joined
         self._joined = None
@@ -148,12 +149,12 @@ class Collective(Transport):
         try:
             if operations:
                 works += dist.batch_isend_irecv(operations)
-        except RuntimeError as error:  # gloo notices here that a peer is gone, too
+        except RuntimeError as error:  # gloo may detect a lost peer here already
             text = str(error)
-        operations.clear()  # they hold the group
+        operations.clear()  # they reference the group
         if text:
             raise self._lost(" or ".join(faults), text)
-        if len(works) < len(faults):  # NCCL completes all of them at once
+        if len(works) < len(faults):  # NCCL returns one work for all operations
             faults = [" or ".join(faults)]
 
         def wait() -> None:
@@ -163,14 +164,14 @@ class Collective(Transport):
                     works.pop().wait(self._timeout)
                     continue
                 except RuntimeError as error:
-                    text = str(error)  # not itself: its frames hold the group
+                    text = str(error)  # not the error: its frames reference the group
                 works.clear()
                 raise self._lost(fault, text)
 
         return wait
 
     def _lost(self, fault: str, text: str) -> CheckFailed:
-        self.leave()  # so that the others fail too, and at once
+        self.leave()  # so that peers fail as well, at once
         return CheckFailed(
             f"{fault} (waited up to {self._timeout.total_seconds():g} s): {text}; check that "
             "rank's log, and raise launch.timeout_s if it is only slow"
@@ -194,8 +195,8 @@ class Collective(Transport):
         return self._run(lambda: gather_values(value, self._group))
 
     def _run(self, collective: Callable[[], X]) -> X:
-        """Runs a collective; if it fails, a barrier among the remaining ranks finds the missing
-        ones."""
+        """Runs a collective. If it fails, raises CheckFailed naming the missing ranks, which a
+        barrier among the remaining ranks finds."""
         try:
             return collective()
         except CheckFailed:
@@ -217,11 +218,11 @@ def join_group(
     is_cuda: bool,
     timeout: timedelta,
 ) -> Collective:
-    """A collective of the `world` members of a process group across worlds: their default groups
-    are others, and dist.get_rank knows only those. After a death, the rest join again under another
-    `name`. Raises CheckFailed if one does not come."""
+    """A collective. Creates a process group of `world` members across worlds. The members' default
+    groups differ, so `rank` is not dist.get_rank(). After a member dies, the others join again
+    under another `name`. Raises CheckFailed if a member does not arrive in time."""
     barriers = Barriers(dist.distributed_c10d.PrefixStore(BARRIER, store), rank, world)
-    # connecting to one that is gone would end at the time-out only
+    # connecting to a member that is gone would block until the time-out
     barriers.meet("the weight sync's process group", timeout)
     backend = dist.Backend("cpu:gloo,cuda:nccl" if is_cuda else "gloo")
     helper: Any = dist.distributed_c10d._new_process_group_helper

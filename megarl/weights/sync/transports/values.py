@@ -1,5 +1,5 @@
-"""Small control values between ranks, without pickles: torch.distributed's object collectives run
-what a peer sends."""
+"""Exchanges small control values between ranks safely: torch.distributed's object collectives
+unpickle what a peer sends, which can run any code."""
 
 import pickle
 from io import BytesIO
@@ -17,14 +17,15 @@ KNOWN: list[Any] = [ShardSlice]
 
 
 def carry(*types: type) -> None:
-    """Adds dataclasses of plain values to those that ranks may send each other; every rank that
-    receives one must have called this."""
+    """Adds dataclasses of plain values to the types that ranks may send each other. Every rank that
+    receives such a value must have called this."""
     KNOWN.extend(types)
 
 
 def gather_values(value: Any, group: Any = None) -> list[Any]:
-    """A collective. Returns the value of every rank, by rank: tensors, Python's plain types and
-    containers, and KNOWN. Raises CheckFailed if a rank sends anything else, without running it."""
+    """A collective. Returns the value of every rank, by rank. Values may be tensors, Python's plain
+    types and containers, and KNOWN types. Raises CheckFailed if a rank sends anything else, without
+    running it."""
     own = to_bytes(value)
     sizes = torch.empty(dist.get_world_size(group), dtype=torch.int64)
     dist.all_gather_into_tensor(sizes, torch.tensor([own.numel()]), group=group)
@@ -35,16 +36,16 @@ def gather_values(value: Any, group: Any = None) -> list[Any]:
 
 
 def to_bytes(value: Any) -> Tensor:
-    """Returns [bytes] uint8."""
+    """Returns the serialized value, [bytes] uint8."""
     stream = BytesIO()
     torch.save(value, stream)
     return torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)
 
 
 def from_bytes(data: Tensor) -> Any:
-    """Returns what `to_bytes` was given.
+    """Returns the value that `to_bytes` serialized.
 
-    Raises UnpicklingError for anything but the values of `gather_values`, without running it.
+    Raises UnpicklingError for types that `gather_values` does not accept, without running them.
     """
     with torch.serialization.safe_globals(KNOWN):
         return torch.load(BytesIO(data.numpy().tobytes()), weights_only=True)
