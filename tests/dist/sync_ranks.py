@@ -565,7 +565,7 @@ def main(folder: Path, cases: Sequence[str]) -> None:
         seen[name] = syncs(launch)
         if "faults" in with_faults:
             seen["faults"] = faults(launch)
-        if launch.world == launch.tensor == 2:
+        if name == "qwen3" and launch.world == launch.tensor == 2:
             seen[name]["turns"] = turns(launch)
         launch.engine.close()
     (folder / f"rank_{dist.get_rank()}.json").write_text(json.dumps(seen))
