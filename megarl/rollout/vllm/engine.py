@@ -3,7 +3,8 @@
     requests --token ids--> vLLM --token ids, log-probs of the sampled distribution--> Samples
 
 No text goes in or out. vLLM's external launcher wants the same requests in the same order on all
-ranks of a replica. So before each step they agree on what has arrived and what was aborted:
+ranks of a replica. So before the first step of each `poll`, in which nothing can arrive, they agree
+on what has arrived and what was aborted (with a time-out before each step, on whether it is over):
 
     submit, abort --news--> all-reduce of its hash --equal, or else gathered--> the first rank's
     news on every rank --> vLLM --> one step
@@ -184,11 +185,9 @@ class Engine:
     def poll(self, timeout_s: float | None = None) -> list[Sample]:
         """See roles.Sampler. Makes at least one step; the first rank's clock counts."""
         end = math.inf if timeout_s is None else monotonic() + timeout_s
+        is_over = self._agree(monotonic() >= end)
         with _compiler(self.eager):
-            while True:
-                is_over = self._agree(monotonic() >= end)
-                if not self._requests:
-                    return []
+            while self._requests:
                 if self.receiver.version != self._version:
                     raise CheckFailed(
                         f"the weights changed from version {self._version} to "
@@ -197,6 +196,9 @@ class Engine:
                 samples = [self._take(output) for output in self._step()]
                 if samples or is_over:
                     return samples
+                if timeout_s is not None:  # else nothing can arrive before this call returns
+                    is_over = self._agree(monotonic() >= end)
+        return []
 
     def abort(self, keys: Sequence[SampleKey]) -> list[Sample]:
         """See roles.Sampler."""
