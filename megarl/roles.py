@@ -71,7 +71,8 @@ class Sampler(Protocol):
     """Samples from the policy.
 
     Colocated: the engine replica of this rank, which works while `poll` is called. All its ranks
-    call `poll` equally often; what the first one submits and aborts reaches the others there.
+    call `poll` equally often, all with a time-out or all without; what the first one submits and
+    aborts reaches the others there.
     Split: all replicas, which work on their own.
 
     A request is known by its prompt's id and its index, and no two of one pair run at a time. Each
