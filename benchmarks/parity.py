@@ -41,7 +41,7 @@ from megarl.parity.statistics import Excess, Quantiles
 from megarl.platform.env import Env, child_env
 from megarl.processes.exit_codes import CurrentPhase
 from megarl.rollout.vllm.engine import Engine
-from megarl.run.context import Rank, open_rank
+from megarl.run.context import RankContext, open_rank
 from megarl.run.data import make_prompts
 from megarl.run.engine import make_engine
 from megarl.run.models import make_trainer
@@ -130,7 +130,7 @@ def head_weight(model: Any) -> Tensor:
 class Faults:
     """Plants one fault after another in a trainer whose weights the engine has."""
 
-    rank: Rank
+    rank: RankContext
     trainer: Trainer
     engine: Engine
     checks: ParityChecks
@@ -254,7 +254,7 @@ def unwrapped(trainer: Trainer) -> Any:
     return model
 
 
-def updated_weights(rank: Rank, trainer: Trainer) -> dict[str, Tensor]:
+def updated_weights(rank: RankContext, trainer: Trainer) -> dict[str, Tensor]:
     """The parameters after UPDATES steps; the trainer keeps those of before."""
     params = trainer.parameters_by_name()
     before = {name: each.clone() for name, each in params.items()}

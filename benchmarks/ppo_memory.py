@@ -99,7 +99,7 @@ def measure(algorithm: dict, folder: Path) -> dict[str, int]:
             folder=path,
             device=device,
             head=ValueHead(),
-            beside=actor,
+            share_groups_with=actor,
         )
         learner, trainers = ActorCritic(learner, values, config.critic), [actor, values]
     batch = random_batch(num_rows=16, longest=64)

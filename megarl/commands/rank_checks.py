@@ -11,7 +11,7 @@ from megarl.parity.gate import difference
 from megarl.parity.layouts import check_layouts, prompt_rows
 from megarl.rewards.scorer import make_scorer
 from megarl.rollout.vllm.engine import Engine
-from megarl.run.context import Rank
+from megarl.run.context import RankContext
 from megarl.run.data import make_exchange, make_prompts, make_rollouts
 from megarl.run.models import make_trainer
 from megarl.run.sync import synced
@@ -23,7 +23,7 @@ CHECKED_ROWS = 8  # rows in the batch of `megarl check --layouts`
 RANDOM_TOKENS = 8  # random tokens after the prompt in rows without an answer to train on
 
 
-def sync(rank: Rank) -> None:
+def sync(rank: RankContext) -> None:
     """Runs `megarl check --sync` on this rank: one weight sync, verified like a run's first one."""
     _, _, gate, report = synced(rank)
     worst = max(gate.probe()[1], key=lambda excess: excess.statistic)
@@ -37,7 +37,7 @@ def sync(rank: Rank) -> None:
     print(worst, flush=True)
 
 
-def parity(rank: Rank) -> None:
+def parity(rank: RankContext) -> None:
     """Runs `megarl check --parity` on this rank.
 
     Raises CheckFailed if rounding does not explain the differences.
@@ -68,7 +68,7 @@ def parity(rank: Rank) -> None:
     )
 
 
-def _report_choices(rank: Rank, trainer: Trainer, batch: TrainBatch) -> None:
+def _report_choices(rank: RankContext, trainer: Trainer, batch: TrainBatch) -> None:
     own_T = trainer.logprobs(replace(batch, choices=()))
     own = difference(batch, own_T[batch.mask])
     share = trainer.forward(batch).metrics["routing/differs"]
@@ -78,7 +78,7 @@ def _report_choices(rank: Rank, trainer: Trainer, batch: TrainBatch) -> None:
         print(f"           without replay {own}", flush=True)
 
 
-def parity_batch(rank: Rank, engine: Engine) -> TrainBatch:
+def parity_batch(rank: RankContext, engine: Engine) -> TrainBatch:
     """Returns a batch of samples of PARITY_PROMPTS prompts, sampled as in a run, but not scored."""
     exchange = replace(make_exchange(rank, engine), rewards=make_scorer(()))
     rollouts = replace(make_rollouts(rank, exchange), filter_zero_std=False)
@@ -86,7 +86,7 @@ def parity_batch(rank: Rank, engine: Engine) -> TrainBatch:
     return collate(rollout.groups, temperature=rank.config.rollout.temperature)
 
 
-def layouts(rank: Rank) -> None:
+def layouts(rank: RankContext) -> None:
     """Runs `megarl check --layouts` on this rank: compares the layouts listed in layouts.json, one
     after another. Rank 0 writes the results to check.json.
     """

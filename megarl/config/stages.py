@@ -20,7 +20,7 @@ class Stage:
     rank starts.
     """
 
-    entry: str  # "module:function", called with a run.context.Rank
+    entry: str  # "module:function", called with a run.context.RankContext
     needs_engine: bool = False
     in_split: bool = False  # also supports launch.topology=split
     sections: tuple[str, ...] = ()  # config sections for this stage; other stages warn about them

@@ -16,7 +16,7 @@ from megarl.models.registry import FAMILIES, fp32_tensors
 from megarl.models.shards import slices_by_rank
 from megarl.platform.device import DTYPES
 from megarl.roles import Checkpoint, Stateful
-from megarl.run.context import Rank
+from megarl.run.context import RankContext
 from megarl.run.models import Learner
 from megarl.trainer.actor_critic import ActorCritic
 from megarl.trainer.heads import Head, RewardHead, ValueHead
@@ -27,7 +27,7 @@ from megarl.weights.sync.publish import WeightFormat
 
 
 def make_checkpoints(
-    rank: Rank,
+    rank: RankContext,
     trainer: Trainer,
     prompts: Stateful,
     state: ObjectiveState,
@@ -78,7 +78,7 @@ def saved(
     checkpoint.finish()
 
 
-def export(rank: Rank, trainer: Trainer, step: int | None = None) -> None:
+def export(rank: RankContext, trainer: Trainer, step: int | None = None) -> None:
     """Exports the trained weights as a Hugging Face folder if checkpoint.export_hf requests it.
 
     Every rank must call it. Without `step` (at the end of the run), the folder is runs/<name>/hf;
@@ -117,7 +117,7 @@ def export(rank: Rank, trainer: Trainer, step: int | None = None) -> None:
     )
 
 
-def _storage(rank: Rank) -> Storage:
+def _storage(rank: RankContext) -> Storage:
     """Returns the storage format of exports; raises ValueError if the model does not support it."""
     options = rank.config.checkpoint
     if options.export_hf == "never" or options.export_format == "bf16":
@@ -125,7 +125,7 @@ def _storage(rank: Rank) -> Storage:
     return HfFolder(rank.model_folder).export_storage()
 
 
-def _changes_by_head(rank: Rank, head: Head) -> dict[str, dict[str, Any]]:
+def _changes_by_head(rank: RankContext, head: Head) -> dict[str, dict[str, Any]]:
     """Returns {file name: keys to change} for config.json and tokenizer_config.json with a value
     or reward head; empty for a language model.
     """

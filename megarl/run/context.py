@@ -30,7 +30,7 @@ from megarl.weights.sync.transports.collective import Collective
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankContext:
     """The context of one rank: config, parallel coordinates, model shape, tokenizer, transport."""
 
     config: Config
@@ -51,7 +51,7 @@ class Rank:
         device: torch.device,
         phase: CurrentPhase | None = None,
         layout: Layout | None = None,
-    ) -> "Rank":
+    ) -> "RankContext":
         """Builds the context. With several ranks, torch.distributed must be initialised.
 
         `layout` defaults to the layout of `env.rank` among `env.world_size` ranks. Raises
@@ -87,7 +87,9 @@ class Rank:
 
 
 @contextmanager
-def open_rank(config: Config, env: Env, phase: CurrentPhase, store: Any = None) -> Iterator[Rank]:
+def open_rank(
+    config: Config, env: Env, phase: CurrentPhase, store: Any = None
+) -> Iterator[RankContext]:
     """Initialises torch.distributed and yields this rank's context.
 
     Destroys the process group on success only: after a failure, peers may be gone. If `store` is
@@ -105,12 +107,12 @@ def open_rank(config: Config, env: Env, phase: CurrentPhase, store: Any = None) 
     dist.init_process_group(
         backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout
     )
-    yield Rank.of(config, env, device, phase)
+    yield RankContext.of(config, env, device, phase)
     dist.destroy_process_group()
 
 
 def rank_telemetry(
-    rank: Rank, start: int, world_size: int | None = None
+    rank: RankContext, start: int, world_size: int | None = None
 ) -> closing[Telemetry | Silent]:
     """Returns a context manager that yields the run's telemetry and closes it on exit.
 

@@ -16,13 +16,15 @@ from megarl.rollout.exchange import Exchange
 from megarl.rollout.reward_shaping import shaped
 from megarl.rollout.schedule import Generate, Rollouts, has_spread
 from megarl.rollout.vllm.engine import Engine
-from megarl.run.context import Rank
+from megarl.run.context import RankContext
 from megarl.run.models import RewardModel
 
 ROLLOUT_PATIENCE = 12  # multiple of launch.timeout_s that a replica may lag behind the others
 
 
-def make_prompts(rank: Rank, split: Split = "train", task: Task | None = None) -> PromptStream:
+def make_prompts(
+    rank: RankContext, split: Split = "train", task: Task | None = None
+) -> PromptStream:
     """Returns the prompt stream of `task` (default: the run's task).
 
     `split` is "train" or "eval" (held-out prompts). For stages that learn answers, the examples
@@ -47,7 +49,7 @@ def make_prompts(rank: Rank, split: Split = "train", task: Task | None = None) -
 
 
 def make_exchange(
-    rank: Rank,
+    rank: RankContext,
     engine: Engine,
     span: SpanContext = nullcontext,
     reward_model: RewardModel | None = None,
@@ -69,7 +71,7 @@ def make_exchange(
     )
 
 
-def make_rollouts(rank: Rank, generate: Generate, ledger: Ledger | None = None) -> Rollouts:
+def make_rollouts(rank: RankContext, generate: Generate, ledger: Ledger | None = None) -> Rollouts:
     """Builds the configured Rollouts, which sample with `generate`."""
     config = rank.config
     algorithm = config.algorithm

@@ -12,14 +12,14 @@ from megarl.models.registry import hf_shapes, megatron_table
 from megarl.models.shards import shapes_of
 from megarl.platform.device import DTYPES, device_bytes
 from megarl.rollout.vllm.engine import Engine
-from megarl.run.context import Rank
+from megarl.run.context import RankContext
 from megarl.types import Terminated
 from megarl.weights.sync.from_config import engine_weights
 
 LAST_STEPS = 50  # engine steps after SIGTERM, until the ranks of a replica stop together
 
 
-def make_engine(rank: Rank) -> Engine:
+def make_engine(rank: RankContext) -> Engine:
     """Starts vLLM on this rank, with dummy weights. Every rank must call it."""
     engine = Engine.start(
         rank.model_folder,
@@ -34,7 +34,7 @@ def make_engine(rank: Rank) -> Engine:
     return engine
 
 
-def _engine_share(rank: Rank) -> Rollout:
+def _engine_share(rank: RankContext) -> Rollout:
     """Returns the `rollout` section with gpu_memory_utilization adjusted for the trainer's memory.
 
     GPU memory in use now (what the trainer does not offload, the maximum over ranks) is subtracted
@@ -60,7 +60,7 @@ def _engine_share(rank: Rank) -> Rollout:
     return rollout.model_copy(update={"gpu_memory_utilization": left / total})
 
 
-def _before_engine_step(rank: Rank) -> None:
+def _before_engine_step(rank: RankContext) -> None:
     """Counts engine steps; after SIGTERM, raises Terminated during a rollout.
 
     A resumed run repeats the rollout. All ranks of a replica must stop before the same step: the
@@ -79,7 +79,7 @@ def _before_engine_step(rank: Rank) -> None:
         raise Terminated("stopped by SIGTERM")
 
 
-def engine_adapters(rank: Rank) -> AdapterFormat | None:
+def engine_adapters(rank: RankContext) -> AdapterFormat | None:
     """Returns the format of the adapters to sync; None if every sync sends full weights."""
     lora = rank.config.lora
     if lora is None or lora.sync == "merged":

@@ -26,7 +26,7 @@ from megarl.rewards.model import ModelReward
 from megarl.rewards.served_model import ServedModel, client_of
 from megarl.roles import SpanContext
 from megarl.rollout.vllm.engine import Engine
-from megarl.run.context import Rank
+from megarl.run.context import RankContext
 from megarl.trainer.actor_critic import ActorCritic, CriticHead
 from megarl.trainer.heads import Head, RewardHead, ValueHead, load_head
 from megarl.trainer.learner import PolicyLearner
@@ -40,23 +40,23 @@ Learner = PolicyLearner | ActorCritic
 
 
 def make_trainer(
-    rank: Rank,
+    rank: RankContext,
     layout: Layout | None = None,
     *,
     head: Head | None = None,
     folder: Path | None = None,
-    beside: Trainer | None = None,
+    share_groups_with: Trainer | None = None,
     train: Train | None = None,
 ) -> Trainer:
     """Builds the policy's trainer, or a trainer for another model.
 
     `folder`, `head` and `train` replace the configured model, its vocabulary head and the section
-    `train`. With `beside`, the new trainer shares the process groups of that trainer.
+    `train`. With `share_groups_with`, the new trainer shares the process groups of that trainer.
     """
     config = rank.config
     shape = read_model(folder) if folder is not None else rank.shape
     lora = None
-    if head is None and beside is None:
+    if head is None and share_groups_with is None:
         lora = config.lora  # only the policy has adapters
     options = dict(config.trainer.megatron_options)
     if config.rollout.router_replay != "none":
@@ -73,11 +73,11 @@ def make_trainer(
         device=rank.device,
         seed=config.run.seed,
         megatron_options=options,
-        beside=beside,
+        share_groups_with=share_groups_with,
     )
 
 
-def check_weights(rank: Rank, trainer: Trainer) -> None:
+def check_weights(rank: RankContext, trainer: Trainer) -> None:
     """Raises CheckFailed, on every rank, if a weight is not finite.
 
     Without this check, the first comparison of log-probs would blame the engine.
@@ -101,7 +101,7 @@ def make_objective(config: Config) -> Objective:
     )
 
 
-def make_learner(rank: Rank, trainer: Trainer, objective: Objective) -> Learner:
+def make_learner(rank: RankContext, trainer: Trainer, objective: Objective) -> Learner:
     """Builds the learner: the policy, its frozen models, and a critic if the objective needs one.
 
     The reference policy is a copy of the trainer's current weights, unless the config names another
@@ -128,7 +128,7 @@ def make_learner(rank: Rank, trainer: Trainer, objective: Objective) -> Learner:
     train = config.train.model_copy(update={"lr": critic.lr, "min_lr": critic.min_lr})
     return ActorCritic(
         learner,
-        make_trainer(rank, head=head, folder=folder, beside=trainer, train=train),
+        make_trainer(rank, head=head, folder=folder, share_groups_with=trainer, train=train),
         critic,
     )
 
@@ -138,7 +138,7 @@ def policy_of(learner: Learner) -> PolicyLearner:
 
 
 def frozen_model(
-    rank: Rank, part: FrozenModel, key: str, trainer: Trainer
+    rank: RankContext, part: FrozenModel, key: str, trainer: Trainer
 ) -> Callable[[TokenBatch], TokenOutputs]:
     """Returns a function that computes a batch's outputs with a frozen model.
 
@@ -154,7 +154,7 @@ def frozen_model(
     train = rank.config.train.model_copy(
         update={"offload": OFFLOAD_ALL, "optimizer_cpu_offload": False}
     )
-    frozen = make_trainer(rank, folder=folder, beside=trainer, train=train)
+    frozen = make_trainer(rank, folder=folder, share_groups_with=trainer, train=train)
     check_weights(rank, frozen)
     frozen.memory.offload_all()
     return partial(forward_in_turn, frozen, trainer.memory, top_k=top_k)
@@ -189,7 +189,7 @@ class RewardModel:
         return scored
 
 
-def make_reward_model(rank: Rank, policy: Trainer) -> RewardModel | None:
+def make_reward_model(rank: RankContext, policy: Trainer) -> RewardModel | None:
     """Builds the reward model of the reward named "model"; None if the run has no such reward.
 
     Raises ValueError if the folder is not a reward model, if its vocabulary differs from the
@@ -224,7 +224,7 @@ def make_reward_model(rank: Rank, policy: Trainer) -> RewardModel | None:
             "epochs_per_batch": 1,
         }
     )
-    trainer = make_trainer(rank, head=head, folder=folder, beside=policy, train=train)
+    trainer = make_trainer(rank, head=head, folder=folder, share_groups_with=policy, train=train)
     trainer.memory.offload_all()
     return RewardModel(
         trainer,

@@ -23,7 +23,7 @@ from megarl.parity.gate import (
     rounding_of,
 )
 from megarl.rollout.vllm.engine import Engine
-from megarl.run.context import Rank
+from megarl.run.context import RankContext
 from megarl.run.data import make_prompts
 from megarl.run.engine import engine_adapters, make_engine
 from megarl.run.models import check_weights, make_trainer
@@ -34,7 +34,7 @@ from megarl.weights.sync.from_config import engine_weights, make_publisher
 from megarl.weights.sync.publish import Probe, Publisher, WeightFormat, WeightSender, plan_slices
 
 
-def rank_publisher(rank: Rank, trainer: Trainer, engine: Engine, probe: Probe) -> Publisher:
+def rank_publisher(rank: RankContext, trainer: Trainer, engine: Engine, probe: Probe) -> Publisher:
     """Builds the publisher that moves this trainer's weights to the engine. A collective."""
     config = rank.config
     env = rank.env
@@ -61,7 +61,7 @@ def rank_publisher(rank: Rank, trainer: Trainer, engine: Engine, probe: Probe) -
 
 
 def _adapter_publisher(
-    rank: Rank,
+    rank: RankContext,
     trainer: Trainer,
     weights: Publisher,
     receiver: Any,
@@ -99,7 +99,7 @@ def _adapter_publisher(
     return moved
 
 
-def make_encoder(rank: Rank, trainer: Trainer) -> BlockEncoder | None:
+def make_encoder(rank: RankContext, trainer: Trainer) -> BlockEncoder | None:
     """Returns the encoder of weights to the engine's block format; None if the engine uses the
     trainer's dtype.
     """
@@ -118,7 +118,7 @@ def make_encoder(rank: Rank, trainer: Trainer) -> BlockEncoder | None:
 
 
 def make_checks(
-    rank: Rank,
+    rank: RankContext,
     measure: Callable[[TokenBatch], Measured],
     engines: Sequence[Any],
     **options: Any,
@@ -145,7 +145,7 @@ def make_checks(
     )
 
 
-def parity_checks(rank: Rank, trainer: Trainer, engine: Engine) -> ParityChecks:
+def parity_checks(rank: RankContext, trainer: Trainer, engine: Engine) -> ParityChecks:
     """Builds the colocated ParityChecks, which also search for the cause of a difference."""
     encoder = make_encoder(rank, trainer)
     search = CauseSearch(
@@ -169,7 +169,7 @@ def parity_checks(rank: Rank, trainer: Trainer, engine: Engine) -> ParityChecks:
     )
 
 
-def synced(rank: Rank) -> tuple[Trainer, Engine, ParityChecks, PublishReport]:
+def synced(rank: RankContext) -> tuple[Trainer, Engine, ParityChecks, PublishReport]:
     """Builds trainer and engine and syncs once, for commands that do not train.
 
     Afterwards only the trainer's weights are on the device, not its optimizer state or gradients.

@@ -34,7 +34,7 @@ from megarl.roles import Gate, Prompts
 from megarl.rollout.overlap import AsyncRollouts, BetweenRequests
 from megarl.rollout.vllm.async_engine import Reply, SyncGroup
 from megarl.run.checkpoints import saved
-from megarl.run.context import Rank, rank_telemetry
+from megarl.run.context import RankContext, rank_telemetry
 from megarl.run.data import make_prompts, make_rollouts
 from megarl.run.models import make_objective
 from megarl.run.phases import TimedPhases
@@ -215,7 +215,7 @@ def train_split(config: Config, cluster: Cluster, fleet: Fleet, phase: CurrentPh
 
     If a trainer rank dies, restarts all of them and resumes from the last checkpoint.
     """
-    rank = Rank.of(config, Env(), torch.device("cpu"), phase, fleet.trainer_layout(0))
+    rank = RankContext.of(config, Env(), torch.device("cpu"), phase, fleet.trainer_layout(0))
     watch = Watch(config.launch.timeout_s)
     logs = config.run_dir / "logs"
     place = Place(cluster, watch, fleet.trainers, fleet.ranks_per_replica, logs)
@@ -244,7 +244,7 @@ def train_split(config: Config, cluster: Cluster, fleet: Fleet, phase: CurrentPh
 
 
 def _train(
-    rank: Rank, ranks: TrainerRanks, engines: Engines, cluster: Cluster, fleet: Fleet
+    rank: RankContext, ranks: TrainerRanks, engines: Engines, cluster: Cluster, fleet: Fleet
 ) -> None:
     """Runs the loop from the start or from a checkpoint."""
     # `rank` is the controller's context, not one of the trainer's ranks

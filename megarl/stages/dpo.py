@@ -16,7 +16,7 @@ from megarl.algorithms.preference import dpo_losses, pair_weights, ranked_right,
 from megarl.config.schema import Dpo
 from megarl.data.preferences import preference_batch
 from megarl.roles import SpanContext
-from megarl.run.context import Rank
+from megarl.run.context import RankContext
 from megarl.run.data import make_prompts
 from megarl.run.models import make_trainer
 from megarl.stages.evaluation import with_interval
@@ -26,7 +26,7 @@ from megarl.trainer.trainer import Trainer
 from megarl.types import PreferenceBatch, StepReport
 
 
-def run(rank: Rank) -> None:
+def run(rank: RankContext) -> None:
     """Runs stage dpo on this rank."""
     trainer = make_trainer(rank)
     prompts = make_prompts(rank)

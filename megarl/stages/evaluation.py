@@ -16,7 +16,7 @@ from megarl.config.schema import Task
 from megarl.data.tasks import eval_task
 from megarl.rollout.sampling import request_seed
 from megarl.rollout.schedule import Generate
-from megarl.run.context import Rank
+from megarl.run.context import RankContext
 from megarl.run.data import make_exchange, make_prompts
 from megarl.run.models import make_reward_model
 from megarl.run.sync import synced
@@ -137,14 +137,16 @@ def describe(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def run(rank: Rank) -> None:
+def run(rank: RankContext) -> None:
     """Runs `megarl eval` on this rank."""
     trainer, engine, *_ = synced(rank)
     exchange = make_exchange(rank, engine, reward_model=make_reward_model(rank, trainer))
     evaluation_of(rank, exchange, 0, Silent().evaluated).run(0)
 
 
-def evaluation_of(rank: Rank, generate: Generate, start: int, evaluated: Evaluated) -> Evaluation:
+def evaluation_of(
+    rank: RankContext, generate: Generate, start: int, evaluated: Evaluated
+) -> Evaluation:
     """Returns the evaluation of the configured problem sets, sampled with `generate`.
 
     `start` is the number of steps already done.
@@ -172,7 +174,7 @@ def evaluation_of(rank: Rank, generate: Generate, start: int, evaluated: Evaluat
 
 
 def make_evaluation(
-    rank: Rank, measures: Sequence[Measure], start: int, evaluated: Evaluated
+    rank: RankContext, measures: Sequence[Measure], start: int, evaluated: Evaluated
 ) -> Evaluation:
     """Returns an evaluation that runs `measures`; `start` is the number of steps already done.
 

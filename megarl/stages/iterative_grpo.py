@@ -24,14 +24,14 @@ from megarl.roles import Prompts, Rollouts
 from megarl.rollout import schedule
 from megarl.rollout.exchange import Exchange
 from megarl.run.checkpoints import export
-from megarl.run.context import Rank
+from megarl.run.context import RankContext
 from megarl.run.models import Learner, RewardModel, policy_of
 from megarl.stages.reward_model import Rankings
 from megarl.stages.rl import RlRun, train, train_policy
 from megarl.trainer.reference import Reference
 
 
-def run(rank: Rank) -> None:
+def run(rank: RankContext) -> None:
     """Runs stage iterative_grpo on this rank."""
     iterations = Iterations(rank)
     export(rank, train_policy(rank, loop=iterations.loop, further=iterations.further))
@@ -110,7 +110,7 @@ class Iterations:
     learner: Learner
     reward_model: RewardModel | None  # None if the reward model is not trained
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: RankContext) -> None:
         self.rank = rank
         self.settings = rank.config.iterative
         options = self.settings.reward_model

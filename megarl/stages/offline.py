@@ -15,7 +15,7 @@ from megarl.data.prompts import PromptStream
 from megarl.platform.device import peak_gb
 from megarl.roles import Checkpoint, Phases, Prompts, Telemetry
 from megarl.run.checkpoints import export, make_checkpoints, saved
-from megarl.run.context import Rank, rank_telemetry
+from megarl.run.context import RankContext, rank_telemetry
 from megarl.run.data import make_prompts
 from megarl.run.models import check_weights
 from megarl.run.phases import TimedPhases
@@ -74,7 +74,7 @@ def train_offline(
 
 
 @contextmanager
-def open_run(rank: Rank, trainer: Trainer, prompts: PromptStream) -> Iterator[OfflineRun]:
+def open_run(rank: RankContext, trainer: Trainer, prompts: PromptStream) -> Iterator[OfflineRun]:
     """Restores the configured checkpoint, yields the run, and exports the model at the end.
 
     If a check fails or SIGTERM arrives, saves the progress and re-raises.
@@ -100,7 +100,7 @@ def open_run(rank: Rank, trainer: Trainer, prompts: PromptStream) -> Iterator[Of
 
 
 def train_measured(
-    rank: Rank,
+    rank: RankContext,
     run: OfflineRun,
     examples: Examples,
     update: Callable[[Any], StepReport],
@@ -114,7 +114,7 @@ def train_measured(
     train_offline(run, examples, update, evaluate=evaluation.maybe_run)
 
 
-def held_out(rank: Rank, examples: Examples) -> Callable[[], Any]:
+def held_out(rank: RankContext, examples: Examples) -> Callable[[], Any]:
     """Returns a function that builds the held-out batch on its first call, then caches it."""
     size = rank.config.eval.size
     return cache(lambda: examples(make_prompts(rank, "eval").take(size, repeat=False)))

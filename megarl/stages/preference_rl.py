@@ -6,7 +6,7 @@ The training loop is in rl.py; the learner trains on the selected samples only.
 from megarl.algorithms.objective import Objective
 from megarl.algorithms.preference import DpoObjective, best_and_worst
 from megarl.run.checkpoints import export
-from megarl.run.context import Rank
+from megarl.run.context import RankContext
 from megarl.stages.rl import train_policy
 from megarl.types import ScoredBatch
 
@@ -16,7 +16,7 @@ def best(batch: ScoredBatch) -> list[int]:
     return best_and_worst(batch)[::2]
 
 
-def best_of_n(rank: Rank) -> None:
+def best_of_n(rank: RankContext) -> None:
     """Trains by SFT on the best sample of each prompt (RAFT, arXiv 2304.06767)."""
     config = rank.config
     settings = {"loss": "sft", "correction": "none", "correction_options": {}}
@@ -24,7 +24,7 @@ def best_of_n(rank: Rank) -> None:
     export(rank, train_policy(rank, objective=objective, select=best))
 
 
-def iterative_dpo(rank: Rank) -> None:
+def iterative_dpo(rank: RankContext) -> None:
     """Trains by DPO on the best and the worst sample of each prompt."""
     config = rank.config
     objective = DpoObjective(config.algorithm, config.rollout.max_tokens, options=config.dpo)

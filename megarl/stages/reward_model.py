@@ -18,7 +18,7 @@ from megarl.algorithms.objective import loss_weights
 from megarl.algorithms.preference import pair_weights, ranked_right
 from megarl.algorithms.reward_model import ranking_losses, step_losses
 from megarl.data.preferences import preference_batch, step_batch
-from megarl.run.context import Rank
+from megarl.run.context import RankContext
 from megarl.run.data import make_prompts
 from megarl.run.models import make_trainer
 from megarl.stages.evaluation import with_interval
@@ -28,7 +28,7 @@ from megarl.trainer.trainer import Trainer
 from megarl.types import PreferenceBatch, StepBatch, StepReport
 
 
-def run(rank: Rank) -> None:
+def run(rank: RankContext) -> None:
     """Runs stage reward_model on this rank."""
     options = rank.config.reward_model
     kind = "process" if options.process else options.head

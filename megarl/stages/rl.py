@@ -31,7 +31,7 @@ from megarl.rollout.schedule import Generate
 from megarl.rollout.vllm.engine import Engine
 from megarl.run import models
 from megarl.run.checkpoints import export, make_checkpoints, saved
-from megarl.run.context import Rank, rank_telemetry
+from megarl.run.context import RankContext, rank_telemetry
 from megarl.run.data import make_exchange, make_prompts, make_rollouts
 from megarl.run.engine import make_engine
 from megarl.run.models import (
@@ -96,14 +96,14 @@ def train(run: RlRun) -> None:
         run.evaluation.maybe_run(step + 1)
 
 
-def run(rank: Rank) -> None:
+def run(rank: RankContext) -> None:
     """Runs stage rl on this rank."""
     export(rank, train_policy(rank))
 
 
 def train_policy(
-    rank: Rank,
-    start_engine: Callable[[Rank], Engine] = make_engine,
+    rank: RankContext,
+    start_engine: Callable[[RankContext], Engine] = make_engine,
     objective: Objective | None = None,  # None: built from the config
     select: SelectRows | None = None,  # returns the rows to train on; None: all rows
     *,
@@ -160,7 +160,7 @@ def train_policy(
 
 
 def make_run(
-    rank: Rank,
+    rank: RankContext,
     generate: Generate,
     ledger: Ledger,
     telemetry: Telemetry,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megarl.algorithms.objective import loss_weights, supervised_loss
 from megarl.data.collate import supervised_batch
-from megarl.run.context import Rank
+from megarl.run.context import RankContext
 from megarl.run.data import make_prompts
 from megarl.run.models import make_trainer
 from megarl.stages.offline import OfflineRun, held_out, open_run, train_offline
@@ -23,7 +23,7 @@ from megarl.trainer.trainer import Trainer
 from megarl.types import StepReport, TokenBatch
 
 
-def run(rank: Rank) -> None:
+def run(rank: RankContext) -> None:
     """Runs stage sft on this rank."""
     options = rank.config.sft
     trainer = make_trainer(rank)

@@ -62,7 +62,7 @@ class HostBuffer:
 
     _bytes = torch.empty(0)
 
-    def beside(self, tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    def with_storages(self, tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Returns each storage of `tensors` once, and its part of the buffer: [bytes] uint8."""
         unique = {x.untyped_storage().data_ptr(): x for x in tensors if x.numel()}
         flats = [flat_storage(x) for x in unique.values()]
@@ -151,7 +151,7 @@ class Memory:
     @torch.no_grad()
     def _offload(self, kind: str, tensors: Iterable[Tensor]) -> None:
         if kind in self._hosts and not self._away.get(kind):
-            self._away[kind] = self._hosts[kind].beside(tensors)
+            self._away[kind] = self._hosts[kind].with_storages(tensors)
             for there, here in self._away[kind]:
                 here.copy_(there, non_blocking=True)
                 there.untyped_storage().resize_(0)  # reuse is ordered after the copy, on the stream

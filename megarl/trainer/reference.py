@@ -55,14 +55,14 @@ class Reference:
     @torch.no_grad()
     def reset(self) -> None:
         """Copies the current weights, bit for bit; `is_policy` is True until the first update."""
-        for there, here in self._host.beside(self._parameters().values()):
+        for there, here in self._host.with_storages(self._parameters().values()):
             here.copy_(there)
         self.is_policy = True
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Context: swaps the reference in; on exit, restores the weights and verifies checksums."""
-        pairs = self._host.beside(self._parameters().values())
+        pairs = self._host.with_storages(self._parameters().values())
         before = torch.stack([checksum(there) for there, _ in pairs])
         _exchange(pairs)
         try:

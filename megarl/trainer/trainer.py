@@ -110,15 +110,16 @@ class Trainer:
         # fields of TransformerConfig and of DistributedDataParallelConfig
         megatron_options: Mapping[str, Any] | None = None,
         # a trainer of the same layout, which shares its process groups; close it last
-        beside: "Trainer | None" = None,
+        share_groups_with: "Trainer | None" = None,
     ) -> "Trainer":
         """Builds a trainer and loads `folder`, a Hugging Face or Megatron checkpoint."""
         moe = moe or Moe()
         precision = precision or Precision()
         head = head or VocabularyHead(shape.vocab, train.logprob_chunk)
         settings, reduction = _split_options(megatron_options or {})
-        assert beside is None or beside.layout == layout
-        groups = init_parallel(layout, seed=seed) if beside is None else beside.groups
+        assert share_groups_with is None or share_groups_with.layout == layout
+        groups = share_groups_with.groups if share_groups_with else init_parallel(layout, seed=seed)
+        owns_groups = share_groups_with is None
         if lora:  # with overlap, Megatron gathers the inputs of shared experts itself
             settings.setdefault("moe_shared_expert_overlap", False)
         settings |= megatron_settings(precision, device)
@@ -138,7 +139,7 @@ class Trainer:
             adapters and adapters.reduce_gradients,
         )
         memory = Memory(chunks, train.offload)  # frees the gradients
-        # it copies the weights, which must be loaded before
+        # the optimizer copies the loaded weights
         memory.optimizer = optimizer = build_optimizer(chunks, train)
         emulation.after_update()
         router_losses = None
@@ -147,10 +148,10 @@ class Trainer:
         # a fused router cannot replay routes
         can_replay = shape.is_moe and traced is None and not model[0].config.moe_router_fusion
         replayed = chunks if can_replay else []
-        router_replay = RouterReplay(replayed, shape, layout, groups, is_policy=beside is None)
+        router_replay = RouterReplay(replayed, shape, layout, groups, is_policy=owns_groups)
         return cls(
             shape, layout, train, head, groups, device, chunks, optimizer, LrSchedule(train),
-            router_losses, router_replay, memory, table, traced, beside is None,
+            router_losses, router_replay, memory, table, traced, owns_groups,
             precision, emulation, adapters,
         )  # fmt: skip
 

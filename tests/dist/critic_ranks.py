@@ -78,7 +78,7 @@ class Job:
             head=CriticHead(),
             folder=path,
             device=device,
-            beside=self.actor,
+            share_groups_with=self.actor,
         )
         self.learner = ActorCritic(PolicyLearner(self.actor, objective), values, critic)
         state = self.state = objective.initial_state()

@@ -23,7 +23,7 @@ from megarl.commands.random_model import create_model
 from megarl.config.schema import Config, Create
 from megarl.platform.device import pick_device
 from megarl.platform.env import Env
-from megarl.run.context import Rank
+from megarl.run.context import RankContext
 from megarl.run.models import make_reward_model, make_trainer
 from megarl.types import Sample
 
@@ -89,7 +89,7 @@ def measure(policy: Path, classifier: Path, parallel: dict[str, int]) -> dict[st
         sections | {"train": {"dtype": "fp32", "max_tokens_per_microbatch": 40}}
     )
     env = Env.read()
-    rank, engine = Rank.of(config, env, pick_device(env.local_rank)), Engine()
+    rank, engine = RankContext.of(config, env, pick_device(env.local_rank)), Engine()
     trainer = make_trainer(rank)
     reward_model = make_reward_model(rank, trainer)
     assert reward_model is not None

@@ -30,7 +30,7 @@ from megarl.platform.device import pick_device
 from megarl.platform.env import Env
 from megarl.rewards.scorer import make_scorer
 from megarl.rollout.vllm.engine import Engine
-from megarl.run.context import Rank
+from megarl.run.context import RankContext
 from megarl.run.data import make_exchange, make_rollouts
 from megarl.run.sync import parity_checks, synced
 from megarl.trainer.moe import BalancedRouter
@@ -100,7 +100,7 @@ def _rerouted(
     return routing
 
 
-def sampled(rank: Rank, engine: Engine) -> tuple[TrainBatch, int]:
+def sampled(rank: RankContext, engine: Engine) -> tuple[TrainBatch, int]:
     """The batch, and how many tokens of prompts came from the prefix cache."""
     exchange = replace(make_exchange(rank, engine), rewards=make_scorer(()))
     rollout = replace(make_rollouts(rank, exchange), filter_zero_std=False).collect(
@@ -146,7 +146,7 @@ def step(trainer: Trainer, batch: TrainBatch) -> tuple[Tensor, float, dict[str, 
     return logprobs_T, report.grad_norm, dict(report.metrics)
 
 
-def layout_found(rank: Rank, parallel: dict[str, int], batch: TrainBatch) -> dict[str, Any]:
+def layout_found(rank: RankContext, parallel: dict[str, int], batch: TrainBatch) -> dict[str, Any]:
     def mean_diff(logprobs_T: Tensor) -> float:
         return float((logprobs_T - batch.rollout_logprobs)[batch.mask].abs().mean())
 
@@ -195,7 +195,7 @@ def changed_on_the_way(trainer: Trainer, batch: TrainBatch) -> str:
         assert all(router.router_replay is None for router in routers(trainer))
 
 
-def verdict(rank: Rank, trainer: Trainer, engine: Engine, batch: TrainBatch) -> str:
+def verdict(rank: RankContext, trainer: Trainer, engine: Engine, batch: TrainBatch) -> str:
     """What the gate says of a run that does not replay."""
     plain, objective = replace(batch, choices=()), Objective(rank.config.algorithm, 24)
     scores = objective.advantages(
@@ -221,7 +221,7 @@ def main(folder: Path, layouts: list[dict[str, int]]) -> None:
         save_model(MODEL, folder)
     dist.barrier()
     config, env = config_of(folder, world), Env(this, world, this, world, job_id=f"routes{world}")
-    rank = Rank.of(config, env, pick_device(this))
+    rank = RankContext.of(config, env, pick_device(this))
     trainer, engine, parity, _ = synced(rank)
     found: dict[str, Any] = {
         "probe": [[excess.statistic, excess.limit] for excess in parity.probe()[1]]
@@ -250,14 +250,14 @@ def main(folder: Path, layouts: list[dict[str, int]]) -> None:
     dist.destroy_process_group()
 
 
-def _replayed(rank: Rank, trainer: Trainer, batch: TrainBatch) -> Any:
+def _replayed(rank: RankContext, trainer: Trainer, batch: TrainBatch) -> Any:
     objective = Objective(rank.config.algorithm, 24)
     return objective.advantages(batch, _scores(trainer.logprobs(batch)), objective.initial_state())[
         0
     ]
 
 
-def _seconds(rank: Rank, engine: Engine, *, captures: int) -> float:
+def _seconds(rank: RankContext, engine: Engine, *, captures: int) -> float:
     """CPU time of a rollout of 16 samples."""
     capture, mode = engine._capture, "engine" if captures else "none"
     assert capture is not None

@@ -350,7 +350,7 @@ def check_teacher(bench: Bench) -> list[dict[str, Any]]:
             )
         }
         other = Trainer.build(
-            read_model(teacher_folder), trainer.layout, folder=teacher_folder, device=trainer.device, beside=trainer,
+            read_model(teacher_folder), trainer.layout, folder=teacher_folder, device=trainer.device, share_groups_with=trainer,
             **settings,
         )  # fmt: skip
         other.memory.offload_all()

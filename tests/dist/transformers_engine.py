@@ -15,7 +15,7 @@ from megarl.layout import Layout, Parallel
 from megarl.models.engine import engine_table
 from megarl.models.shards import ShardSlice, slices_of
 from megarl.rollout.sampling import check_new, check_running, unsampled
-from megarl.run.context import Rank
+from megarl.run.context import RankContext
 from megarl.types import Request, Sample, SampleKey
 from megarl.weights.sync.checksum import copy_and_verify, positional_checksum
 from megarl.weights.sync.execute import split_message
@@ -65,14 +65,14 @@ class TransformersEngine:
 
     model: Any
     receiver: Receiver
-    rank: Rank
+    rank: RankContext
     max_model_len: int = 64
     is_asleep: bool = False
     bytes_asleep: int = 0
     waiting: dict[SampleKey, Request] = field(default_factory=dict)
 
     @classmethod
-    def start(cls, rank: Rank) -> TransformersEngine:
+    def start(cls, rank: RankContext) -> TransformersEngine:
         config = transformers.AutoConfig.from_pretrained(rank.model_folder)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         slices = slices_of(engine_table(rank.shape), rank.shape, Layout.of(Parallel(), 1, 0))

@@ -19,7 +19,7 @@ from megarl.config.schema import Create
 from megarl.platform.device import pick_device
 from megarl.platform.env import Env
 from megarl.rollout.vllm.engine import Engine
-from megarl.run.context import Rank
+from megarl.run.context import RankContext
 from megarl.run.engine import make_engine
 from megarl.stages.rl import train_policy
 
@@ -97,7 +97,7 @@ def main(folder: Path, which: str) -> None:
     dist.init_process_group("gloo")
     device, engines = pick_device(env.local_rank), []
 
-    def start(rank: Rank) -> Engine:
+    def start(rank: RankContext) -> Engine:
         """The engine of the first case serves all."""
         engines.extend([] if engines else [make_engine(rank)])
         return engines[0]
@@ -112,7 +112,7 @@ def main(folder: Path, which: str) -> None:
         overrides = [override.replace("TEACHER", str(teacher)) for override in overrides]
         values = [f"run.dir={folder}", f"run.name={name}", *COMMON, *overrides]
         config = materialize_model(load_config(ROOT / "configs" / "tiny_dense.yaml", values))
-        rank = Rank.of(config, env, device)
+        rank = RankContext.of(config, env, device)
         train_policy(rank, start)
     dist.barrier()
     dist.destroy_process_group()

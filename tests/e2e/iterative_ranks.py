@@ -23,7 +23,7 @@ from megarl.config.load import load_config
 from megarl.platform.device import pick_device
 from megarl.platform.env import Env
 from megarl.rollout.vllm.engine import Engine
-from megarl.run.context import Rank
+from megarl.run.context import RankContext
 from megarl.run.engine import make_engine
 from megarl.run.models import RewardModel, make_reward_model, policy_of
 from megarl.stages.iterative_grpo import Iterations, RewardModelTraining
@@ -114,14 +114,14 @@ class Runs:
         self.folder, self.env, self.engines = folder, Env.read(), list[Engine]()
         self.device = pick_device(self.env.local_rank)
 
-    def start(self, rank: Rank) -> Engine:
+    def start(self, rank: RankContext) -> Engine:
         self.engines.extend([] if self.engines else [make_engine(rank)])
         return self.engines[0]
 
-    def rank(self, name: str, *overrides: str) -> Rank:
+    def rank(self, name: str, *overrides: str) -> RankContext:
         values = [f"run.dir={self.folder}", f"run.name={name}", *SMALL, *overrides]
         config = materialize_model(load_config(ROOT / "configs" / "iterative_grpo.yaml", values))
-        return Rank.of(config, self.env, self.device)
+        return RankContext.of(config, self.env, self.device)
 
     def iterative(self, name: str) -> str:
         rank = self.rank(name)
@@ -209,7 +209,7 @@ class Runs:
         }
 
 
-def make_trainer_alone(rank: Rank) -> RewardModel:
+def make_trainer_alone(rank: RankContext) -> RewardModel:
     from megarl.run.models import make_trainer
 
     reward_model = make_reward_model(rank, make_trainer(rank))

@@ -17,7 +17,7 @@ from megarl.config.load import load_config
 from megarl.platform.device import pick_device
 from megarl.platform.env import Env
 from megarl.rollout.vllm.engine import Engine
-from megarl.run.context import Rank
+from megarl.run.context import RankContext
 from megarl.run.engine import make_engine
 from megarl.stages.rl import train_policy
 from megarl.trainer.trainer import Trainer
@@ -71,10 +71,10 @@ def main(folder: Path) -> None:
     with pytest.raises(
         ValueError, match=r"model.revision is commit0 and commit1 on different nodes"
     ):
-        Rank.of(load_config(ROOT / "configs" / "tiny_dense.yaml", two_commits), env, device)
+        RankContext.of(load_config(ROOT / "configs" / "tiny_dense.yaml", two_commits), env, device)
     kept: dict[tuple[str, int], Engine] = {}  # one at most
 
-    def start(rank: Rank) -> Engine:
+    def start(rank: RankContext) -> Engine:
         key = (rank.config.model.path or "", rank.config.rollout.tensor)
         if key not in kept:
             for engine in kept.values():
@@ -94,7 +94,7 @@ def main(folder: Path) -> None:
         config = materialize_model(
             load_config(ROOT / "configs" / f"{name}.yaml", [*common, *overrides.split()])
         )
-        trainer = train_policy(Rank.of(config, env, device), start)
+        trainer = train_policy(RankContext.of(config, env, device), start)
         differ[f"{name}-{case}"] = replicas_that_differ(trainer)
     if env.is_main:
         (folder / "replicas.json").write_text(json.dumps(differ))

@@ -17,7 +17,7 @@ from megarl.platform.device import pick_device
 from megarl.platform.env import Env
 from megarl.rollout.vllm.engine import Engine
 from megarl.run.checkpoints import export
-from megarl.run.context import Rank
+from megarl.run.context import RankContext
 from megarl.run.engine import make_engine
 from megarl.stages.rl import train_policy
 
@@ -75,7 +75,7 @@ def main(folder: Path, cases: list[tuple[str, str, str]]) -> None:
         )
         assert config.lora is not None
 
-        def start(rank: Rank) -> Engine:
+        def start(rank: RankContext) -> Engine:
             lora = rank.config.lora
             assert lora is not None
             rollout = rank.config.rollout
@@ -92,7 +92,7 @@ def main(folder: Path, cases: list[tuple[str, str, str]]) -> None:
                 kept[key] = make_engine(rank)
             return kept[key]
 
-        rank = Rank.of(config, env, device)
+        rank = RankContext.of(config, env, device)
         trainer = train_policy(rank, start)
         assert trainer.adapters is not None
         export(rank, trainer)

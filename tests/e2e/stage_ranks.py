@@ -23,7 +23,7 @@ from megarl.platform.device import pick_device
 from megarl.platform.env import Env
 from megarl.processes.exit_codes import CurrentPhase
 from megarl.rollout.vllm.engine import Engine
-from megarl.run.context import Rank
+from megarl.run.context import RankContext
 from megarl.run.engine import make_engine
 from megarl.stages import iterative_grpo, preference_rl, rl
 
@@ -86,7 +86,7 @@ def main(folder: Path, layouts: str = "") -> None:
     dist.init_process_group("gloo")
     device = pick_device(env.local_rank)
 
-    def start(rank: Rank) -> Engine:
+    def start(rank: RankContext) -> Engine:
         engines.extend([] if engines else [make_engine(rank)])
         return engines[0]
 
@@ -98,7 +98,7 @@ def main(folder: Path, layouts: str = "") -> None:
             shutil.copytree(kept, folder / name / "checkpoints" / kept.name)
         values = [f"run.dir={folder}", f"run.name={name.replace(' ', '.')}", *SMALL, *overrides]
         config = materialize_model(load_config(ROOT / "configs" / f"{file}.yaml", values))
-        rank = Rank.of(config, env, device, phase)
+        rank = RankContext.of(config, env, device, phase)
         for module in SAMPLE:
             vars(module).update(make_engine=start)
         module, _, function = STAGES[config.stage].entry.partition(":")

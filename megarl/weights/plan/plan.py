@@ -27,7 +27,13 @@ from megarl.models.shape import ModelShape, Shape
 from megarl.models.shards import ElementSizes, LayerSpec, ShardSlice, whole_tensor
 from megarl.weights.plan.rounds import assign_rounds
 from megarl.weights.plan.senders import Hops, assign_senders
-from megarl.weights.plan.tables import FleetTables, Ints, Placement, RecordedSlices, SlicesByRank
+from megarl.weights.plan.tables import (
+    Ints,
+    Placement,
+    SlicesByRank,
+    TablePlacement,
+    TracedPlacement,
+)
 
 GROUPS_PER_ROUND = 16  # the largest groups fill 1/16 of a round
 
@@ -204,7 +210,7 @@ def plan_transfers(
         table = with_scales(table, fmt, is_whole=True)
     sizes = ElementSizes(8 * itemsize, table.bits)
     itemsize = sizes.unit // 8
-    placement = FleetTables(
+    placement = TablePlacement(
         shape,
         fleet,
         table,
@@ -229,7 +235,7 @@ def plan_recorded(
     world = max(len(sources), len(destinations))
     per_node = min(ranks_per_node or world, world)
     max_numel = _max_numel(round_bytes // itemsize, per_node)
-    placement = RecordedSlices(sources, destinations, per_node, max_numel)
+    placement = TracedPlacement(sources, destinations, per_node, max_numel)
     return _plan(placement, itemsize, round_bytes)
 
 

@@ -35,13 +35,13 @@ def assign_senders(placement: Placement) -> Hops:
     receivers = placement.receivers
     starts = placement.layer_starts
     nodes = list(_by_node(receivers, per_node))
-    lanes = placement.lanes
+    starts_per_node = placement.starts_per_node
     period = placement.period
     offsets = np.zeros(placement.world, dtype=np.int64)  # position where each rank starts
     for index, rank in enumerate(receivers):
         node = nodes.index(rank // per_node)
-        lane = node * lanes + index % period * lanes // period
-        even = placement.total * lane // (len(nodes) * lanes)
+        start = node * starts_per_node + index % period * starts_per_node // period
+        even = placement.total * start // (len(nodes) * starts_per_node)
         offsets[rank] = starts[np.searchsorted(starts, even, side="right") - 1]
     hops: list[Ints] = [np.zeros((6, 0), dtype=np.int64)]
     relays: list[Ints] = [np.zeros((2, 0), dtype=np.int64)]

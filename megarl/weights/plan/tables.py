@@ -1,10 +1,11 @@
 """A Placement: what moves in a sync, which trainer ranks have it and which engine ranks store it,
 from the tables of trainer and engine, or from recorded slices.
 
-FleetTables: groups of templates, once for all layers and experts; a coordinate is a rank along the
-             axis that splits the tensor: template, rank, layer, expert --slice_of--> ShardSlice
-RecordedSlices: groups of the slices of every rank, for a family without a table; a coordinate is a
-                rank
+TablePlacement: groups of templates, once for all layers and experts; a coordinate is a rank along
+                the axis that splits the tensor:
+                template, rank, layer, expert --slice_of--> ShardSlice
+TracedPlacement: groups of the slices of every rank, for a family without a table; a coordinate is
+                 a rank
 """
 
 from collections import Counter
@@ -59,7 +60,7 @@ class Instances:
     part: Ints  # expert-parallel rank of the engine that stores it
 
 
-class RecordedSlices:
+class TracedPlacement:
     """A Placement whose coordinates are ranks and whose layers are tensors. `destinations` are in
     the engine's order."""
 
@@ -80,8 +81,8 @@ class RecordedSlices:
         self.world = max(len(sources), len(destinations))
         self.ranks_per_node = ranks_per_node
         self.receivers = [rank for rank, slices in enumerate(destinations) if slices]
-        self.lanes = 1  # number of layers at which ranks of one node start
-        self.period = 1  # the lanes repeat after `period` ranks
+        self.starts_per_node = 1  # number of layers at which ranks of one node start
+        self.period = 1  # the starts repeat after `period` ranks
         sizes = _unit_numel(self.groups)
         self.layer_starts = np.cumsum(sizes) - sizes  # positions, ascending
         self.total = max(1, int(sizes.sum()))  # elements of a replica
@@ -122,7 +123,7 @@ class _Section:
     is_expert: bool = False
 
 
-class FleetTables:
+class TablePlacement:
     """A Placement whose coordinates are ranks along the axis that splits a tensor. Sections are in
     the engine's order."""
 
@@ -140,13 +141,15 @@ class FleetTables:
         self.ranks_per_node = fleet.ranks_per_node
         first = fleet.first_receiver
         self.receivers = list(range(first, first + fleet.receivers))
-        # several lanes if a node has more ranks than a pipeline stage; ranks that relay to each
+        # several starts if a node has more ranks than a pipeline stage; ranks that relay to each
         # other start together
         self.period = min(fleet.ranks_per_node, fleet.ranks_per_replica)
         if fleet.world <= fleet.ranks_per_node:
             self.period = fleet.receivers
         stage = fleet.trainers // fleet.parallel.pipeline
-        self.lanes = min(self.period, -(-min(fleet.ranks_per_node, fleet.receivers) // stage))
+        self.starts_per_node = min(
+            self.period, -(-min(fleet.ranks_per_node, fleet.receivers) // stage)
+        )
         self._filled = {}  # cache of `slice_of`
         self._shape = shape
         self._fleet = fleet
@@ -317,4 +320,4 @@ class FleetTables:
         return self._filled[key]
 
 
-Placement = FleetTables | RecordedSlices
+Placement = TablePlacement | TracedPlacement

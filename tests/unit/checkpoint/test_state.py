@@ -62,13 +62,18 @@ class Job:
         root: Path,
         folder: Path | None = None,
         model: Create = SMALL,
-        beside: Trainer | None = None,
+        share_groups_with: Trainer | None = None,
         **options,
     ) -> None:
         path, layout = create_model(model, root / "models"), Layout.of(Parallel(), 1, 0)
         train, device = Train.model_validate(TRAIN), torch.device("cpu")
         self.trainer = Trainer.build(
-            read_model(path), layout, train=train, folder=path, device=device, beside=beside
+            read_model(path),
+            layout,
+            train=train,
+            folder=path,
+            device=device,
+            share_groups_with=share_groups_with,
         )
         self.cursor, self.said = Cursor(), []
         self.state, self.folder = ObjectiveState(0.0), folder or root / "checkpoints"
@@ -143,7 +148,7 @@ class Iterative(Job):
             self.onloaded,
             self.lent,
         )
-        super().__init__(root, further=further, beside=self.model.trainer)
+        super().__init__(root, further=further, share_groups_with=self.model.trainer)
         self.reference = Reference(self.trainer.parameters_by_name)
 
     @contextmanager

@@ -43,7 +43,9 @@ def make(
     )
     actor = PolicyLearner(build(folder, create, **train), objective)
     head = CriticHead() if settings.bootstrap_truncated else ValueHead()
-    values = build(folder, create, head=head, beside=actor.trainer, **{**train, "lr": settings.lr})
+    values = build(
+        folder, create, head=head, share_groups_with=actor.trainer, **{**train, "lr": settings.lr}
+    )
     return ActorCritic(actor, values, settings)
 
 

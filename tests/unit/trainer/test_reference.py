@@ -53,7 +53,7 @@ def test_weights_that_changed_in_the_meantime_are_noticed() -> None:
         pytest.raises(AssertionError, match="the weights changed behind"),
         reference.in_use(),
     ):
-        reference._host.beside([weight])[0][1].add_(1)
+        reference._host.with_storages([weight])[0][1].add_(1)
 
 
 def test_host_memory_is_pinned_for_a_gpu_only() -> None:

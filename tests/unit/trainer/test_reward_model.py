@@ -25,7 +25,7 @@ from megarl.data.tokenizer import TokenIds, load_tokenizer, pad_token
 from megarl.platform.device import pick_device
 from megarl.platform.env import Env
 from megarl.run.checkpoints import export
-from megarl.run.context import Rank
+from megarl.run.context import RankContext
 from megarl.run.models import make_learner, make_trainer
 from megarl.stages.reward_model import Rankings, Steps, held_out_accuracy
 from megarl.trainer.actor_critic import ActorCritic
@@ -154,13 +154,13 @@ def test_a_held_out_ranking_is_recovered(tmp_path: Path) -> None:
 # --- folders ------------------------------------------------------------------------------------------------------
 
 
-def rank_of(folder: Path, runs: Path, **sections: Any) -> Rank:
+def rank_of(folder: Path, runs: Path, **sections: Any) -> RankContext:
     sections |= {
         "train": {"dtype": "fp32"},
         "checkpoint": {"export_hf": "end"},
         "run": {"dir": str(runs)},
     }
-    return Rank.of(
+    return RankContext.of(
         Config.model_validate({"model": {"path": str(folder)}, **sections}),
         Env.read(),
         pick_device(0),

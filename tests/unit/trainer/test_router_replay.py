@@ -47,7 +47,7 @@ def build(
     folder: Path,
     *,
     moe: Moe | None = None,
-    beside: Trainer | None = None,
+    share_groups_with: Trainer | None = None,
     head: Any = None,
     **train,
 ) -> Trainer:
@@ -60,7 +60,7 @@ def build(
         folder=folder,
         device=device,
         moe=moe,
-        beside=beside,
+        share_groups_with=share_groups_with,
         head=head,
     )
 
@@ -286,7 +286,7 @@ def test_only_the_policy_replays(folder: Path) -> None:
         {"advantage": "gae", "kl": {"coef": 0.1, "where": "reward"}}
     )
     trainer = build(folder, lr=1e-2)
-    critic = build(folder, head=ValueHead(), beside=trainer, lr=1e-2)
+    critic = build(folder, head=ValueHead(), share_groups_with=trainer, lr=1e-2)
     with torch.no_grad():
         critic.parameters_by_name()["value_head.weight"].normal_()  # it begins at 0
     values, own = critic.forward(BATCH).values_T, trainer.logprobs(BATCH)

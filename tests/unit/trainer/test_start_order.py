@@ -14,7 +14,7 @@ from megarl.platform.device import pick_device
 from megarl.platform.env import Env
 from megarl.rollout.vllm.engine import Engine
 from megarl.run import engine, models
-from megarl.run.context import Rank
+from megarl.run.context import RankContext
 from megarl.stages import rl
 from megarl.trainer import trainer as trainer_module
 from megarl.trainer.trainer import Trainer
@@ -35,7 +35,7 @@ def test_start_up_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ROOT / "configs" / "tiny_dense.yaml", [f"run.dir={tmp_path}", "train.dtype=bf16", OFFLOAD]
     )
     rank, trace, trainers = (
-        Rank.of(materialize_model(config), Env(), pick_device(0)),
+        RankContext.of(materialize_model(config), Env(), pick_device(0)),
         list[tuple[str, Any]](),
         [],
     )
@@ -47,7 +47,9 @@ def test_start_up_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         kinds = [b.param_data for b in chunk.buffers], [b.grad_data for b in chunk.buffers], mains
         return [sum(x.untyped_storage().nbytes() for x in kind) for kind in kinds]
 
-    def make_trainer(rank: Rank, made: Callable[[Rank], Trainer] = models.make_trainer) -> Trainer:
+    def make_trainer(
+        rank: RankContext, made: Callable[[RankContext], Trainer] = models.make_trainer
+    ) -> Trainer:
         trainers.append(made(rank))
         trace.append(("built", sizes()))
         return trainers[-1]

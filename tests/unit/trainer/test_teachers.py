@@ -50,7 +50,9 @@ VOCAB, LENGTH, PROMPT = 8, 3, 5  # 512 responses to one prompt
 OFFLOAD = ("gradients", "optimizer", "weights")
 
 
-def beside(trainer: Trainer, folder: Path, top_k: int = 0) -> Callable[[TrainBatch], TokenOutputs]:
+def teacher_outputs(
+    trainer: Trainer, folder: Path, top_k: int = 0
+) -> Callable[[TrainBatch], TokenOutputs]:
     train = trainer.train.model_copy(update={"offload": OFFLOAD})
     other = Trainer.build(
         read_model(folder),
@@ -58,7 +60,7 @@ def beside(trainer: Trainer, folder: Path, top_k: int = 0) -> Callable[[TrainBat
         train=train,
         folder=folder,
         device=trainer.device,
-        beside=trainer,
+        share_groups_with=trainer,
     )
     other.memory.offload_all()
     return partial(forward_in_turn, other, trainer.memory, top_k=top_k)
@@ -103,7 +105,7 @@ def test_a_model_beside_the_policy_and_a_served_one_agree(tmp_path: Path) -> Non
     before = student.forward(batch).logprobs_T
     model, found = (
         load_model(folder),
-        [beside(student, folder)(batch), beside(student, folder, 4)(batch)],
+        [teacher_outputs(student, folder)(batch), teacher_outputs(student, folder, 4)(batch)],
     )
     with torch.no_grad():
         log_softmax = oracle_log_softmax(model, batch)
@@ -185,7 +187,7 @@ def test_a_vllm_server_and_a_model_beside_the_policy_agree(tmp_path: Path) -> No
     pytest.importorskip("vllm")  # whose attention on a CPU takes no heads of 16 channels
     folder = create_model(Create(**(SMALL | OTHER | {"head_dim": 64})), tmp_path)
     student, batch = build(tmp_path, offload=OFFLOAD), make_batch(num_rows=8, temperature=1.0)
-    local = [beside(student, folder)(batch), beside(student, folder, 4)(batch)]
+    local = [teacher_outputs(student, folder)(batch), teacher_outputs(student, folder, 4)(batch)]
     with vllm_server(folder, tmp_path / "vllm.log", "--enforce-eager") as url:
         patient = {"timeout_s": 120.0, "total_s": 240.0}  # the first request compiles
         found = [served_model(f"{url}/v1", top_k, **patient)(batch) for top_k in (0, 4)]
@@ -268,7 +270,7 @@ def test_the_step_is_that_of_the_divergence_in_plain_fp64(tmp_path: Path, top_k:
     for size in (64, 512):
         student, objective = build(tmp_path, max_tokens_per_microbatch=size), distilling(top_k)
         learner = PolicyLearner(
-            student, objective, frozen={"teacher_logprobs": beside(student, folder, top_k)}
+            student, objective, frozen={"teacher_logprobs": teacher_outputs(student, folder, top_k)}
         )
         scored, _ = objective.advantages(batch, learner.score(batch), objective.initial_state())
         assert scored.extra_labels is not None and scored.extra_labels.dtype == torch.int32
@@ -410,7 +412,7 @@ def test_the_student_reaches_an_enumerable_teacher(tmp_path: Path, top_k: int, b
     student = build(
         tmp_path, small, lr=1e-2, schedule="linear", steps=steps, max_tokens_per_microbatch=8192
     )
-    teacher = beside(
+    teacher = teacher_outputs(
         student, create_model(Create(**(SMALL | OTHER | {"vocab": VOCAB})), tmp_path), top_k
     )
     objective = distilling(top_k, beta)

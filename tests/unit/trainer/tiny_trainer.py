@@ -39,7 +39,7 @@ def build(
     fp8: Fp8 | None = None,
     lora: Lora | None = None,
     megatron_options: dict | None = None,
-    beside: Trainer | None = None,
+    share_groups_with: Trainer | None = None,
     **train,
 ) -> Trainer:
     model = create_model(Create(**(SMALL | (create or {}))), folder)
@@ -58,5 +58,5 @@ def build(
         precision=Precision(fp8=fp8),
         lora=lora,
         megatron_options=megatron_options,
-        beside=beside,
+        share_groups_with=share_groups_with,
     )
