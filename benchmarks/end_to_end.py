@@ -48,7 +48,7 @@ from megarl.types import Group, Prompt, Sample, TrainBatch
 __all__ = ["CASES", "even_share", "megarl_steps", "megarl_update", "trl_steps", "trl_update"]
 
 HERE = "benchmarks.end_to_end"
-CONFIGS = Path(__file__).parents[1] / "configs"
+ROOT = Path(__file__).parents[1]
 GRPO: dict[str, Any] = {
     "advantage": "grpo",
     "advantage_options": {"std": "unbiased", "eps": 1e-4},
@@ -106,7 +106,9 @@ def even_share(*, tokens: Sequence[int], **_unused: Any) -> float:
 
 
 def _config(model: str, /, **values: Any) -> Config:
-    base = load_config(CONFIGS / ("smollm2.yaml" if model else "quickstart.yaml"))
+    base = load_config(
+        ROOT / ("examples/addition/addition.yaml" if model else "configs/quickstart.yaml")
+    )
     fields = base.model_dump(mode="json")
     fields["algorithm"] = fields["algorithm"] | GRPO
     fields["rewards"] = [{"name": f"{HERE}:even_share"}]
@@ -118,7 +120,7 @@ def _config(model: str, /, **values: Any) -> Config:
 def _folder(model: str, parent: Path) -> Path:
     if model:
         return Path(model).resolve()
-    create = yaml.safe_load((CONFIGS / "quickstart_sft.yaml").read_text())["model"]["create"]
+    create = yaml.safe_load((ROOT / "configs/quickstart_sft.yaml").read_text())["model"]["create"]
     return create_model(Create(**create), parent / "model")
 
 

@@ -34,7 +34,7 @@ def train(folder: Path, model: Path, name: str, *keys: str) -> tuple[list[Any], 
         "-m",
         "megarl.cli",
         "train",
-        "configs/lora.yaml",
+        "examples/lora/lora.yaml",
         f"model.path={model.resolve()}",
     ]
     began = time.monotonic()
@@ -107,7 +107,7 @@ def main() -> int:
         f"$ python -m benchmarks.lora MODEL --steps {args.steps}",
         f"date      {time.strftime('%Y-%m-%d', time.gmtime())}",
         f"versions  {versions()}",
-        "settings  configs/lora.yaml; run.seed 1; MODEL is that of configs/quickstart_sft.yaml, run.seed 1",
+        "settings  examples/lora/lora.yaml; run.seed 1; MODEL is that of configs/quickstart_sft.yaml, run.seed 1",
         "",
         *(
             f"after {x['step']:>3} steps  sampled {x['sampled_accuracy']:.3f}  greedy {x['accuracy']:.3f}"

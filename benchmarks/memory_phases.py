@@ -56,7 +56,7 @@ OFFLOAD = {
     "gradients, optimizer; sleep 2": (("gradients", "optimizer"), 2),
 }
 PHASES = ("device", "startup", "rollout", "exchange", "train", "save", "sync", "staging")
-QWEN3_30B = HERE / "configs" / "qwen3_30b_a3b_8gpu.yaml"
+QWEN3_30B = HERE / "configs" / "gpu" / "qwen3_30b_a3b_8gpu.yaml"
 
 
 class Device(TorchDispatchMode):
@@ -493,7 +493,7 @@ def main() -> int:
                         flush=True,
                     )
     print(
-        "\nQwen3-30B-A3B, 8 x 80 GB, configs/qwen3_30b_a3b_8gpu.yaml with a share of 0.6 for the engine: GB of the"
+        "\nQwen3-30B-A3B, 8 x 80 GB, configs/gpu/qwen3_30b_a3b_8gpu.yaml with a share of 0.6 for the engine: GB of the"
     )
     print("fullest rank by arithmetic, with 4 GB for CUDA contexts and NCCL, without activations")
     print(f"  {'':26}{'engine first':>14}{'before':>10}{'now':>10}")

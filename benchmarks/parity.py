@@ -79,7 +79,7 @@ FEW_SAMPLES = (
     "train.prompts_per_step=2 rollout.samples_per_prompt=4 algorithm.filter_zero_std=false"
 )
 REAL_TRAININGS = {
-    f"SmolLM2 {dtype}, 20 steps": "configs/smollm2.yaml train.steps=20 eval.every=0 checkpoint.export_hf=never "
+    f"SmolLM2 {dtype}, 20 steps": "examples/addition/addition.yaml train.steps=20 eval.every=0 checkpoint.export_hf=never "
     f"train.dtype={dtype} {FEW_SAMPLES}"
     for dtype in ("fp32", "bf16")
 }
@@ -89,7 +89,7 @@ FAULTS = {
     for dtype in ("fp32", "bf16")
 }
 REAL_FAULTS = {
-    f"SmolLM2 {dtype}": f"configs/smollm2.yaml train.dtype={dtype} train.lr=1e-4"
+    f"SmolLM2 {dtype}": f"examples/addition/addition.yaml train.dtype={dtype} train.lr=1e-4"
     for dtype in ("fp32", "bf16")
 }
 
@@ -304,7 +304,7 @@ def healthy_starts(real: str | None) -> Iterator[tuple[str, list[str]]]:
                     yield f"{model} {dtype} {layout}, seed {seed}", arguments
         for layout, keys in REAL_LAYOUTS.items() if real else ():
             arguments = [
-                "configs/smollm2.yaml",
+                "examples/addition/addition.yaml",
                 f"model.path={real}",
                 f"train.dtype={dtype}",
                 *keys.split(),

@@ -1,4 +1,4 @@
-"""A real model: SmolLM2-135M-Instruct learns to add with configs/smollm2.yaml as it is, and layouts agree on it.
+"""A real model: SmolLM2-135M-Instruct learns to add with examples/addition/addition.yaml as it is, and layouts agree on it.
 
     python -m benchmarks.smollm2 MODEL [--seeds 1 2 3] [--only seeds|layouts]       about 80 minutes on two cores
 
@@ -47,7 +47,7 @@ def train(folder: Path, model: Path, keys: Sequence[str]) -> tuple[Sequence[Row]
         "-m",
         "megarl.cli",
         "train",
-        "configs/smollm2.yaml",
+        "examples/addition/addition.yaml",
         f"model.path={model.resolve()}",
     ]
     subprocess.run([*command, f"run.dir={folder}", *keys], cwd=ROOT, check=True, stdout=sys.stderr)

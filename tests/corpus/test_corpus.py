@@ -1,7 +1,7 @@
 """Files, folders and rows as people have them: each folder here is one report, with what must come of it.
 
     NAME/expect.yaml
-        argv: [train, CONFIGS/sft.yaml, "task.name=jsonl:rows.jsonl", --dry-run]    a command line, run in a copy of the folder
+        argv: [train, EXAMPLES/sft/sft.yaml, "task.name=jsonl:rows.jsonl", --dry-run]    a command line, run in a copy of the folder
         exit: 2                                     its exit code
         says: ["rows.jsonl: line 3"]                what it prints, in parts
         silent: [Traceback]                         what it must not print
@@ -12,7 +12,7 @@
         about: why people have it
         source: a public report of the kind
 
-`CONFIGS` is the repository's configs/. A base may have a make.py, whose make(folder) writes what is no text; a report
+`CONFIGS` and `EXAMPLES` are the repository's configs/ and examples/. A base may have a make.py, whose make(folder) writes what is no text; a report
 may have one as well, which sees the folder last. Commands run in this process, until a rank would start.
 """
 
@@ -33,7 +33,7 @@ import yaml
 from megarl.cli import main
 
 HERE = Path(__file__).parent
-CONFIGS = HERE.parents[1] / "configs"
+PLACES = {name.upper(): str(HERE.parents[1] / name) for name in ("configs", "examples")}
 KEYS = {"argv", "exit", "says", "silent", "value", "base", "json", "remove", "about", "source"}
 REPORTS = sorted(path.parent for path in HERE.glob("*/expect.yaml"))
 
@@ -45,6 +45,13 @@ def read_report(folder: Path) -> dict[str, Any]:
     assert ("argv" in report and "exit" in report) or "value" in report, folder.name
     assert report.get("exit") in (None, 0) or report.get("says"), f"{folder.name}: says what?"
     return report
+
+
+def fill_in(argv: list[Any]) -> list[str]:
+    texts = [str(argument) for argument in argv]
+    for name, place in PLACES.items():
+        texts = [text.replace(name, place) for text in texts]
+    return texts
 
 
 def run_make(path: Path, folder: Path) -> None:
@@ -122,8 +129,7 @@ def test_report(
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setenv("PYTHONPATH", f"{folder}:{HERE.parents[1]}")
     if "argv" in expect:
-        argv = [str(argument).replace("CONFIGS", str(CONFIGS)) for argument in expect["argv"]]
-        code = main(argv)
+        code = main(fill_in(expect["argv"]))
         printed = "".join(capfd.readouterr())
         assert code == expect["exit"], printed
         for text in expect.get("says", []):

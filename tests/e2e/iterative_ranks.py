@@ -120,7 +120,9 @@ class Runs:
 
     def rank(self, name: str, *overrides: str) -> RankContext:
         values = [f"run.dir={self.folder}", f"run.name={name}", *SMALL, *overrides]
-        config = materialize_model(load_config(ROOT / "configs" / "iterative_grpo.yaml", values))
+        config = materialize_model(
+            load_config(ROOT / "examples/iterative_grpo/iterative_grpo.yaml", values)
+        )
         return RankContext.of(config, self.env, self.device)
 
     def iterative(self, name: str) -> str:

@@ -42,6 +42,11 @@ CASES = {  # config and what differs
 }  # fmt: skip
 RESUMED = ("initial", "best_of_n", "ppo", "judge")
 FEW = ["train.steps=2", "checkpoint.every=0", "rollout.samples_per_prompt=4"]
+FILES = {
+    path.stem: path
+    for folder in ("configs", "examples")
+    for path in ROOT.glob(f"{folder}/**/*.yaml")
+}
 IN_LAYOUTS = {
     "ppo": ["ppo", *FEW, "train.prompts_per_step=8", "critic.warmup_steps=0", "critic.bootstrap_truncated=true"],
     "iterative_grpo": ["iterative_grpo", *FEW, "iterative.iterations=2", "iterative.reward_model.prompts=4",
@@ -97,7 +102,7 @@ def main(folder: Path, layouts: str = "") -> None:
             kept = min(saved.glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
             shutil.copytree(kept, folder / name / "checkpoints" / kept.name)
         values = [f"run.dir={folder}", f"run.name={name.replace(' ', '.')}", *SMALL, *overrides]
-        config = materialize_model(load_config(ROOT / "configs" / f"{file}.yaml", values))
+        config = materialize_model(load_config(FILES[file], values))
         rank = RankContext.of(config, env, device, phase)
         for module in SAMPLE:
             vars(module).update(make_engine=start)

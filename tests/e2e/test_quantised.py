@@ -52,7 +52,7 @@ def test_trained_one_step_and_exported_in_its_own_format(tmp_path: Path, kind: s
     folder, fmt, parts = make_quantised(kind, tmp_path)
     layout = "parallel={tensor: 2, expert: 2}"
     train(
-        "configs/sft.yaml",
+        "examples/sft/sft.yaml",
         folder,
         tmp_path,
         layout,

@@ -29,7 +29,7 @@ def train(folder: Path, name: str, *overrides: str) -> tuple[dict[str, torch.Ten
         "-m",
         "megarl.cli",
         "train",
-        "configs/reward_model.yaml",
+        "examples/reward_model/reward_model.yaml",
         f"run.dir={folder}",
     ]
     done = subprocess.run(

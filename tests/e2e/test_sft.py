@@ -34,7 +34,7 @@ def run(
         "-m",
         "megarl.cli",
         "train",
-        "configs/sft.yaml",
+        "examples/sft/sft.yaml",
         f"run.dir={folder}",
         f"run.name={name}",
     ]

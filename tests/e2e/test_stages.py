@@ -43,7 +43,7 @@ def test_dpo_resumes_with_the_same_bits(tmp_path: Path) -> None:
             "checkpoint.every=4",
         ]
         values += ["checkpoint.export_hf=end", "eval={every: 3, size: 8}"]
-        command = [sys.executable, "-m", "megarl.cli", "train", "configs/dpo.yaml", *values]
+        command = [sys.executable, "-m", "megarl.cli", "train", "examples/dpo/dpo.yaml", *values]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
         assert done.returncode == 0, done.stderr
         return load_file(tmp_path / name / "hf" / "model.safetensors")

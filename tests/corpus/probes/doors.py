@@ -15,7 +15,7 @@ from megarl.config.schema import Reward
 from megarl.rewards.catalog import make_rewards
 from megarl.rewards.interface import ScoreRequest
 
-CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class Hidden:
@@ -32,7 +32,10 @@ class Hidden:
 def without_package(folder: Path) -> list[Any]:
     """The exit code of the command in hidden.yaml without its `package`, and the last line of what it prints."""
     hidden = yaml.safe_load((folder / "hidden.yaml").read_text())
-    argv = [str(argument).replace("CONFIGS", str(CONFIGS)) for argument in hidden["argv"]]
+    argv = [
+        str(argument).replace("CONFIGS", f"{ROOT}/configs").replace("EXAMPLES", f"{ROOT}/examples")
+        for argument in hidden["argv"]
+    ]
     finders, error = sys.meta_path[:], io.StringIO()
     sys.meta_path.insert(0, Hidden(hidden["package"]))
     try:

@@ -18,10 +18,15 @@ from megarl.config.schema import Create
 from megarl.layout import Layout
 from megarl.models.registry import megatron_table, padded_vocab, read_model
 from megarl.models.shards import slices_of
+from megarl.rewards.catalog import make_rewards
+from megarl.rewards.interface import ScoreRequest
 from tests.hub import Hub, Repo, serve_hub
 
 ROOT = Path(__file__).resolve().parents[3]
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+CONFIGS = sorted(
+    path for folder in ("configs", "examples") for path in (ROOT / folder).rglob("*.yaml")
+)
+EXAMPLES = [path for path in CONFIGS if path.is_relative_to(ROOT / "examples")]
 MODELS = {
     "Qwen/Qwen3-8B": "qwen3_8b",
     "Qwen/Qwen3-30B-A3B": "qwen3_30b_a3b",
@@ -101,15 +106,49 @@ def test_every_config_passes_a_dry_run(hub: Hub, tmp_path: Path) -> None:
     assert done.stdout.count("processes  ") == len(runs)
 
 
+def test_no_config_doubles_another() -> None:
+    seen = dict[str, Path]()
+    for file in CONFIGS:
+        settings = load_config(file, []).model_dump(mode="json", exclude={"run"})
+        text = json.dumps(settings)
+        assert text not in seen, f"{file} and {seen[text]}"
+        seen[text] = file
+
+
+@pytest.mark.parametrize(
+    "folder", [path.parent for path in EXAMPLES], ids=[path.parent.name for path in EXAMPLES]
+)
+def test_an_example_is_a_page_and_one_config(folder: Path) -> None:
+    name, page = folder.name, (folder / "README.md").read_text()
+    assert [file.name for file in folder.glob("*.yaml")] == [f"{name}.yaml"]
+    assert len(page.splitlines()) <= 40
+    assert f"megarl train examples/{name}/{name}.yaml" in page
+    assert f"({name}/README.md)" in (ROOT / "examples" / "README.md").read_text()
+
+
+def test_the_problems_of_the_code_reward_can_be_solved() -> None:
+    config = load_config(ROOT / "examples/code_reward/code_reward.yaml", [])
+    [reward] = make_rewards(list(config.rewards))
+    rows = (ROOT / "examples/code_reward/problems.jsonl").read_text().splitlines()
+    requests = []
+    for number, row in enumerate(map(json.loads, rows)):
+        for kind, code in (("right", row["solution"]), ("wrong", "print('no')")):
+            response = f"```python\n{code}```"
+            requests.append(
+                ScoreRequest(
+                    f"{number}/{kind}", row["prompt"], response, extra={"tests": row["tests"]}
+                )
+            )
+    scores = reward(requests)
+    assert [score.value for score in scores] == [1.0, 0.0] * len(rows)
+
+
 @pytest.mark.parametrize(
     "file",
     [
-        ROOT / "configs" / f"{name}.yaml"
-        for name in (
-            "qwen3_8b_8gpu",
-            "qwen3_30b_a3b_8gpu",
-            "qwen3_235b_a22b_64gpu",
-        )
+        ROOT / "examples/math_8gpu/math_8gpu.yaml",
+        ROOT / "configs/gpu/qwen3_30b_a3b_8gpu.yaml",
+        ROOT / "configs/gpu/qwen3_235b_a22b_64gpu.yaml",
     ],
     ids=lambda file: file.stem,
 )
