@@ -12,7 +12,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from megarl.commands import audit, check, convert, evaluate, plan, report, serve_reward, train
+from megarl.commands import (
+    audit,
+    check,
+    convert,
+    evaluate,
+    explain,
+    plan,
+    report,
+    serve_reward,
+    train,
+)
 from megarl.platform.env import Env, clean_logs, get_env, log_text
 from megarl.processes.exit_codes import DONE, REFUSED, STOPPED, USER, classify
 from megarl.processes.files import full_disk
@@ -27,7 +37,7 @@ On several nodes, start the same command with torchrun
 
 
 # modules with NAME, HELP, add_arguments(parser), and run(args) -> exit code or None (DONE)
-COMMANDS = (train, evaluate, plan, check, report, audit, convert, serve_reward)
+COMMANDS = (train, evaluate, plan, check, explain, report, audit, convert, serve_reward)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -13,13 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import count
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from megarl.config.estimators import BOUND_NAMES
 from megarl.config.presets import PRESETS
+from megarl.config.reference import keys
 from megarl.config.schema import Config, Task
 from megarl.config.section import Options, did_you_mean, message_of
 
@@ -253,22 +254,6 @@ def _merge(below: Options, above: Mapping[str, Any]) -> Options:
     return below
 
 
-def _section(annotation: Any) -> type[BaseModel] | None:
-    """Returns the section class in an annotation such as `Create | None` or `tuple[Reward, ...]`;
-    None if there is none.
-    """
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next(filter(None, map(_section, get_args(annotation))), None)
-
-
-def _known_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    for name, field in section.model_fields.items():
-        yield prefix + name
-        if inner := _section(field.annotation):
-            yield from _known_keys(inner, f"{prefix}{name}.")
-
-
 def _explain(error: ValidationError, lines: Mapping[str, str]) -> str:
     """Formats pydantic's error for an unknown key, or else its first error, as one line with the
     key, the value, where it is set, and the remedy.
@@ -286,7 +271,8 @@ def _explain(error: ValidationError, lines: Mapping[str, str]) -> str:
     place = _origin(key, lines)
     if first["type"] == "missing":
         return f"{key} is missing {place}; set it"
-    return f"{key}={_short(first['input'])} {place} is invalid: {message_of(first)}"
+    problem = f"{key}={_short(first['input'])} {place} is invalid: {message_of(first)}"
+    return f"{problem}; see `megarl explain {key}`"
 
 
 def _short(value: Any) -> str:
@@ -300,7 +286,7 @@ def _explain_unknown(path: list[str], lines: Mapping[str, str]) -> str:
     """
     *parents, name = path
     section = ".".join(part for part in parents if not part.isdecimal())
-    known = [key.rpartition(".") for key in _known_keys(Config)]
+    known = [key.name.rpartition(".") for key in keys()]
     here = [last for parent, _, last in known if parent == section]
     near = ["".join(key) for key in known if key[2] == name][:3]
     hint = did_you_mean(name, here, f"known keys here: {', '.join(here)}", most=2)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import (
@@ -86,14 +87,14 @@ Pattern = Annotated[str, AfterValidator(_check_pattern)]
 
 def one_of(names: Iterable[str]) -> AfterValidator:
     """Returns a validator that accepts only `names`, for names that cannot be a Literal."""
-    *others, last = map(repr, names)
+    return AfterValidator(partial(_check_name, names=tuple(names)))
 
-    def check(name: str) -> str:
-        if name not in names:
-            raise ValueError(f"it should be {', '.join(others)} or {last}")
-        return name
 
-    return AfterValidator(check)
+def _check_name(name: str, names: tuple[str, ...]) -> str:
+    if name not in names:
+        *others, last = map(repr, names)
+        raise ValueError(f"it should be {', '.join(others)} or {last}")
+    return name
 
 
 def _refuse_misread(cls: type[BaseModel], value: Any, info: ValidationInfo) -> Any:
@@ -130,5 +131,9 @@ class Section(BaseModel):
 
     # numbers are accepted as text: run.name=7
     model_config = ConfigDict(
-        extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False
+        extra="forbid",
+        frozen=True,
+        coerce_numbers_to_str=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )

@@ -1,12 +1,8 @@
-"""Records how a job ended. Does not import torch.
+"""Records how a job ended, and defines the exit codes. Does not import torch.
 
-    rank fails -> its slot (processes.heartbeat) -+
-                                               +-> first_failure -> one message, exit.json
-    rank killed -> exit status ----------------+
-
-Exit codes: 0 done; 1 a bug; 2 the config or input is wrong; 3 a check refused to continue, a rank
-was stopped or the disk is full; 130 interrupted; 143 SIGTERM: the last complete step is saved, and
-the same command resumes after it.
+rank fails -> its slot (processes.heartbeat) -+
+                                           +-> first_failure -> one message, exit.json
+rank killed -> exit status ----------------+
 """
 
 import json
@@ -21,12 +17,20 @@ from pathlib import Path
 from megarl.platform.env import log_text
 from megarl.processes.files import full_disk, write_atomic
 
+# exit codes of every command; the text below each is its entry in the documentation
 DONE = 0
+"""Done."""
 DEFECT = 1
+"""A bug in megarl, with a traceback. Please report it."""
 USER = 2
+"""The config or the input is wrong. One line names the setting, its value and the remedy."""
 REFUSED = 3
+"""A check refused to continue, every update of a run was skipped, a rank was stopped or stuck, an
+engine or a node was lost, or the disk is full. Everything up to the last complete step is saved."""
 STOPPED = 130
+"""Interrupted with Ctrl-C."""
 TERMINATED = 143
+"""Stopped by SIGTERM. The last complete step is saved, and the same command resumes after it."""
 PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 # exceptions of megarl.types, which imports torch, and of split.ray_cluster: name -> exit code
 NAMED = {"CheckFailed": REFUSED, "Terminated": TERMINATED, "NodeGone": REFUSED}

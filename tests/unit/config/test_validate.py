@@ -17,9 +17,10 @@ from house_report import FIRST_WORD
 
 from megarl.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KL, LOSSES, SELECT
 from megarl.config import estimators, validate
-from megarl.config.load import _section, parse_config, resolved_yaml
+from megarl.config.load import parse_config, resolved_yaml
 from megarl.config.presets import PRESETS
 from megarl.config.random_model import hf_config
+from megarl.config.reference import _section
 from megarl.config.schema import Algorithm, Config, Create, Section
 from megarl.config.train import check_train
 from megarl.config.validate import check_config, model_shape
