@@ -363,6 +363,9 @@ class UpdateReport:
     lr: float
     skipped: bool  # True: the gradient was not finite, or no token was trained; nothing changed
     metrics: Mapping[str, float] = field(default_factory=dict)  # clip_frac, entropy, kl/ref ...
+    tokens: int = 0  # of the update's rows, prompts included
+    flops: int = 0  # of forward and backward pass over these rows (models.flops)
+    peak_flops: float = 0.0  # FLOP/s of all ranks' GPUs together; 0.0 on a CPU or an unknown GPU
 
 
 @dataclass(frozen=True)

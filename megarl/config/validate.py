@@ -40,6 +40,7 @@ from megarl.config.rollout import (
 from megarl.config.schema import Config
 from megarl.config.stages import STAGES, needs_engine
 from megarl.config.task import check_problems
+from megarl.config.telemetry import check_profile
 from megarl.config.train import check_train
 from megarl.layout import Fleet, Layout
 from megarl.models.hub import is_hub_id, model_folder
@@ -95,6 +96,7 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
     check_lengths(config, shape)
     check_train(config, shape, gpus)
     check_resume(config)
+    check_profile(config, world)
     unsafe = tuple(check_library_options(config))
     for number, fallback in enumerate(fallbacks(config)):
         try:

@@ -62,6 +62,11 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
+def gpu_name(device: torch.device) -> str:
+    """Returns the name that the driver reports for a GPU; "" on a CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+
 def gpu_uuids(count: int) -> list[str]:
     """Returns the UUIDs, without the prefix `GPU-`, of the first `count` visible GPUs."""
     return [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]

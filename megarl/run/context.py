@@ -24,7 +24,9 @@ from megarl.platform.device import gpu_uuids, pick_device
 from megarl.platform.env import Env, is_interactive, set_env
 from megarl.processes.exit_codes import CurrentPhase
 from megarl.processes.heartbeat import make_store
-from megarl.telemetry.log import Silent, Telemetry
+from megarl.telemetry.gpus import open_gpus
+from megarl.telemetry.log import NodeTelemetry, Telemetry, Timeline
+from megarl.telemetry.profile import open_profiler
 from megarl.weights.sync.transports import Transport
 from megarl.weights.sync.transports.collective import Collective
 
@@ -113,23 +115,36 @@ def open_rank(
 
 def rank_telemetry(
     rank: RankContext, start: int, world_size: int | None = None
-) -> closing[Telemetry | Silent]:
+) -> closing[Telemetry | NodeTelemetry]:
     """Returns a context manager that yields the run's telemetry and closes it on exit.
 
     `start` is the number of steps already done; `world_size` defaults to that of `rank.env`. Rank 0
-    records metrics and monitors the GPUs of its node; other ranks get Silent.
+    records metrics, the first rank of each node its timeline and GPUs.
     """
-    if rank.env.rank:
-        return closing(Silent())
-    uuids = ()
-    if rank.device.type == "cuda":
-        uuids = gpu_uuids(rank.env.local_world_size)
+    config = rank.config
+    env = rank.env
+    folder = config.run_dir
+    node = env.rank // env.local_world_size
+    recorders: dict[str, Any] = {}
+    if env.world_size > env.local_world_size:
+        recorders["gather"] = rank.transport.gather
+    if rank.device.type == "cuda" and env.local_rank == 0:
+        recorders["gpus"] = open_gpus(gpu_uuids(env.local_world_size))
+    profile = config.telemetry.profile
+    if profile and env.rank in profile.ranks:
+        file = folder / f"profile_rank{env.rank}.json"
+        recorders["profiler"] = open_profiler(file, *profile.steps, start)
+    if env.rank:
+        timeline = None
+        if env.local_rank == 0:
+            timeline = Timeline(folder / f"timeline_node{node}.json", node)
+        return closing(NodeTelemetry(timeline, **recorders))
     return closing(
         Telemetry(
-            rank.config,
+            config,
             start=start,
             interactive=is_interactive(),
-            facts={"world_size": world_size or rank.env.world_size, "layout": str(rank.layout)},
-            gpu_uuids=uuids,
+            facts={"world_size": world_size or env.world_size, "layout": str(rank.layout)},
+            **recorders,
         )
     )

@@ -20,7 +20,7 @@ from megarl.run.context import RankContext
 from megarl.run.data import make_exchange, make_prompts
 from megarl.run.models import make_reward_model
 from megarl.run.sync import synced
-from megarl.telemetry.log import Silent
+from megarl.telemetry.log import NodeTelemetry
 from megarl.telemetry.metrics import append_line, forget_steps
 from megarl.types import Prompt, Request, Sample
 
@@ -141,7 +141,7 @@ def run(rank: RankContext) -> None:
     """Runs `megarl eval` on this rank."""
     trainer, engine, *_ = synced(rank)
     exchange = make_exchange(rank, engine, reward_model=make_reward_model(rank, trainer))
-    evaluation_of(rank, exchange, 0, Silent().evaluated).run(0)
+    evaluation_of(rank, exchange, 0, NodeTelemetry().evaluated).run(0)
 
 
 def evaluation_of(

@@ -24,6 +24,7 @@ Points = Sequence[tuple[int, float]]  # step, value
 CHARTS = yaml.safe_load(Path(__file__).with_name("curves.yaml").read_text(encoding="utf-8"))
 STYLE = Path(__file__).with_name("curves.mplstyle")
 MAX_DRAWN = 1e100  # matplotlib's axes overflow near the largest float
+MIN_KL = 1e-9  # below it, a KL divergence is the rounding error of equal distributions
 
 
 @dataclass(frozen=True)
@@ -112,9 +113,11 @@ def draw_png(panels: Sequence[Panel], title: str, file: Path) -> None:
         grid = figure.add_gridspec(1 + lines, 3, height_ratios=[1.7] + [1] * lines)
         _draw(figure.add_subplot(grid[0, :]), first)
         for index, panel in enumerate(others):
-            _draw(figure.add_subplot(grid[1 + index // 3, index % 3]), panel)
+            axes = figure.add_subplot(grid[1 + index // 3, index % 3])
+            _draw(axes, panel)
+            if index + 3 >= len(others):  # the lowest of its column
+                axes.set_xlabel("step")
         figure.suptitle(_plain(title, most=100), fontsize=13, x=0.01, ha="left")
-        figure.supxlabel("step", fontsize=9)
         figure.savefig(file, dpi=130, format="png")
 
 
@@ -144,7 +147,15 @@ def _curves(rows: JsonRows, labels: Mapping[str, str], *, is_sparse: bool = Fals
 
 
 def _series(rows: JsonRows, key: str) -> Points:
-    return [(row["step"], float(row[key])) for row in rows if isinstance(row.get(key), int | float)]
+    """Returns the points of a metric; none of a KL divergence that is 0 throughout, up to
+    rounding: the run has no such term.
+    """
+    points = [
+        (row["step"], float(row[key])) for row in rows if isinstance(row.get(key), int | float)
+    ]
+    if key.startswith("kl/") and all(abs(value) < MIN_KL for _, value in points):
+        return []
+    return points
 
 
 def _plain(text: str, *, most: int = 40) -> str:

@@ -1,6 +1,7 @@
 """Monitors memory, power, utilization, clocks, temperature and ECC errors of GPUs through NVML.
 
     NVML --every second--> GpuMonitor --take--> gpu/<quantity>/{mean,max} over GPUs and a step
+    those of each node --over_nodes--> of all nodes
 
 Quantities that a GPU does not report are omitted. Without a GPU, a driver or nvidia-ml-py, there
 are no metrics.
@@ -9,6 +10,7 @@ are no metrics.
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from statistics import fmean
 from threading import Event, Lock, Thread
 from typing import Any
@@ -62,6 +64,15 @@ def _quantities(nvml: Any) -> Mapping[str, Callable[[Any], float]]:
             nvml.nvmlDeviceGetCurrentClocksThrottleReasons(device) & slowed
         ),
     }
+
+
+def over_nodes(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the means and maxima over nodes, which have equally many GPUs, of their metrics."""
+    merged = {}
+    for key in dict.fromkeys(chain.from_iterable(metrics)):
+        values = [one[key] for one in metrics if key in one]
+        merged[key] = max(values) if key.endswith("/max") else fmean(values)
+    return merged
 
 
 class GpuMonitor:

@@ -7,14 +7,14 @@ shows progress.
         record(rollout, update, sync, ...)  computes the other metrics and writes everything
     telemetry.evaluated(n, {...})           sends evaluation results after n steps to the trackers
 
-Only rank 0 writes. Other ranks use `Silent`, which has the same methods, so the loop needs no
-`if rank == 0`.
+Only rank 0 writes metrics. Other ranks use `NodeTelemetry`, which has the same methods, so the
+loop needs no `if rank == 0`.
 """
 
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -26,12 +26,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from megarl import roles
 from megarl.config.schema import Config
-from megarl.telemetry.gpus import open_gpus
+from megarl.telemetry.gpus import GpuMonitor, over_nodes
 from megarl.telemetry.metrics import (
     append_line,
     forget_steps,
     publish_metrics,
     rollout_metrics,
+    speed_metrics,
     staleness_metrics,
     update_metrics,
 )
@@ -71,31 +72,21 @@ def _rows(table: str) -> Iterator[list[str]]:
     return (line.split(maxsplit=2) for line in table.strip().splitlines())
 
 
-class Silent(roles.Telemetry):
-    """Discards everything; used on all ranks except rank 0."""
-
-    def step(self, step: int) -> AbstractContextManager[roles.Record]:
-        return nullcontext(lambda rollout, update, sync, scored=None: None)
-
-    def span(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def close(self) -> None: ...
-
-
 class Timeline:
     """Writes nested spans as a Chrome trace, for chrome://tracing or Perfetto.
 
     The file is a complete JSON array after every flush. Beyond MAX_BYTES, it is renamed to
-    timeline_before.json and a new file is begun. `seconds` is the total time per span name in the
-    current step.
+    timeline_before.json and a new file is begun. Times are those of the system's clock, so that the
+    files of several nodes fit together. `seconds` is the total time per span name in the current
+    step.
     """
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, node: int = 0) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self._events = []
         self._file = file
-        self._origin = time.perf_counter()
+        self._node = node
+        self._origin = time.perf_counter() - time.time()
         self._begin()
 
     def _begin(self) -> None:
@@ -118,7 +109,7 @@ class Timeline:
                     "ph": "X",
                     "ts": round((begin - self._origin) * 1e6, 1),
                     "dur": round(took * 1e6, 1),
-                    "pid": 0,
+                    "pid": self._node,
                     "tid": 0,
                 }
             )
@@ -133,12 +124,59 @@ class Timeline:
         self._separator = ",\n"
         if self._out.tell() > MAX_BYTES:
             self._out.close()
-            self._file.replace(self._file.with_name("timeline_before.json"))
+            self._file.replace(self._file.with_stem(f"{self._file.stem}_before"))
             self._begin()
 
     def close(self) -> None:
         self.flush()
         self._out.close()
+
+
+class NodeTelemetry(roles.Telemetry):
+    """Records no metrics; used on all ranks except rank 0.
+
+    On the first rank of a node, it records the node's timeline and passes the metrics of its GPUs
+    to rank 0. `gather` returns a value of every rank.
+    """
+
+    def __init__(
+        self,
+        timeline: Timeline | None = None,
+        profiler: Any = None,  # see profile.py
+        gpus: GpuMonitor | None = None,
+        gather: Callable[[roles.Values], Sequence[roles.Values]] = lambda metrics: [metrics],
+    ) -> None:
+        self._timeline = timeline
+        self._profiler = profiler
+        self._gpus = gpus
+        self._gather = gather
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[roles.Record]:
+        with self.span(f"step {step}"):
+            yield self._record
+        if self._timeline:
+            self._timeline.flush()
+        if self._profiler:
+            self._profiler.step()
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        return self._timeline.span(name) if self._timeline else nullcontext()
+
+    def _record(self, *args: Any, **kwargs: Any) -> None:
+        self.gpu_metrics()  # for rank 0
+
+    def gpu_metrics(self) -> dict[str, float]:
+        """Returns the metrics of the GPUs of all nodes. A collective if there are several nodes."""
+        return over_nodes(self._gather(self._gpus.take() if self._gpus else {}))
+
+    def close(self) -> None:
+        if self._profiler:
+            self._profiler.stop()
+        if self._timeline:
+            self._timeline.close()
+        if self._gpus:
+            self._gpus.close()
 
 
 def brief(metrics: roles.Values) -> str:
@@ -191,7 +229,8 @@ class ProgressDisplay:
 class Telemetry:
     """Implements roles.Telemetry on rank 0.
 
-    `facts` (world_size, layout) are added to every line of metrics.jsonl.
+    `facts` (world_size, layout) are added to every line of metrics.jsonl; `recorders` are the
+    arguments of NodeTelemetry other than the timeline.
     """
 
     def __init__(
@@ -201,9 +240,10 @@ class Telemetry:
         start: int,
         interactive: bool,
         facts: roles.Values,
-        gpu_uuids: Sequence[str] = (),
+        **recorders: Any,
     ) -> None:
         folder = config.run_dir
+        self._passes = config.train.epochs_per_batch
         self._facts = facts
         self._samples = SampleWriter(
             folder / "rollouts", config.telemetry.rollouts, seed=config.run.seed, start=start
@@ -211,9 +251,9 @@ class Telemetry:
         self._file = folder / "metrics.jsonl"
         forget_steps(self._file, start)
         self._timeline = Timeline(folder / "timeline.json")
+        self._node = NodeTelemetry(self._timeline, **recorders)
         self.span = self._timeline.span
         self._trackers = Trackers(config, start=start)
-        self._gpus = open_gpus(gpu_uuids)
         self._progress = ProgressDisplay(
             steps=config.train.steps, start=start, name=folder.name, interactive=interactive
         )
@@ -223,9 +263,8 @@ class Telemetry:
     def step(self, step: int) -> Iterator[roles.Record]:
         self._timeline.seconds.clear()
         began = time.perf_counter()
-        with self._timeline.span(f"step {step}"):
+        with self._node.step(step):
             yield partial(self._write, step, began)
-        self._timeline.flush()
 
     def add(self, metrics: roles.Values) -> None:
         """Adds metrics, such as peak memory, to the current step, or before the first step to that
@@ -266,8 +305,9 @@ class Telemetry:
             **(publish_metrics(sync) if sync else {}),
             **({"tokens_per_second": sampled / took} if sampled else {}),
             **self._added,
-            **(self._gpus.take() if self._gpus else {}),
+            **self._node.gpu_metrics(),
         }
+        metrics |= speed_metrics(metrics, update, passes=self._passes)
         self._added.clear()
         # before metrics.jsonl: if the run is killed, a step in metrics.jsonl is in the timeline too
         self._timeline.flush()
@@ -278,7 +318,5 @@ class Telemetry:
 
     def close(self) -> None:
         self._progress.close()
-        self._timeline.close()
-        if self._gpus:
-            self._gpus.close()
+        self._node.close()
         self._trackers.close()

@@ -118,6 +118,23 @@ def update_metrics(report: StepReport) -> Row:
     }
 
 
+def speed_metrics(metrics: Mapping[str, Any], report: StepReport, *, passes: int) -> Row:
+    """Returns the tokens that a step trained on, per second of the step and GPU (or rank, on a
+    CPU), and the share of the GPUs' peak FLOP/s that the updates reached, if the peak is known.
+
+    The step has the given metrics, and its updates passed over each row `passes` times.
+    """
+    tokens = sum(update.tokens for update in report.updates) / passes
+    if not tokens:
+        return {}
+    speed = {"perf/tokens_per_gpu_second": tokens / metrics["time/step"] / metrics["world_size"]}
+    flops = sum(update.flops for update in report.updates)
+    peak = report.updates[0].peak_flops
+    if peak and flops:
+        speed["perf/mfu"] = flops / metrics["time/update"] / peak
+    return speed
+
+
 def publish_metrics(report: PublishReport) -> Row:
     return {
         "weights/version": report.version,
@@ -144,22 +161,33 @@ def forget_steps(file: Path, start: int) -> None:
                 out.write(_json_line(row))
 
 
-def read_metrics(file: Path) -> list[Row]:
-    """Returns the rows of metrics.jsonl or eval.jsonl; numbers are finite or None."""
-    return list(iterate_jsonl(file, step=int))
+def read_metrics(file: Path, most: int = sys.maxsize) -> list[Row]:
+    """Returns the rows of metrics.jsonl or eval.jsonl; numbers are finite or None.
+
+    Of a file with more than `most` lines, every n-th is read, including the last.
+    """
+    count = 0
+    if file.is_file():
+        with file.open("rb") as lines:
+            count = sum(1 for _ in lines)
+    every = max(1, -(-count // most))
+    return list(iterate_jsonl(file, every, count, step=int))
 
 
-def iterate_jsonl(file: Path, **types: type) -> Iterator[Row]:
+def iterate_jsonl(file: Path, every: int = 1, last: int = 0, **types: type) -> Iterator[Row]:
     """Yields the objects of a JSONL file whose values have the given types, {key: type}.
 
-    Integers must be from 0 to 2**53. All other lines are skipped, with one warning that counts
-    them. Bytes that are not UTF-8 become U+FFFD. Yields nothing if the file does not exist.
+    Reads line `last` and lines at a distance of `every` from each other. Integers must be from 0 to
+    2**53. All other lines are skipped, with one warning that counts them. Bytes that are not UTF-8
+    become U+FFFD. Yields nothing if the file does not exist.
     """
     if not file.is_file():
         return
     bad = []
     with file.open("rb") as lines:  # binary: text would also be split at Unicode line separators
         for number, line in enumerate(lines, 1):
+            if (last - number) % every:
+                continue
             row = _parse(line.decode(errors="replace"), types)
             if row is not None:
                 yield row

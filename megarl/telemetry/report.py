@@ -35,7 +35,15 @@ from megarl.telemetry.plan_figure import draw_plan
 from megarl.telemetry.sample_files import sample_files
 
 PLAN = "weights_plan.json"  # in the run directory: the output of `megarl plan --weights --json`
-NUM_SAMPLES = 4  # number of best samples, and of worst samples, that a report shows
+# limits of a page, in rows read of a file, rows of the table of evaluations, groups of samples,
+# samples of a group, characters of a text, and bytes
+MAX_ROWS = 5_000
+MAX_EVALUATIONS = 100
+MAX_GROUPS = 6
+MAX_SAMPLES = 8
+MAX_CHARS = 20_000
+MAX_BYTES = 20_000_000
+LARGE = ("samples", "config", "evaluations", "rows", "differing", "weight_sync", "figures")
 
 
 def write_report(folder: Path) -> Path:
@@ -46,7 +54,9 @@ def write_report(folder: Path) -> Path:
     rows, evaluations = _read(folder)
     panels = run_panels(rows, evaluations)
     last = rows[-1]
-    summary = f"{len(rows)} steps"
+    summary = f"{last['step'] + 1} steps"
+    if len(rows) <= last["step"]:
+        summary += f", {len(rows)} of them drawn"
     if "layout" in last:
         summary += f", layout {last['layout']}, world size {last.get('world_size')}"
     with replacing(folder / "report.png") as staging:
@@ -55,9 +65,11 @@ def write_report(folder: Path) -> Path:
     sections = {
         "summary": summary,
         "rows": rows,
-        "evaluations": evaluations,
+        "evaluations": evaluations[-MAX_EVALUATIONS:],
         "measured": _keys(evaluations),
         "samples": _samples(folder),
+        "most": MAX_SAMPLES,
+        "sampled": max(sample_files(folder / "rollouts"), default=0),
         "weight_sync": _weight_sync(folder),
         "peaks": [key for key in _keys(rows) if key.endswith("/peak_gb")],
     }
@@ -93,12 +105,12 @@ def _read(folder: Path) -> tuple[JsonRows, JsonRows]:
 
     Raises FileNotFoundError if no step has finished.
     """
-    rows = read_metrics(folder / "metrics.jsonl")
+    rows = read_metrics(folder / "metrics.jsonl", MAX_ROWS)
     if not rows:
         raise FileNotFoundError(
             f"{folder} has no finished step in metrics.jsonl; pass a run directory"
         )
-    return rows, read_metrics(folder / "eval.jsonl")
+    return rows, read_metrics(folder / "eval.jsonl", MAX_ROWS)
 
 
 def _keys(rows: JsonRows) -> Iterable[str]:
@@ -145,21 +157,27 @@ def _warn_left_out(file: Path, error: Exception) -> None:
 
 
 def _samples(folder: Path) -> dict[str, JsonRows]:
-    """Returns {heading: samples}: the best and the worst samples of the latest sample file."""
+    """Returns {reward, or range of rewards: samples} of the latest sample file, the best first."""
     files = sample_files(folder / "rollouts")
     if not files:
         return {}
-    step, file = files.popitem()
     # samples of one prompt are often equal
     unique = {
         (sample["prompt"], sample["response"]): sample
-        for sample in iterate_jsonl(file, prompt=str, response=str)
+        for sample in iterate_jsonl([*files.values()][-1], prompt=str, response=str)
     }
     samples = sorted(unique.values(), key=_reward, reverse=True)
-    middle = (len(samples) + 1) // 2
+    least = 1  # samples of a group
+    if len(set(map(_reward, samples))) > MAX_GROUPS:
+        least = -(-len(samples) // MAX_GROUPS)
+    groups: list[list[Mapping[str, Any]]] = []
+    for sample in samples:
+        if not groups or (len(groups[-1]) >= least and _reward(sample) != _reward(groups[-1][-1])):
+            groups.append([])
+        groups[-1].append(sample)
     return {
-        f"Best samples of step {step}": samples[:middle][:NUM_SAMPLES],
-        f"Worst samples of step {step}": samples[middle:][::-1][:NUM_SAMPLES],
+        " to ".join(dict.fromkeys(f"{_reward(group[end]):.4g}" for end in (-1, 0))): group
+        for group in groups
     }
 
 
@@ -183,10 +201,16 @@ def _reward(sample: Mapping[str, Any]) -> float:
 
 
 def _shown(value: Any) -> str | int:
-    """Formats a template value: escapes hidden characters in text; lists and objects become ""."""
+    """Formats a template value: escapes hidden characters in text, and leaves out the middle of a
+    long one; lists and objects become "".
+    """
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, str) and not hasattr(value, "__html__"):
+        left_out = len(value) - MAX_CHARS
+        if left_out > 0:
+            half = MAX_CHARS // 2
+            value = f"{value[:half]}\n[{left_out} characters are left out]\n{value[-half:]}"
         return escape_hidden(value)
     return value if isinstance(value, str | int) else ""
 
@@ -194,12 +218,19 @@ def _shown(value: Any) -> str | int:
 def _write_page(
     file: Path, title: str, panels: Sequence[Panel], sections: Mapping[str, Any]
 ) -> Path:
-    """Renders page.html to `file`; `sections` are the template's variables. Returns `file`."""
+    """Renders page.html to `file`; `sections` are the template's variables. Returns `file`.
+
+    A page of more than MAX_BYTES is written without its LARGE sections, as many as needed.
+    """
     from jinja2 import Template
 
     page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    text = Template(page, autoescape=True, finalize=_shown).render(
-        sections, title=title, figures=map(svg, panels)
-    )
-    write_atomic(file, text.encode(errors="replace"))
+    template = Template(page, autoescape=True, finalize=_shown)
+    values = {**sections, "title": title, "figures": [svg(panel) for panel in panels]}
+    text = template.render(values).encode(errors="replace")
+    for section in LARGE:
+        if len(text) > MAX_BYTES:
+            values.pop(section, None)
+            text = template.render(values).encode(errors="replace")
+    write_atomic(file, text)
     return file

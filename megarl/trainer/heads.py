@@ -36,6 +36,11 @@ class Head(Protocol):
     # True if each tensor rank computes a partial gradient of the hidden states
     is_tensor_parallel: ClassVar[bool]
 
+    @property
+    def outputs(self) -> int:
+        """The number of outputs for each position."""
+        ...
+
     def fields(self, *, entropy: bool) -> tuple[str, ...]:
         """Returns the names of the fields of TokenOutputs that `read` computes."""
         ...
@@ -72,6 +77,10 @@ class VocabularyHead(Head):
     vocab: int
     chunk: int  # tokens whose fp32 logits exist at once
     is_tensor_parallel: ClassVar[bool] = True
+
+    @property
+    def outputs(self) -> int:
+        return self.vocab
 
     def fields(self, *, entropy: bool) -> tuple[str, ...]:
         return ("logprobs_T", "entropy_T")[: 1 + entropy]

@@ -2,6 +2,7 @@
 
 import importlib
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -179,3 +180,11 @@ def _pipeline_layout(layers: int, layout: Layout) -> list[list[str]] | None:
     chunks[0].insert(0, "embedding")
     chunks[-1].append("loss")
     return chunks
+
+
+def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Splits options into fields of TransformerConfig and of DistributedDataParallelConfig."""
+    reduction = dict(options)
+    reduction.pop("unsafe", None)
+    names = [name for name in reduction if hasattr(MLATransformerConfig, name)]
+    return {name: reduction.pop(name) for name in names}, reduction

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
 from megarl.checkpoint import rank_state
@@ -30,17 +29,23 @@ from megarl.checkpoint.torch_dist import is_checkpoint
 from megarl.config.schema import Lora, Moe, Precision, Train
 from megarl.data.packing import microbatch_multiple, plan_microbatches, plan_rows
 from megarl.layout import Layout
+from megarl.models.flops import peak_flops, update_flops
 from megarl.models.registry import hf_shapes, megatron_table, padded_vocab
 from megarl.models.shape import ModelShape, Shape
 from megarl.models.shards import Slices, Table, shapes_of, slices_by_rank, slices_of
 from megarl.models.weights import check_weights
-from megarl.platform.device import DTYPES, to_device
+from megarl.platform.device import DTYPES, gpu_name, to_device
 from megarl.trainer.bridged import Bridged
 from megarl.trainer.forward import LossSums, forward_backward, global_sums
 from megarl.trainer.fp8 import MULTIPLES, Emulation, megatron_settings
 from megarl.trainer.heads import Head, HeadOptions, VocabularyHead
 from megarl.trainer.lora import Adapters, Merged
-from megarl.trainer.megatron_config import fusions, te_kernels, transformer_config
+from megarl.trainer.megatron_config import (
+    fusions,
+    split_options,
+    te_kernels,
+    transformer_config,
+)
 from megarl.trainer.microbatch import Microbatch, pack
 from megarl.trainer.model import build_model, local_tensors, shares_prefixes
 from megarl.trainer.moe import RouterLosses, forget_last_batch
@@ -68,6 +73,7 @@ class Gradients:
 
     outputs: TokenOutputs  # 0 in other ranks' rows; `Trainer.gathered` sums over ranks
     sums: LossSums | None  # None: no token is trained
+    lengths: Sequence[int] = ()  # of the rows of all ranks, in tokens
 
 
 @dataclass
@@ -116,7 +122,7 @@ class Trainer:
         moe = moe or Moe()
         precision = precision or Precision()
         head = head or VocabularyHead(shape.vocab, train.logprob_chunk)
-        settings, reduction = _split_options(megatron_options or {})
+        settings, reduction = split_options(megatron_options or {})
         assert share_groups_with is None or share_groups_with.layout == layout
         groups = share_groups_with.groups if share_groups_with else init_parallel(layout, seed=seed)
         owns_groups = share_groups_with is None
@@ -277,7 +283,9 @@ class Trainer:
         self.memory.onload_gradients()
         zero_grad(self.model, self.optimizer)
         sums = LossSums(loss, weights_T, self.head.fields(entropy=entropy), self.device)
-        return Gradients(self._run(batch, ranks, sums, entropy=entropy), sums)
+        rows = [*chain.from_iterable(chain.from_iterable(ranks))]
+        outputs = self._run(batch, ranks, sums, entropy=entropy)
+        return Gradients(outputs, sums, batch.lengths_N[rows].tolist())
 
     def apply(self, gradients: Gradients) -> UpdateReport:
         """Takes the optimizer step.
@@ -301,7 +309,15 @@ class Trainer:
         if self.router_losses:
             metrics |= global_sums(self.router_losses.finish(step=not skipped), counts=True)
         metrics |= gradients.outputs.metrics
-        return UpdateReport(value, grad_norm, lr, skipped, metrics)
+        lengths = gradients.lengths
+        is_partial = self.adapters is not None
+        flops = update_flops(self.shape, lengths, outputs=self.head.outputs, is_partial=is_partial)
+        return UpdateReport(value, grad_norm, lr, skipped, metrics, sum(lengths), flops, self._peak)
+
+    @cached_property
+    def _peak(self) -> float:  # FLOP/s
+        dtype = "fp8" if self.precision.fp8 else self.train.dtype
+        return peak_flops(gpu_name(self.device), dtype) * self.layout.world
 
     def finish_batch(self) -> None:
         """Advances the learning-rate schedule after the updates of one batch.
@@ -446,14 +462,6 @@ def _build_model(
         return build_model(shape, layout, config, use_te=use_te), None
     chunks = bridged.build()
     return chunks, bridged.slices_by_rank(chunks)
-
-
-def _split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Splits options into fields of TransformerConfig and of DistributedDataParallelConfig."""
-    reduction = dict(options)
-    reduction.pop("unsafe", None)
-    names = [name for name in reduction if hasattr(MLATransformerConfig, name)]
-    return {name: reduction.pop(name) for name in names}, reduction
 
 
 def _load(

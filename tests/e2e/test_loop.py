@@ -143,11 +143,19 @@ def test_one_rank_by_the_command_line_says_the_same(runs: Path, tmp_path: Path) 
     repo = Repo(files | {"generation_config.json": json.dumps(generation).encode()})
     evaluated = "eval={every: 2, size: 4, sets: [{name: few, size: 3, samples: 2}]}"
     with serve_hub({"org/tiny": repo}) as hub:
-        overrides = ("model.path=org/tiny", "run.name=one", "train.steps=2", evaluated)
+        profile = "telemetry.profile={steps: [1, 1]}"
+        overrides = ("model.path=org/tiny", "run.name=one", "train.steps=2", evaluated, profile)
         done = train(runs, "tiny_dense", *overrides, env=hub.env(tmp_path / "home"))
     assert done.returncode == 0, done.stderr
     assert (
         f"path: org/tiny\n  revision: {repo.commit}\n" in (runs / "one" / "config.yaml").read_text()
+    )
+    trace = json.loads((runs / "one" / "profile_rank0.json").read_text())
+    names = [event.get("name") for event in trace["traceEvents"]]
+    assert any("Backward" in str(name) for name in names) and "aten::mm" in names
+    assert all(
+        row["perf/tokens_per_gpu_second"] > 0 and "perf/mfu" not in row
+        for row in rows(runs / "one")
     )
     evaluations = [
         json.loads(line) for line in (runs / "one" / "eval.jsonl").read_text().splitlines()

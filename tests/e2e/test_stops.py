@@ -146,6 +146,8 @@ def test_sigterm_under_slurm_saves_requeues_and_resumes(tmp_path: Path) -> None:
         said
     )
     assert exit_file(tmp_path / "slurm")["code"] == 143, said
+    spans = json.loads((tmp_path / "slurm" / "timeline_node1.json").read_text())
+    assert {"step 0", "update"} <= {span["name"] for span in spans} and spans[0]["pid"] == 1
     (saved,) = (path.name for path in (tmp_path / "slurm" / "checkpoints").glob("step_*"))
     again = subprocess.run(batch, cwd=ROOT, env=env, capture_output=True, text=True)
     assert again.returncode == 0, again.stdout + again.stderr

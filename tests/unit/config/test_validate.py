@@ -231,6 +231,26 @@ def test_torchrun_sets_the_world() -> None:
         ),
         ({**ITERATIVE, "train": {"steps": 100}}, {}, ["train.steps=100", "iterative.iterations=3"]),
         (
+            {"telemetry": {"profile": {"steps": [2, 5]}}, "train": {"steps": 5}},
+            {},
+            ["telemetry.profile: steps=[2, 5]", "steps 0 to 4"],
+        ),
+        (
+            {"telemetry": {"profile": {"steps": [2, 1]}}},
+            {},
+            ["telemetry.profile: steps=[2, 1]", "in this order"],
+        ),
+        (
+            {"telemetry": {"profile": {"steps": [0, 1], "ranks": [0, 1]}}},
+            {},
+            ["telemetry.profile", "ranks=[0, 1]", "ranks 0 to 0"],
+        ),
+        (
+            {"telemetry": {"profile": {"steps": [0, 1]}}, "launch": {"topology": "split"}},
+            {},
+            ["telemetry.profile", "launch.topology=colocated"],
+        ),
+        (
             {**ITERATIVE, "rewards": [{"name": "accuracy"}]},
             {},
             ["reward_model.train=true", "no `model`", "false"],

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
+from megarl.config.load import load_config
 from megarl.telemetry.curves import (
     Curve,
     Panel,
     compared_panels,
+    draw_png,
     line_styles,
     run_panels,
     svg,
 )
 from megarl.telemetry.report import write_comparison, write_report
+from megarl.weights.plan.from_config import plan_weights
 
 HOSTILE = """</pre></article><script>alert(1)</script><img src=x onerror=alert(2)><svg/onload=alert(3)><!-- --><style>
 *{display:none}</style><iframe srcdoc="<b>"></iframe> ' " & &lt;b&gt; \x00 \u2028 $x^2$ ]]> <a href="javascript:0">"""
@@ -94,18 +99,35 @@ def sample(index: int, text: str) -> dict[str, Any]:
     }
 
 
-def test_the_best_and_the_worst_samples_of_the_last_file(tmp_path: Path) -> None:
+def test_samples_are_grouped_by_reward(tmp_path: Path) -> None:
+    """Twelve samples with rewards of their own: six ranges of two, the best first."""
     page = write_report(write_run(tmp_path / "a")).read_text()
-    best, worst = page.index("Best samples of step 5"), page.index("Worst samples of step 5")
+    assert "<h2>Samples of step 5</h2>" in page
     shown = [int(index) for index in re.findall(r"<pre>said 5/(\d+)\.</pre>", page)]
-    assert shown == [11, 10, 9, 8, 0, 1, 2, 3], "each once"
-    assert best < page.index("said 5/8.") < worst < page.index("said 5/0.")
+    assert shown == [*range(11, -1, -1)], "each once"
+    links = re.findall(r'<a href="#(reward-\d)">(.*?) <small>\((\d+)\)</small></a>', page)
+    labels = ["1 to 1.1", "0.8 to 0.9", "0.6 to 0.7", "0.4 to 0.5", "0.2 to 0.3", "0 to 0.1"]
+    assert links == [(f"reward-{i}", label, "2") for i, label in enumerate(labels, 1)]
+    groups = re.findall(r"<details( open)?><summary>reward (.*?) <small>2 samples</small>", page)
+    assert [label for _, label in groups] == labels
+    assert [bool(is_open) for is_open, _ in groups] == [True, *[False] * 4, True]
+    assert all(f'<div class=samples id="{name}">' in page for name, *_ in links)
     assert (
         "reward 1.1</b>" in page
         and "said 5/11. 0.5 · advantage +0.25 · 11 tokens · truncated" in page
     )
     assert "reward by component" in page and "accuracy, held-out problems" in page
     assert "<td>4</td><td>0.5 (0.375 .. 0.625)</td>" in page and "low</th>" not in page
+
+
+def test_few_rewards_are_a_group_each(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a")
+    lines = [sample(0, f"text {i}") | {"reward": float(i % 5 == 0)} for i in range(30)]
+    (run / "rollouts" / "step_000005.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    page = write_report(run).read_text()
+    summaries = re.findall(r"<summary>reward (.*?) <small>(.*?)</small>", page)
+    assert summaries == [("1", "6 samples"), ("0", "24 samples, 8 of them shown")]
+    assert len(re.findall(r"<pre>text \d+</pre>", page)) == 6 + 8
 
 
 def test_sampled_text_stays_text(tmp_path: Path) -> None:
@@ -120,7 +142,7 @@ def test_sampled_text_stays_text(tmp_path: Path) -> None:
     assert "script" not in hostile.tags and not any(
         name.startswith("on") for name, _ in hostile.attributes
     )
-    assert "".join(hostile.text).count("<script>alert(1)</script>") >= 3 * 8
+    assert "".join(hostile.text).count("<script>alert(1)</script>") >= 3 * 12
     assert not {"\x00", "\u2028"} & set("".join(hostile.text)), "shown as \\x00 and \\u2028"
     other = write_run(tmp_path / "c", text=HOSTILE)
     compared = Page(write_comparison([hostile_run, other]).read_text())
@@ -137,22 +159,71 @@ def test_a_long_curve_is_thinned_and_keeps_its_extremes() -> None:
     assert max(heights) - min(heights) > 100, "from -1e6 to 1e6"
 
 
-def test_a_page_of_a_long_run_is_small(tmp_path: Path) -> None:
+def test_a_page_of_a_long_run_is_small_and_fast(tmp_path: Path) -> None:
     row = {"loss": 0.5, "grad_norm": 1.0, "reward/mean": 0.1}
-    lines = (json.dumps({"step": step, **row, "entropy": step % 5}) for step in range(20_000))
+    lines = (json.dumps({"step": step, **row, "entropy": step % 5}) for step in range(100_000))
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    assert write_report(tmp_path).stat().st_size < 500_000
+    began = time.process_time()
+    page = write_report(tmp_path)
+    assert time.process_time() - began < 5
+    assert page.stat().st_size < 500_000
+    assert "<p>100000 steps, 5000 of them drawn</p>" in page.read_text()
+    assert "<td>step</td><td>19</td><td>99999</td>" in page.read_text(), "the last is there"
+
+
+def test_a_page_has_at_most_20_mb(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a", config="#" * 30_000_000)
+    long = [sample(i, f"{i}" + '"' * 300_000) for i in range(48)]
+    (run / "rollouts" / "step_000005.jsonl").write_text("\n".join(map(json.dumps, long)))
+    page = write_report(run).read_text()
+    assert 5_000_000 < len(page) <= 20_000_000 and "[280001 characters are left out]" in page
+
+    wide = {f"{i}" + '"' * 20_000: 0.5 for i in range(30)}  # 36 MB of names in 12 samples
+    wide_lines = [json.dumps(sample(i, f"{i}") | {"rewards": wide}) for i in range(12)]
+    (run / "rollouts" / "step_000005.jsonl").write_text("\n".join(wide_lines))
+    page = write_report(run).read_text()
+    assert len(page) < 2_000_000 and "Samples of step" not in page and "<svg" in page
+
+
+def test_no_curve_of_a_term_that_the_run_does_not_have() -> None:
+    rows = [{"step": step, "loss": 0.0, "kl/rollout": 1e-12, "kl/ref": None} for step in range(9)]
+    titles = [panel.title for panel in run_panels(rows, [])]
+    assert "KL divergence" not in titles and "reward and accuracy" in titles
+    assert "KL from the engine" not in [p.title for p in compared_panels({"a": (rows, [])})]
+    rows[3]["kl/ref"] = 1e-3
+    (panel,) = [panel for panel in run_panels(rows, []) if panel.title == "KL divergence"]
+    assert [curve.label for curve in panel.curves] == ["from the reference"]
+
+
+def test_the_step_axis_is_named_under_each_column(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = []
+    save = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *args, **kw: (figures.append(self), save(self, *args, **kw))
+    )
+    panels = [Panel(f"{i}", [Curve("x", [(0, 1.0), (1, 2.0)])]) for i in range(1 + 5)]
+    draw_png(panels, "title", tmp_path / "report.png")
+    named = [axes.get_title(loc="left") for axes in figures[0].axes if axes.get_xlabel() == "step"]
+    assert named == ["3", "4", "5"], "two full columns, and the third that ends above them"
 
 
 def test_a_page_loads_nothing(tmp_path: Path) -> None:
-    source = write_report(write_run(tmp_path / "a")).read_text()
+    run = write_run(tmp_path / "a")
+    config = Path(__file__).parents[3] / "configs" / "tiny_dense.yaml"
+    _, figures = plan_weights(load_config(config))
+    (run / "weights_plan.json").write_text(json.dumps(figures))
+    source = write_report(run).read_text()
     page = Page(source)
     loads = [
         value
         for name, value in page.attributes
         if name in ("src", "href", "xlink:href", "srcset", "data")
     ]
-    assert all(value is not None and value.startswith("#") for value in loads), loads
+    images = [value for value in loads if value and value.startswith("data:image/png;base64,")]
+    assert all(value and value.startswith("#") for value in loads if value not in images), loads
+    assert len(images) == 2 and "; img-src data:" in source, "the colours of the weight sync"
     assert not re.search(r"url\((?!#)|@import", source)
     assert "default-src 'none'" in source
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ import torch
 from megarl.config.load import parse_config
 from megarl.data.collate import collate
 from megarl.telemetry import log
-from megarl.telemetry.log import Silent, Telemetry, Timeline, brief
+from megarl.telemetry.log import NodeTelemetry, Telemetry, Timeline, brief
 from megarl.telemetry.metrics import (
     read_metrics,
     rollout_metrics,
     staleness_metrics,
     update_metrics,
 )
+from megarl.telemetry.profile import open_profiler
 from megarl.telemetry.report import write_report
 from megarl.types import (
     Finish,
@@ -80,7 +82,7 @@ def update(loss: float, *, skipped: bool = False) -> UpdateReport:
     return UpdateReport(loss, 2.0, 1e-3, skipped, {"clip_frac": 0.5, "entropy": 1.0, "kl/ref": 0.1})
 
 
-def run_step(telemetry: Telemetry | Silent, step: int, loss: float = 0.5) -> None:
+def run_step(telemetry: Telemetry | NodeTelemetry, step: int, loss: float = 0.5) -> None:
     with telemetry.step(step) as record:
         for phase, parts in (
             ("rollout", ("generate", "reward")),
@@ -97,7 +99,9 @@ def run_step(telemetry: Telemetry | Silent, step: int, loss: float = 0.5) -> Non
         record(rolled(groups()), report, PublishReport(step + 1, 3, 100, 7, True, 0.25))
 
 
-def opened(folder: Path, start: int = 0, rank: int = 0, **telemetry: Any) -> Telemetry | Silent:
+def opened(
+    folder: Path, start: int = 0, rank: int = 0, **telemetry: Any
+) -> Telemetry | NodeTelemetry:
     config = parse_config(
         {
             "run": {"dir": str(folder.parent), "name": folder.name},
@@ -106,7 +110,9 @@ def opened(folder: Path, start: int = 0, rank: int = 0, **telemetry: Any) -> Tel
         }
     )
     facts = {"world_size": 2, "layout": "tp2"}
-    return Silent() if rank else Telemetry(config, start=start, interactive=False, facts=facts)
+    return (
+        NodeTelemetry() if rank else Telemetry(config, start=start, interactive=False, facts=facts)
+    )
 
 
 def test_rollout_metrics_by_hand() -> None:
@@ -259,6 +265,85 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     run_step(silent, 0)
     silent.close()
     assert not (tmp_path / "x").exists()
+
+
+def test_speed_per_gpu_and_share_of_the_peak(tmp_path: Path) -> None:
+    telemetry = opened(tmp_path)  # two ranks
+    known = replace(update(0.5), tokens=600, flops=7 * 10**12, peak_flops=2e15)
+    for updates in ((known, known), (replace(known, peak_flops=0.0),), ()):
+        with telemetry.step(0) as record:
+            with telemetry.span("train"), telemetry.span("update"):
+                time.sleep(0.01)
+            record(None, StepReport(updates), None)
+    telemetry.close()
+    row, on_a_cpu, without_updates = read_metrics(tmp_path / "metrics.jsonl")
+    assert row["perf/tokens_per_gpu_second"] * row["time/step"] * 2 == pytest.approx(1200)
+    assert row["perf/mfu"] * row["time/update"] * 2e15 == pytest.approx(14e12)
+    assert "perf/mfu" not in on_a_cpu and on_a_cpu["perf/tokens_per_gpu_second"] > 0
+    assert not [key for key in without_updates if key.startswith("perf/")]
+
+
+def test_a_profile_of_some_steps(tmp_path: Path) -> None:
+    for start, profiled in ((0, 2), (2, 1), (3, 0)):
+        file = tmp_path / f"profile_{start}.json"
+        telemetry = NodeTelemetry(profiler=open_profiler(file, 1, 2, start))
+        for step in range(start, 5):
+            with telemetry.step(step):
+                torch.ones(2 + step).cumsum(0)
+            assert file.is_file() == (step >= 2 and profiled > 0)
+        telemetry.close()
+        names = []
+        if profiled:
+            names = [event.get("name") for event in json.loads(file.read_text())["traceEvents"]]
+        assert names.count("aten::cumsum") == profiled
+
+
+def test_a_profile_is_written_if_the_run_ends_before(tmp_path: Path) -> None:
+    telemetry = NodeTelemetry(profiler=open_profiler(tmp_path / "p.json", 1, 9, 1))
+    with telemetry.step(1):
+        torch.ones(2).cumsum(0)
+    telemetry.close()
+    assert "aten::cumsum" in (tmp_path / "p.json").read_text()
+
+
+def test_every_node_has_a_timeline_and_its_gpus_are_counted(tmp_path: Path) -> None:
+    class Gpus:
+        def __init__(self, mean: float, peak: float) -> None:
+            self.values = {"gpu/power_w/mean": mean, "gpu/power_w/max": peak}
+
+        def take(self) -> dict[str, float]:
+            return self.values
+
+        def close(self) -> None: ...
+
+    first, second = Gpus(300.0, 400.0), Gpus(500.0, 600.0)
+    gathered = []
+
+    def gather(metrics: Any) -> list[Any]:
+        gathered.append(metrics)
+        return [first.values, {}, second.values, {}]
+
+    file = tmp_path / "timeline_node1.json"
+    other = NodeTelemetry(Timeline(file, 1), gpus=second, gather=gather)
+    run_step(other, 0)
+    other.close()
+    assert gathered == [second.values]
+    spans = json.loads(file.read_text())
+    assert {"step 0", "update"} <= {span["name"] for span in spans}
+    assert {span["pid"] for span in spans} == {1}
+
+    config = parse_config({"run": {"dir": str(tmp_path), "name": "run"}})
+    (tmp_path / "run").mkdir()
+    facts = {"world_size": 4, "layout": "1"}
+    main = log.Telemetry(config, start=0, interactive=False, facts=facts, gpus=first, gather=gather)
+    run_step(main, 0)
+    main.close()
+    (row,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert (row["gpu/power_w/mean"], row["gpu/power_w/max"]) == (400.0, 600.0)
+    assert (
+        abs(json.loads((tmp_path / "run" / "timeline.json").read_text())[0]["ts"] - spans[0]["ts"])
+        < 6e7
+    )
 
 
 def test_a_step_in_the_metrics_is_in_the_timeline(tmp_path: Path) -> None:

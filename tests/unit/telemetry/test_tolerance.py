@@ -171,7 +171,10 @@ ODD_SAMPLES = {  # and what the page shows
     "finish is a list": (sample(finish=["<b>"]), "3 tokens · <"),
     "answer is markup": (sample(answer="<b>"), "answer: &lt;b&gt;"),
     "NaN": (sample(reward=float("nan"), advantage=float("inf")), "<b>reward </b>"),
-    "2 MB": (sample(response="SAID" + "x" * 2_000_000), "x" * 2_000_000),
+    "2 MB": (
+        sample(response="SAID" + "x" * 2_000_000),
+        f"SAID{'x' * 9_996}\n[1980004 characters are left out]\n{'x' * 10_000}<",
+    ),
 }
 
 
@@ -225,7 +228,7 @@ def test_stray_files_are_ignored_and_kept(sections, tmp_path: Path) -> None:
     for name in STRAY:
         write_lines(tmp_path / "rollouts" / name, b"evil")
     (tmp_path / "rollouts/step_000008.jsonl").mkdir()
-    assert "samples of step 1<" in sections(sample())
+    assert "Samples of step 1<" in sections(sample())
     assert list(sample_files(tmp_path / "rollouts")) == [1]
     SampleWriter(tmp_path / "rollouts", SampleFiles(), seed=0, start=0)
     assert sorted(file.name for file in (tmp_path / "rollouts").iterdir()) == sorted(

@@ -14,6 +14,7 @@ from torch import Tensor
 from megarl.algorithms.objective import Objective
 from megarl.config.schema import Algorithm, Moe
 from megarl.data.packing import plan_microbatches
+from megarl.models.flops import forward_flops
 from megarl.trainer import trainer as trainer_module
 from megarl.trainer.heads import ValueHead
 from megarl.trainer.learner import PolicyLearner
@@ -165,6 +166,10 @@ def test_two_epochs_are_two_updates_by_hand(tmp_path: Path) -> None:
         (u.loss, u.grad_norm) for u in (first, second)
     ]
     assert same(after, state_of(learner))
+    flops = forward_flops(learner.trainer.shape, scored.lengths_N.tolist(), outputs=67)
+    for report in (first, *by_hand):
+        assert (report.tokens, report.flops) == (scored.num_tokens, 3 * flops)
+        assert report.peak_flops == 0.0, "a CPU"
     learner.trainer.close()
 
 
