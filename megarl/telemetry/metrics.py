@@ -168,8 +168,8 @@ def read_metrics(file: Path, most: int = sys.maxsize) -> list[Row]:
     """
     count = 0
     if file.is_file():
-        with file.open("rb") as lines:
-            count = sum(1 for _ in lines)
+        with file.open("rb") as text:
+            count = sum(1 for _ in text)
     every = max(1, -(-count // most))
     return list(iterate_jsonl(file, every, count, step=int))
 

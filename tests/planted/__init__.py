@@ -26,6 +26,7 @@ from planted.system import SYSTEM
 from planted.trainer import TRAINER
 from planted.untrusted import UNTRUSTED
 from planted.verdict import VERDICTS
+from planted.watching import WATCHING
 
 __all__ = ["MUTANTS", "SMALLEST"]
 
@@ -56,5 +57,6 @@ MUTANTS = [
     *TRAINER,
     *UNTRUSTED,
     *VERDICTS,
+    *WATCHING,
 ]
 SMALLEST = [*ALGORITHMS[:4], *BATCHES[:4], *SYSTEM[:3]]

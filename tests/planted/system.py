@@ -534,7 +534,7 @@ SYSTEM = [
         "telemetry/report.py",
         "unique.values(), key=_reward, reverse=True",
         "unique.values(), key=_reward, reverse=False",
-        f"{REPORT}::test_the_best_and_the_worst_samples_of_the_last_file",
+        f"{REPORT}::test_samples_are_grouped_by_reward",
     ),
     (
         "platform/env.py",
