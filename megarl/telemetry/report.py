@@ -175,10 +175,13 @@ def _samples(folder: Path) -> dict[str, JsonRows]:
         if not groups or (len(groups[-1]) >= least and _reward(sample) != _reward(groups[-1][-1])):
             groups.append([])
         groups[-1].append(sample)
-    return {
-        " to ".join(dict.fromkeys(f"{_reward(group[end]):.4g}" for end in (-1, 0))): group
-        for group in groups
-    }
+    return {_range(group): group for group in groups}
+
+
+def _range(samples: JsonRows) -> str:
+    """Returns the rewards of samples that are sorted, the best first: "0.5" or "0.25 to 0.5"."""
+    ends = (samples[-1], samples[0])
+    return " to ".join(dict.fromkeys(f"{_reward(sample):.4g}" for sample in ends))
 
 
 def _weight_sync(folder: Path) -> str:
