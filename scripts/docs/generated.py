@@ -102,15 +102,17 @@ def config() -> str:
         parts.append(f"{level} {name or 'Top level'} {{ #{name or 'top-level'} }}\n")
         if name:
             parts.append(prose(sections[name].text) + "\n")
-        lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
+        lines = ["| key | type, default | meaning |", "|---|---|---|"]
         for key in rows:
             label = (
                 f"[`{key.name}`](#{key.name})"
                 if key.is_section
                 else f"`{key.name}`{{ #{key.name} }}"
             )
-            default = "" if key.is_section else code(key.default) if key.default else "required"
-            lines.append(f"| {label} | {prose(key.kind)} | {default} | {prose(key.text)} |")
+            kind = prose(key.kind)
+            if not key.is_section:
+                kind += f"; {code(key.default)}" if key.default else "; required"
+            lines.append(f"| {label} | {kind} | {prose(key.text)} |")
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
 
