@@ -55,6 +55,7 @@ CHECKS = {  # name -> the tests, and the seeds that they use
     "cheat": ("tests/e2e/test_trained_cheat.py", "run.seed of its config"),
     "loop": ("tests/e2e/test_loop.py", "run.seed of the configs"),
     "kills": ("tests/e2e/test_resume.py", "kills drawn with seed 5"),
+    "docs": ("tests/e2e/test_docs.py", "run.seed of the configs"),
     "split_steps": ("tests/e2e/test_split.py::test_twenty_steps", "run.seed of the configs"),
     "split_kills": ("tests/e2e/test_split.py::test_twenty_kills", "kills drawn with seed 5"),
     "split_staleness": (f"tests/e2e/test_split.py::{STALE}", "run.seed of configs/tiny_dense.yaml"),

@@ -90,8 +90,8 @@ def metric_patterns() -> tuple[re.Pattern[str], ...]:
 def options() -> frozenset[str]:
     """Returns every option of a command, of a script and of a program of benchmarks and tests."""
     names = {name for parser in commands().values() for name in parser._option_string_actions}
-    for folder in ("scripts", "benchmarks", "tests"):
-        for file in (ROOT / folder).rglob("*"):
+    for pattern in ("scripts/**/*", "benchmarks/**/*", "tests/*", "tests/contract/*"):
+        for file in ROOT.glob(pattern):
             if file.suffix in (".sh", ".py", ".sbatch"):
                 names.update(OPTION.findall(file.read_text(encoding="utf-8")))
     return frozenset(names)

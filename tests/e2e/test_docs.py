@@ -128,6 +128,7 @@ def test_the_blocks_of_a_page_run(page: str, tmp_path: Path, hub: Hub) -> None:
     run_page(PAGES[page], folder, ("run", "gpu"), hub.env(tmp_path))
 
 
+@pytest.mark.long
 @pytest.mark.exhaustive
 @pytest.mark.timeout(6 * 3600)
 @pytest.mark.parametrize("page", pages_with("long"))
