@@ -39,7 +39,7 @@ def prose(text: str) -> str:
     """Returns a text as one line of a table; what is between backticks remains code."""
     line = " ".join(text.split()).replace("|", "\\|")
     parts = line.split("`")
-    parts[::2] = (re.sub(r"([\[\]*<>])", r"\\\1", part) for part in parts[::2])
+    parts[::2] = (re.sub(r"([\[\]*])", r"\\\1", part).replace("<", "&lt;") for part in parts[::2])
     return "`".join(parts)
 
 
@@ -69,7 +69,9 @@ def command_line() -> str:
     helps = {command.NAME: command.HELP for command in cli.COMMANDS}
     for name, parser in commands().items():
         usage = " ".join(parser.format_usage().removeprefix("usage: ").split())
-        parts.append(f"## megarl {name}\n\n{helps[name].capitalize()}.\n\n```text\n{usage}\n```\n")
+        parts.append(
+            f"## megarl {name}\n\n{prose(helps[name][0].upper() + helps[name][1:])}.\n\n```text\n{usage}\n```\n"
+        )
         rows = ["| argument | meaning |", "|---|---|"]
         for action in parser._actions:
             if action.dest == "help":

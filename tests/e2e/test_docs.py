@@ -29,6 +29,7 @@ PAGES = {
     file.relative_to(DOCS).as_posix(): list(blocks(file.read_text(encoding="utf-8")))
     for file in sorted(DOCS.rglob("*.md"))
 }
+OTHER_PAGES = [*ROOT.glob("README*.md"), *sorted(ROOT.glob("examples/*/README.md"))]
 # of the repository's folder; the package is on PYTHONPATH, and a link to it would hide that
 LEFT_OUT = (".git", "runs", "models", "site", "data", "megarl", "tests")
 SECONDS = {"run": 120, "gpu": 120, "long": 5400}
@@ -158,3 +159,10 @@ def test_a_block_that_is_wrong_fails(page: str, problem: str, tmp_path: Path) ->
 def test_outputs_may_leave_lines_out() -> None:
     assert matches("a\nb\nc\nd\n", "a\n...\nd\n") and matches("a  \n", "a\n")
     assert not matches("a\nb\n", "a\n") and not matches("abc", "a.c")
+
+
+@pytest.mark.parametrize("file", OTHER_PAGES, ids=lambda file: file.relative_to(ROOT).as_posix())
+def test_the_configs_of_a_readme_load(file: Path, tmp_path: Path) -> None:
+    for block in blocks(file.read_text(encoding="utf-8")):
+        if block.language == "yaml":
+            load(block, tmp_path)
