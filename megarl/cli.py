@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+import megarl
 from megarl.commands import (
     audit,
     check,
@@ -82,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"megarl {megarl.__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
     for command in COMMANDS:
         added = subparsers.add_parser(command.NAME, help=command.HELP)
