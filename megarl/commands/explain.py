@@ -35,15 +35,14 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"unknown key {name}; {hint}")
     if name:
         key = known[name]
-        print(f"{name}: {key.kind}; {f'default {key.default}' if key.default else 'required'}")
-        print(key.text)
+        print(f"{name}: {key.kind}\n{key.text}")
         stages = [stage for stage in STAGES if name.partition(".")[0] in STAGES[stage].sections]
         if stages:
             print(f"Only for stage: {' or '.join(stages)}.")
         for preset, value in presets_of(name).items():
             print(f"  preset {preset}: {json.dumps(value)}")
-        for check in checks_of(name):
-            print(f"  check: {check}")
+        for cause in checks_of(name):
+            print(f"  exit code 2 {cause}")
     for key in known.values():
         if key.name.rpartition(".")[0] == name and key.name != name:
             print(f"  {key.name}: {key.text}")

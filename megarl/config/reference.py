@@ -33,8 +33,7 @@ class Key:
     """A key of the config."""
 
     name: str  # dotted; the index of a list is left out: rewards.weight
-    kind: str  # type and bounds
-    default: str  # as YAML; empty: the key must be set
+    kind: str  # type, bounds and default: "integer above 0; default 256"
     text: str
     is_section: bool
 
@@ -45,17 +44,23 @@ def keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[Key]:
     for name, field in section.model_fields.items():
         schema = properties[name]
         inner = _section(field.annotation)
-        kind = "section" if inner else _kind(schema)
+        kind = _kind(schema)
         for names in filter(None, map(_names, field.metadata)):
             kind = _choice(names)
-        default = json.dumps(schema["default"]) if "default" in schema else ""
-        yield Key(prefix + name, kind, default, field.description or "", inner is not None)
+        default = "required"
+        if "default" in schema:
+            default = f"default {json.dumps(schema['default'])}"
+        kind = "section" if inner else f"{kind}; {default}"
+        text = " ".join((field.description or "").split())
+        yield Key(prefix + name, kind, text, inner is not None)
         if inner:
             yield from keys(inner, f"{prefix}{name}.")
 
 
 def checks_of(key: str) -> Iterator[str]:
-    """Yields what the checks in megarl/config that read a key refuse: their docstrings."""
+    """Yields the conditions under which the checks that read a key raise ValueError, from their
+    docstrings: "if rows can exceed the maximum length of the engine or the model."
+    """
     section, _, name = key.rpartition(".")
     section = section.rpartition(".")[2]
     for file in sorted(Path(__file__).parent.glob("*.py")):
@@ -65,9 +70,9 @@ def checks_of(key: str) -> Iterator[str]:
                 continue
             source = ast.get_source_segment(text, node) or ""
             is_read = re.search(rf"\.{name}\b", source) and re.search(rf"\b{section}\b", source)
-            refusal = " ".join((ast.get_docstring(node) or "").split())
-            if section and is_read and refusal.startswith("Raises ValueError"):
-                yield refusal
+            what, raises, cause = (ast.get_docstring(node) or "").partition("Raises ValueError ")
+            if section and is_read and raises and not what:
+                yield " ".join(cause.split())
 
 
 def presets_of(key: str) -> dict[str, Any]:

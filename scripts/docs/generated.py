@@ -111,10 +111,7 @@ def config() -> str:
                 if key.is_section
                 else f"`{key.name}`{{ #{key.name} }}"
             )
-            kind = prose(key.kind)
-            if not key.is_section:
-                kind += f"; {code(key.default)}" if key.default else "; required"
-            lines.append(f"| {label} | {kind} | {prose(key.text)} |")
+            lines.append(f"| {label} | {prose(key.kind)} | {prose(key.text)} |")
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
 

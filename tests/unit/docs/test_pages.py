@@ -176,13 +176,21 @@ def test_every_message_of_exit_code_2_has_an_anchor() -> None:
 
 def test_explain_prints_type_default_text_and_checks(capsys: pytest.CaptureFixture[str]) -> None:
     for key, parts in {
-        "rollout.sleep_level": ["0, 1 or 2; default 0", "frees the KV cache", "split topology"],
+        "rollout.sleep_level": [
+            "0, 1 or 2; default 0",
+            "frees the KV cache",
+            "exit code 2 for settings that the split topology",
+        ],
         "rewards.0.name": ["text; required", "dotted path of a function"],
         "algorithm.clip_high": [
             "number at least 0 or null",
             "preset dapo: 0.28",
         ],
-        "sft": ["section", "Only for stage: sft.", "sft.patience: Number of evaluations"],
+        "sft": [
+            "sft: section Settings of",
+            "Only for stage: sft.",
+            "sft.patience: Number of evaluations",
+        ],
         "": ["train: Steps, optimizer"],
     }.items():
         explain.run(explain_args(key))
