@@ -3,6 +3,7 @@
 from planted.algorithms import ALGORITHMS
 from planted.batches import BATCHES
 from planted.critic import CRITIC
+from planted.documentation import DOCUMENTED
 from planted.doors import DOORS
 from planted.folders import FOLDERS
 from planted.formats import FORMATS
@@ -34,6 +35,7 @@ MUTANTS = [
     *ALGORITHMS,
     *BATCHES,
     *CRITIC,
+    *DOCUMENTED,
     *DOORS,
     *FP8,
     *FOLDERS,
