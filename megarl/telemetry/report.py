@@ -156,11 +156,13 @@ def _warn_left_out(file: Path, error: Exception) -> None:
     )
 
 
-def _samples(folder: Path) -> dict[str, JsonRows]:
-    """Returns {reward, or range of rewards: samples} of the latest sample file, the best first."""
+def _samples(folder: Path) -> list[tuple[str, JsonRows]]:
+    """Returns the samples of the latest sample file by reward, or by range of rewards, the best
+    first.
+    """
     files = sample_files(folder / "rollouts")
     if not files:
-        return {}
+        return []
     # samples of one prompt are often equal
     unique = {
         (sample["prompt"], sample["response"]): sample
@@ -170,12 +172,12 @@ def _samples(folder: Path) -> dict[str, JsonRows]:
     least = 1  # samples of a group
     if len(set(map(_reward, samples))) > MAX_GROUPS:
         least = -(-len(samples) // MAX_GROUPS)
-    groups: list[list[Mapping[str, Any]]] = []
+    groups: list[list[Any]] = []
     for sample in samples:
         if not groups or (len(groups[-1]) >= least and _reward(sample) != _reward(groups[-1][-1])):
             groups.append([])
         groups[-1].append(sample)
-    return {_range(group): group for group in groups}
+    return [(_range(group), group) for group in groups]
 
 
 def _range(samples: JsonRows) -> str:
@@ -229,10 +231,13 @@ def _write_page(
 
     page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     template = Template(page, autoescape=True, finalize=_shown)
+    left_out = []
     values = {**sections, "title": title, "figures": [svg(panel) for panel in panels]}
+    values["left_out"] = left_out
     text = template.render(values).encode(errors="replace")
     for section in LARGE:
         if len(text) > MAX_BYTES:
+            left_out.append(section)
             values.pop(section, None)
             text = template.render(values).encode(errors="replace")
     write_atomic(file, text)

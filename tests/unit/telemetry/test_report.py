@@ -120,6 +120,13 @@ def test_samples_are_grouped_by_reward(tmp_path: Path) -> None:
     assert "<td>4</td><td>0.5 (0.375 .. 0.625)</td>" in page and "low</th>" not in page
 
 
+def test_rewards_that_look_equal_keep_their_samples(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a")
+    lines = [sample(0, f"text {i}") | {"reward": 0.5 + i * 1e-7} for i in range(3)]
+    (run / "rollouts" / "step_000005.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert re.findall(r"<pre>text (\d)</pre>", write_report(run).read_text()) == ["2", "1", "0"]
+
+
 def test_few_rewards_are_a_group_each(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a")
     lines = [sample(0, f"text {i}") | {"reward": float(i % 5 == 0)} for i in range(30)]
@@ -183,6 +190,7 @@ def test_a_page_has_at_most_20_mb(tmp_path: Path) -> None:
     (run / "rollouts" / "step_000005.jsonl").write_text("\n".join(wide_lines))
     page = write_report(run).read_text()
     assert len(page) < 2_000_000 and "Samples of step" not in page and "<svg" in page
+    assert "as this page would exceed 20 MB: samples</p>" in page
 
 
 def test_no_curve_of_a_term_that_the_run_does_not_have() -> None:
