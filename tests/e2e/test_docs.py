@@ -31,7 +31,7 @@ PAGES = {
 }
 OTHER_PAGES = [*ROOT.glob("README*.md"), *sorted(ROOT.glob("examples/*/README.md"))]
 # of the repository's folder; the package is on PYTHONPATH, and a link to it would hide that
-LEFT_OUT = (".git", "runs", "models", "site", "data", "megarl", "tests")
+LEFT_OUT = (".git", "runs", "models", "site", "data", "megarl", "tests", "scripts")
 SECONDS = {"run": 120, "gpu": 120, "long": 5400}
 MEGARL = """#!/bin/sh
 if [ "$1" = train ] && [ -n "$DRY_RUN" ]; then set -- "$@" --dry-run; fi
@@ -59,6 +59,13 @@ def make_folder(folder: Path) -> None:
     for each in ROOT.iterdir():
         if each.name not in LEFT_OUT:
             (folder / each.name).symlink_to(each)
+    (folder / "scripts").mkdir()
+    for each in (ROOT / "scripts").iterdir():
+        (folder / "scripts" / each.name).symlink_to(each)
+    # the environment is the one that runs this test; a page must not install into it
+    (folder / "scripts/install.sh").unlink()
+    (folder / "scripts/install.sh").write_text("#!/bin/sh\n")
+    (folder / "scripts/install.sh").chmod(0o755)
     programs = folder / "bin"
     programs.mkdir()
     for name, text in (("megarl", MEGARL), ("python", '#!/bin/sh\nexec {python} "$@"\n')):
