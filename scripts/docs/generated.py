@@ -104,14 +104,14 @@ def config() -> str:
         parts.append(f"{level} {name or 'Top level'} {{ #{name or 'top-level'} }}\n")
         if name:
             parts.append(prose(sections[name].text) + "\n")
-        lines = ["| key | type, default | meaning |", "|---|---|---|"]
+        lines = ["| key | meaning; type and default |", "|---|---|"]
         for key in rows:
             label = (
                 f"[`{key.name}`](#{key.name})"
                 if key.is_section
                 else f"`{key.name}`{{ #{key.name} }}"
             )
-            lines.append(f"| {label} | {prose(key.kind)} | {prose(key.text)} |")
+            lines.append(f"| {label} | {prose(key.text)}<br><small>{prose(key.kind)}</small> |")
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
 
