@@ -4,8 +4,8 @@ import argparse
 import json
 import re
 
+from megarl.config.load import explain_unknown
 from megarl.config.reference import checks_of, keys, presets_of
-from megarl.config.section import did_you_mean
 from megarl.config.stages import STAGES
 
 NAME = "explain"
@@ -26,13 +26,11 @@ def run(args: argparse.Namespace) -> None:
     """Prints the key; raises ValueError if it does not exist."""
     known = {key.name: key for key in keys()}
     name = re.sub(r"\.\d+\b", "", args.key)  # rewards.0.weight
+    path = name.split(".")
+    while len(path) > 1 and ".".join(path[:-1]) not in known:
+        path.pop()  # names the first part that does not exist
     if name and name not in known:
-        last = name.rpartition(".")[2]
-        near = [key for key in known if key.rpartition(".")[2] == last][:3]
-        hint = did_you_mean(name, known, "`megarl explain` lists the sections", most=3)
-        if near:
-            hint = f"did you mean {' or '.join(near)}?"
-        raise ValueError(f"unknown key {name}; {hint}")
+        raise ValueError(explain_unknown(path, {}))
     if name:
         key = known[name]
         print(f"{name}: {key.kind}\n{key.text}")

@@ -261,7 +261,7 @@ def _explain(error: ValidationError, lines: Mapping[str, str]) -> str:
     errors = error.errors()
     for each in errors:
         if each["type"] in ("extra_forbidden", "invalid_key"):
-            return _explain_unknown([*map(str, each["loc"])], lines)
+            return explain_unknown([*map(str, each["loc"])], lines)
     first = errors[0]
     key = ".".join(
         part
@@ -280,7 +280,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def _explain_unknown(path: list[str], lines: Mapping[str, str]) -> str:
+def explain_unknown(path: list[str], lines: Mapping[str, str]) -> str:
     """Formats the error for an unknown key; suggests the same name in other sections, or else
     similar names in the same section.
     """

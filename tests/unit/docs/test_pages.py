@@ -208,10 +208,10 @@ def test_explain_prints_type_default_text_and_checks(capsys: pytest.CaptureFixtu
         assert all(part in text for part in parts), text
     for key, near in {
         "lr": "train.lr",
-        "rollout.slep": "rollout.sleep_level",
-        "foo.bar": "lists the sections",
+        "rollout.sleep_levle": "did you mean sleep_level",
+        "foo": "known keys here: stage, run",
     }.items():
-        with pytest.raises(ValueError, match=f"unknown key {key}; .*{near}"):
+        with pytest.raises(ValueError, match=f"unknown key {key} in the config; .*{near}"):
             explain.run(explain_args(key))
 
 
