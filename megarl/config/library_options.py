@@ -102,7 +102,7 @@ LIBRARIES = {
                 v_head_dim rope_type rotary_base rotary_percent rotary_scaling_factor
                 original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim
                 calculate_per_token_loss average_in_collective gradient_accumulation_fusion
-                masked_softmax_fusion persist_layer_norm
+                masked_softmax_fusion persist_layer_norm transformer_impl
             """,
         },
     ),

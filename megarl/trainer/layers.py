@@ -130,7 +130,6 @@ class SinkAttention(PackedAttention):
         super().__init__(config, **options)
         heads = config.num_attention_heads // config.tensor_model_parallel_size
         self.softmax_offset = Parameter(torch.empty(heads, dtype=config.params_dtype))
-        set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
         assert config.window_size is not None and isinstance(config.window_attn_skip_freq, int)
         self.window = None
         if layer_number % config.window_attn_skip_freq:

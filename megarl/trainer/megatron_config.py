@@ -182,9 +182,17 @@ def _pipeline_layout(layers: int, layout: Layout) -> list[list[str]] | None:
     return chunks
 
 
-def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Splits options into fields of TransformerConfig and of DistributedDataParallelConfig."""
-    reduction = dict(options)
+def split_options(
+    options: Mapping[str, Any],
+    device: torch.device,
+) -> tuple[Settings, Settings]:
+    """Splits options into fields of TransformerConfig and of DistributedDataParallelConfig.
+
+    `transformer_impl`, the implementation of the layers, is by default "transformer_engine" on a
+    GPU and "local" on a CPU.
+    """
+    default = "transformer_engine" if device.type == "cuda" else "local"
+    reduction = {"transformer_impl": default, **options}
     reduction.pop("unsafe", None)
     names = [name for name in reduction if hasattr(MLATransformerConfig, name)]
     return {name: reduction.pop(name) for name in names}, reduction

@@ -87,9 +87,12 @@ def shares_prefixes(
 
 def patch_chunk(model: Any, layout: Layout) -> None:
     """Prepares a GPTModel for the trainer, including one that Megatron-Bridge built."""
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         # Transformer Engine keeps attention sinks in fp32; Float16Module casts them
         parameter.data = parameter.data.to(model.config.params_dtype)
+        if name.endswith("softmax_offset"):
+            # unmarked, the gradient norm would count the sinks of the first tensor rank only
+            parameter.tensor_model_parallel = True
     for module in model.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
             # Enables gradient_accumulation_fusion. The setting itself would require Apex, which

@@ -122,15 +122,15 @@ class Trainer:
         moe = moe or Moe()
         precision = precision or Precision()
         head = head or VocabularyHead(shape.vocab, train.logprob_chunk)
-        settings, reduction = split_options(megatron_options or {})
+        settings, reduction = split_options(megatron_options or {}, device)
         assert share_groups_with is None or share_groups_with.layout == layout
         groups = share_groups_with.groups if share_groups_with else init_parallel(layout, seed=seed)
         owns_groups = share_groups_with is None
         if lora:  # with overlap, Megatron gathers the inputs of shared experts itself
             settings.setdefault("moe_shared_expert_overlap", False)
         settings |= megatron_settings(precision, device)
-        use_te = device.type == "cuda"
-        model, traced = _build_model(shape, layout, train, moe, settings, use_te=use_te)
+        use_te = settings["transformer_impl"] == "transformer_engine"
+        model, traced = _build_model(shape, layout, train, moe, settings, use_te)
         emulation = Emulation(model, precision, groups.stage)
         table = _load(model, traced, shape, layout, head, Path(folder), use_te=use_te)
         adapters = None
@@ -349,7 +349,8 @@ class Trainer:
 
     @property
     def shares_prefixes(self) -> bool:
-        return shares_prefixes(self.shape, self.layout, use_te=self.device.type == "cuda")
+        use_te = self.model[0].config.transformer_impl == "transformer_engine"
+        return shares_prefixes(self.shape, self.layout, use_te=use_te)
 
     def _pack(
         self, batch: TokenBatch, rows: Sequence[Sequence[int]], *, share: bool = False
@@ -445,7 +446,6 @@ def _build_model(
     train: Train,
     moe: Moe,
     options: dict[str, Any],
-    *,
     use_te: bool,
 ) -> tuple[list[GPTModel], SlicesByRank | None]:
     """Returns this rank's chunks, and every rank's slices if the family has no table."""

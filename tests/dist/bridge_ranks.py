@@ -1,6 +1,6 @@
 """Families without a table, through Megatron-Bridge, on two gloo ranks; rank 0 writes what they found as JSON.
 
-python bridge_ranks.py RESULTS.json CHECK...      on a CPU, with Megatron-Bridge, and te_standin/ on the path
+python bridge_ranks.py RESULTS.json CHECK...      on a CPU, with Megatron-Bridge and Transformer Engine's Python files
 """
 
 from __future__ import annotations
@@ -11,6 +11,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
+
+import te_standin
+
+if __name__ == "__main__":
+    te_standin.install()  # before Megatron-Core is imported
 
 import torch
 import torch.distributed as dist

@@ -1,7 +1,7 @@
 """Families without a table: what Megatron-Bridge's conversion was seen to do is right, and is all a run needs.
 
-Where Megatron-Bridge is installed and no GPU is, with a stand-in for Transformer Engine (te_standin/) and Megatron's
-own layers. Bridge's layers of Transformer Engine only a GPU can show.
+Where Megatron-Bridge is installed and no GPU is, with Megatron's own layers. Bridge imports Transformer Engine's, whose
+compiled part te_standin/ stands in for.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_te import FILES
 from test_trainer import each
 
 from megarl.platform.env import is_installed
@@ -26,6 +27,7 @@ pytestmark = [
     pytest.mark.skipif(
         not is_installed("megatron.bridge"), reason="Megatron-Bridge is not installed"
     ),
+    pytest.mark.skipif(not FILES.is_dir(), reason="Transformer Engine's files are not installed"),
     pytest.mark.skipif(
         torch.cuda.is_available(), reason="the stand-in would hide the real Transformer Engine"
     ),
@@ -41,9 +43,11 @@ CHECKS = (
 )
 
 
-def environment() -> dict[str, str]:
+def environment(*first: Path) -> dict[str, str]:
     paths = [
-        HERE / "te_standin",
+        *first,
+        FILES,
+        ROOT / "tests",
         HERE,
         ROOT,
         *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
@@ -129,8 +133,9 @@ def test_the_whole_loop(tmp_path: Path) -> None:
         *(f"run.dir={tmp_path}", "run.name=loop", "train.steps=2", "train.prompts_per_step=4"),
         *("rollout.samples_per_prompt=4", "parallel.tensor=2", "checkpoint.export_hf=end"),
     ]
+    paths = environment(ROOT / "tests/te_standin/at_start")
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=580, env=environment(), cwd=tmp_path
+        command, capture_output=True, text=True, timeout=580, env=paths, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr[-4000:]
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
