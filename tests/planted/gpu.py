@@ -6,7 +6,8 @@ SIGNATURES = "contract/test_signatures.py::test_every_call_fits"
 DEVICES = "dist/test_devices.py"
 SYNCS = "unit/trainer/test_host_syncs.py::test_no_microbatch_waits_for_the_device"
 FUSIONS, LIBRARY = "unit/trainer/test_fusions.py", "unit/config/test_library_options.py"
-TE = "dist/test_te.py::test_every_layout_is_that_of_the_local_layers"
+SINKS = "unit/trainer/test_layers.py::test_gradient_norms_count_the_sinks_of_all_tensor_ranks"
+LAYERS = "unit/trainer/test_fusions.py::test_the_device_chooses_the_layers"
 
 GPU = [
     ("trainer/optimizer.py", "use_gloo_process_groups=False", "use_gloo_groups=False", SIGNATURES),
@@ -22,14 +23,8 @@ GPU = [
         '"grouped_gemm": use_te',
         "contract/test_signatures.py::test_settings_of_every_family_are_fields",
     ),
-    ("trainer/model.py", "parameter.tensor_model_parallel = True", "pass", TE),
-    ("models/blocks.py", '"mlp.linear_fc1.layer_norm_weight"', '"mlp.linear_fc1.norm_weight"', TE),
-    (
-        "trainer/megatron_config.py",
-        '"normalization": "RMSNorm"',
-        '"normalization": "LayerNorm"',
-        TE,
-    ),
+    ("trainer/model.py", "parameter.tensor_model_parallel = True", "pass", SINKS),
+    ("trainer/megatron_config.py", '"transformer_impl": default, **options', "**options", LAYERS),
     (
         "weights/sync/publish.py",
         "write(message, flat.to(self._device, non_blocking=True))",

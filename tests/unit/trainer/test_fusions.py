@@ -16,7 +16,7 @@ from megarl.data.packing import plan_microbatches
 from megarl.layout import Layout, Parallel
 from megarl.models.registry import parse_model
 from megarl.stages.sft import train_supervised
-from megarl.trainer.megatron_config import KERNELS, fusions, transformer_config
+from megarl.trainer.megatron_config import KERNELS, fusions, split_options, transformer_config
 
 ROPE, PERMUTE, ROUTER, SHARED = KERNELS
 ALL = frozenset(KERNELS)
@@ -99,3 +99,13 @@ def test_options_reach_megatron_and_entropy_is_measured_every_n_steps(one_rank, 
         in trainer.step(batch, plan, supervised_loss, weights_T, needs_entropy=True).metrics
     )
     trainer.close()
+
+
+def test_the_device_chooses_the_layers() -> None:
+    """Unless an option does, as in tests that train Transformer Engine's layers on a CPU."""
+    for device, layers in (("cpu", "local"), ("cuda", "transformer_engine")):
+        assert split_options({}, torch.device(device)) == ({"transformer_impl": layers}, {})
+    chosen = {"transformer_impl": "transformer_engine"}
+    reduction = {"overlap_grad_reduce": True}
+    options = chosen | reduction | {"unsafe": True}
+    assert split_options(options, torch.device("cpu")) == (chosen, reduction)

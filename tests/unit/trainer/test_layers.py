@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from megarl.layout import Layout, Parallel
 from megarl.trainer.layers import PackedAttention, RMSNorm, SinkAttention
+from megarl.trainer.model import patch_chunk
 
 
 def packed(*lengths: int) -> SimpleNamespace:
@@ -86,3 +88,17 @@ def test_norm() -> None:
     x = torch.randn(3, 8)
     assert_close(norm(x), torch.nn.functional.rms_norm(x, (8,), norm.weight, 1e-6))
     assert norm.weight.sequence_parallel
+
+
+def test_gradient_norms_count_the_sinks_of_all_tensor_ranks() -> None:
+    """Megatron counts an unmarked parameter on the first tensor rank only, and Transformer Engine marks no sinks."""
+    attention = torch.nn.Module()
+    attention.softmax_offset = torch.nn.Parameter(torch.zeros(2))
+    attention.norm = torch.nn.Parameter(torch.zeros(2))
+    chunk = torch.nn.Module()
+    chunk.core_attention = attention
+    chunk.config = SimpleNamespace(params_dtype=torch.bfloat16)
+    chunk.post_process = False
+    patch_chunk(chunk, Layout.of(Parallel(), 1, 0))
+    assert attention.softmax_offset.tensor_model_parallel
+    assert not hasattr(attention.norm, "tensor_model_parallel")
