@@ -7,7 +7,6 @@ it is written. A converted Megatron folder includes the model's config and token
 the `model.path` of a training run, or be converted back.
 """
 
-import ctypes
 import re
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -37,6 +36,7 @@ from megarl.models.hub import model_folder
 from megarl.models.registry import hf_shapes, megatron_table, padded_vocab, read_model
 from megarl.models.shape import ModelShape
 from megarl.models.shards import slices_of, whole_tensor
+from megarl.platform.device import set_malloc
 from megarl.trainer.megatron_config import transformer_config
 from megarl.trainer.model import build_model
 from megarl.trainer.parallel_groups import destroy_parallel, init_parallel
@@ -44,7 +44,7 @@ from megarl.weights.encode.quantize import PLAIN
 
 Format = Literal["megatron", "hf"]
 ALONE = Layout.of(Parallel(), 1, 0)
-M_MMAP_THRESHOLD = -3  # option of mallopt, from malloc.h
+M_MMAP_THRESHOLD = -3  # from malloc.h
 
 
 def run_convert(
@@ -65,10 +65,8 @@ def run_convert(
     disk fails or a file reads back differently.
     """
     began = time.perf_counter()
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt:
-        # return freed memory to the system; by default, each thread caches up to 32 MiB
-        mallopt(M_MMAP_THRESHOLD, 1 << 20)
+    # return freed memory to the system; by default, each thread caches up to 32 MiB
+    set_malloc({M_MMAP_THRESHOLD: 1 << 20})
     origin = _origin(source, config)
     shape = read_model(origin)
     _check_sizes(shape, sizes, to)

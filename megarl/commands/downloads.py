@@ -18,13 +18,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from megarl.config.run_dir import resumed_run
 from megarl.config.schema import Config
-from megarl.config.section import validate_options
+from megarl.config.section import Options, validate_options
 from megarl.data.hf_dataset import hub_id, resolve
 from megarl.data.rows import DatasetOptions
 from megarl.models.hub import CODE, SMALL, WEIGHTS, download, is_hub_id, split_revision
@@ -43,7 +42,7 @@ class HubEntry:
     name: str  # identifies the entry across configs, and in messages
     revision: str | None
     fetch: Callable[[str | None], Path]  # revision -> downloaded folder, whose name is the commit
-    section: dict[str, Any]  # the section of the config that refers to it
+    section: Options  # the section of the config that refers to it
     pinned: Mapping[str, str]  # new values of the section; COMMIT is replaced by the commit
 
 
@@ -59,7 +58,7 @@ def download_weights(config: Config, env: Env, command: str) -> None:
 
 
 def pin_revisions(
-    config: Config, env: Env, find: Callable[[dict[str, Any]], Iterator[HubEntry]]
+    config: Config, env: Env, find: Callable[[Options], Iterator[HubEntry]]
 ) -> Config:
     """Downloads the entries that `find` yields (models without weights) and pins their revisions.
 
@@ -85,7 +84,7 @@ def pin_revisions(
     return Config.model_validate(values)
 
 
-def hub_models(values: dict[str, Any], patterns: Sequence[str] = SMALL) -> Iterator[HubEntry]:
+def hub_models(values: Options, patterns: Sequence[str] = SMALL) -> Iterator[HubEntry]:
     models = []
     policy = values.get("model") or {}
     if not policy.get("create"):
@@ -111,7 +110,7 @@ def hub_models(values: dict[str, Any], patterns: Sequence[str] = SMALL) -> Itera
         yield HubEntry(setting.removeprefix(POLICY), revision, fetch, section, pinned)
 
 
-def hub_datasets(values: dict[str, Any]) -> Iterator[HubEntry]:
+def hub_datasets(values: Options) -> Iterator[HubEntry]:
     task = values.get("task") or {}
     evaluated = values.get("eval") or {}
     for part in (task, *(task.get("mixture") or ()), *(evaluated.get("sets") or ())):
@@ -122,7 +121,7 @@ def hub_datasets(values: dict[str, Any]) -> Iterator[HubEntry]:
             yield HubEntry(name, options.get("revision"), fetch, options, {"revision": COMMIT})
 
 
-def _fetch_dataset(name: str, options: Mapping[str, Any], revision: str | None) -> Path:
+def _fetch_dataset(name: str, options: Options, revision: str | None) -> Path:
     values = {**options, "revision": revision}
     return resolve(
         hub_id(name) or "", validate_options(DatasetOptions, values, f"task.name={name}")

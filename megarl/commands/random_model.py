@@ -10,7 +10,6 @@ two runs create it at the same time. This module does not import torch.
 import hashlib
 import json
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from megarl.config.random_model import BOS, EOS, PAD, SPECIAL, UNK, characters, 
 from megarl.config.schema import Config, Create
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.models.registry import hf_shapes, parse_model
+from megarl.models.shape import Settings
 from megarl.processes.files import write_json
 
 FORMAT = 1  # increment if the same section must produce different bytes
@@ -69,7 +69,7 @@ def random_tokenizer(create: Create) -> Tokenizer:
         return load_tokenizer(folder)
 
 
-def _write_settings(folder: Path, create: Create, values: Mapping[str, Any]) -> None:
+def _write_settings(folder: Path, create: Create, values: Settings) -> None:
     """Writes the config, the generation config and the tokenizer."""
     write_json(folder / "config.json", values)
     generation = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD, "do_sample": True}
@@ -78,7 +78,7 @@ def _write_settings(folder: Path, create: Create, values: Mapping[str, Any]) -> 
         _write_tokenizer(folder, create)
 
 
-def _write_weights(file: Path, values: Mapping[str, Any], seed: int) -> None:
+def _write_weights(file: Path, values: Settings, seed: int) -> None:
     """Writes normally distributed weights with standard deviation 1/sqrt(fan-in).
 
     With this scale, hidden states keep unit variance, and logits vary between tokens.

@@ -9,7 +9,7 @@ value, where it is set, and what is allowed.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from itertools import count
 from pathlib import Path
@@ -22,8 +22,9 @@ from megarl.config.estimators import BOUND_NAMES
 from megarl.config.presets import PRESETS
 from megarl.config.reference import keys
 from megarl.config.schema import Config, Task
-from megarl.config.section import Options, did_you_mean, message_of
+from megarl.config.section import Options, did_you_mean, message_of, short
 
+Places = dict[str, str]  # dotted key -> place where it is set
 MAX_NODES = 100_000  # maximum number of nodes in a YAML text, with aliases expanded
 REFUSED_SCALARS = (  # (pattern of the tag, pattern of the value, problem if both match)
     (
@@ -45,7 +46,7 @@ class _YamlLoader(yaml.SafeLoader):
         try:
             return super().construct_object(node, deep)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-            problem = f"{_short(node.value)} is not of type {node.tag.rpartition(':')[2]}"
+            problem = f"{short(node.value, 100)} is not of type {node.tag.rpartition(':')[2]}"
             raise _yaml_error(node.start_mark, problem) from None
 
 
@@ -76,7 +77,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return parse_config(values, lines)
 
 
-def parse_config(values: Options, lines: Mapping[str, str] | None = None) -> Config:
+def parse_config(values: Options, lines: Places | None = None) -> Config:
     """Builds a config from nested dicts, and adds the values of the preset.
 
     `lines` maps a dotted key to the place where it is set, for errors. Raises ValueError for an
@@ -106,7 +107,7 @@ def changed(config: Config, section: str, **values: Any) -> Config:
     return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(values: Options, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields (dotted key, value) of nested settings."""
     for name, value in values.items():
         if isinstance(value, dict) and value:
@@ -115,7 +116,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{name}", value
 
 
-def _origin(key: str, lines: Mapping[str, str]) -> str:
+def _origin(key: str, lines: Places) -> str:
     """Returns the place where a dotted key, or else the nearest section around it, is set: `in FILE
     line N` or `on the command line`.
     """
@@ -124,7 +125,7 @@ def _origin(key: str, lines: Mapping[str, str]) -> str:
     return lines.get(key, "in the config")
 
 
-def _read_yaml(file: Path) -> tuple[Options, dict[str, str]]:
+def _read_yaml(file: Path) -> tuple[Options, Places]:
     """Returns the nested values of a YAML file, and {dotted key: place}.
 
     Raises ValueError if the file is not valid YAML in UTF-8, or not a mapping.
@@ -146,7 +147,7 @@ def _read_yaml(file: Path) -> tuple[Options, dict[str, str]]:
     return values or {}, lines
 
 
-def parse_yaml(text: str, lines: dict[str, str]) -> Any:
+def parse_yaml(text: str, lines: Places) -> Any:
     """Returns the value of a YAML text, and adds the place of every dotted key to `lines`.
 
     `lines[""]` must be the place of the text. Raises ValueError for a key that is set twice, and
@@ -161,7 +162,7 @@ def parse_yaml(text: str, lines: dict[str, str]) -> Any:
         if isinstance(node, yaml.ScalarNode):
             for tag, pattern, problem in REFUSED_SCALARS:
                 if re.search(tag, node.tag) and re.search(pattern, node.value):
-                    raise _yaml_error(node.start_mark, f"{_short(node.value)} {problem}")
+                    raise _yaml_error(node.start_mark, f"{short(node.value, 100)} {problem}")
         if isinstance(node, yaml.SequenceNode):
             for index, item in enumerate(node.value):
                 walk(item, f"{prefix}.{index}")
@@ -203,11 +204,11 @@ def _parse_override(text: str) -> tuple[str, Any]:
         return key, parse_yaml(raw, {"": f"in {key} on the command line,"})
     except yaml.YAMLError as error:
         raise ValueError(
-            f"the value of {key}={_short(raw)} is not YAML ({_problem(error)}); quote it"
+            f"the value of {key}={short(raw, 100)} is not YAML ({_problem(error)}); quote it"
         ) from None
 
 
-def _drop_replaced(values: Options, overrides: Mapping[str, Any]) -> None:
+def _drop_replaced(values: Options, overrides: Options) -> None:
     """Removes the settings of a model or task that the command line replaces with another one."""
     model = values.get("model")
     task = values.get("task")
@@ -244,17 +245,17 @@ def _with_preset(explicit: Options) -> Options:
     return _merge(preset, explicit)
 
 
-def _merge(below: Options, above: Mapping[str, Any]) -> Options:
+def _merge(below: Options, above: Options) -> Options:
     """Merges `above` into `below` recursively, in place; `above` takes precedence."""
     for key, value in above.items():
         old = below.get(key)
         below[key] = (
-            _merge(old, value) if isinstance(old, dict) and isinstance(value, Mapping) else value
+            _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
         )
     return below
 
 
-def _explain(error: ValidationError, lines: Mapping[str, str]) -> str:
+def _explain(error: ValidationError, lines: Places) -> str:
     """Formats pydantic's error for an unknown key, or else its first error, as one line with the
     key, the value, where it is set, and the remedy.
     """
@@ -271,16 +272,11 @@ def _explain(error: ValidationError, lines: Mapping[str, str]) -> str:
     place = _origin(key, lines)
     if first["type"] == "missing":
         return f"{key} is missing {place}; set it"
-    problem = f"{key}={_short(first['input'])} {place} is invalid: {message_of(first)}"
+    problem = f"{key}={short(first['input'], 100)} {place} is invalid: {message_of(first)}"
     return f"{problem}; see `megarl explain {key}`"
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:97]}..."
-
-
-def explain_unknown(path: list[str], lines: Mapping[str, str]) -> str:
+def explain_unknown(path: list[str], lines: Places) -> str:
     """Formats the error for an unknown key; suggests the same name in other sections, or else
     similar names in the same section.
     """

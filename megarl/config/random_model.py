@@ -4,12 +4,11 @@ Imports no torch.
 """
 
 import string
-from typing import Any
 
 from megarl.config.model import Create
 from megarl.config.section import refuse
 from megarl.models.registry import FAMILIES
-from megarl.models.shape import Family
+from megarl.models.shape import Family, Settings
 
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>", "<|system|>", "<|user|>", "<|assistant|>")
 PAD, BOS, EOS, UNK = range(4)
@@ -27,14 +26,14 @@ def characters(create: Create) -> tuple[str, ...]:
     return (*SPECIAL, *create.phrases, *_CHARACTERS)[: create.vocab]
 
 
-def hf_config(create: Create) -> dict[str, Any]:
+def hf_config(create: Create) -> Settings:
     """Returns the content of a random model's config.json.
 
     Raises ValueError for an unknown family or sizes that do not fit together.
     """
     head_dim = create.head_dim or create.hidden // create.heads
     family = _check_sizes(create, head_dim)
-    values: dict[str, Any] = {
+    values: Settings = {
         "architectures": [family.architecture],
         "model_type": create.family,
         "hidden_act": "silu",

@@ -67,6 +67,12 @@ def message_of(error: ErrorDetails) -> str:
     return text.replace("a valid tuple", "a list")
 
 
+def short(value: Any, most: int = 60) -> str:
+    """Returns the repr of a value, cut to `most` characters."""
+    text = repr(value)
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 def refuse(*problems: tuple[object, str], start: str = "") -> None:
     """Raises ValueError with `start` and the message of the first problem whose condition holds."""
     for is_wrong, message in problems:

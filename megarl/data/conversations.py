@@ -20,7 +20,8 @@ from functools import partial
 from itertools import pairwise
 
 from megarl.config.schema import Task
-from megarl.data.rows import Problem, messages_of, read_content, reference_text, short
+from megarl.config.section import short
+from megarl.data.rows import Problem, messages_of, read_content, reference_text
 from megarl.data.thoughts import PROMPT_TOKENS, TAGS, after_thoughts, opened_tag
 from megarl.data.tokenizer import Example, HfTokenizer, Tokenizer, prompt_encoder
 

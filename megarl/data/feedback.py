@@ -13,10 +13,11 @@ with the prompt's messages. Empty responses are refused. Equal responses form no
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
-from megarl.data.rows import Problem, Source, messages_of, read_content, short
+from megarl.config.section import short
+from megarl.data.rows import Fields, Problem, Source, messages_of, read_content
 
 
 def check_feedback(source: Source, *, steps: bool, ignore_media: bool = False) -> list[str]:
@@ -48,7 +49,7 @@ def check_feedback(source: Source, *, steps: bool, ignore_media: bool = False) -
 
 
 def ranked_responses(
-    extra: Mapping[str, Any], text: str, where: str, *, ignore_media: bool = False
+    extra: Fields, text: str, where: str, *, ignore_media: bool
 ) -> tuple[list[str], list[float], float]:
     """Returns the responses to the prompt `text`, their ranks (lowest is best) and the margin of
     the pairs. Responses with equal texts all get the rank of the first one. Raises ValueError.
@@ -133,7 +134,7 @@ def _response(value: Any, where: str, *, prompt: str, ignore_media: bool) -> str
     return last["content"]
 
 
-def labelled_steps(extra: Mapping[str, Any], where: str) -> list[tuple[str, bool]]:
+def labelled_steps(extra: Fields, where: str) -> list[tuple[str, bool]]:
     """Returns (text, is right) for each step of a response. Raises ValueError."""
     texts, labels = (cast(Any, extra.get(key)) for key in ("completions", "labels"))
     are_lists = (

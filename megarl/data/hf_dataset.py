@@ -21,6 +21,7 @@ from megarl.data.media import FEATURE, refuse_media
 from megarl.data.rows import (
     BadRow,
     DatasetOptions,
+    PlacedRow,
     Problem,
     Source,
     listed,
@@ -39,9 +40,7 @@ EMPTY = ("corresponds to no data", "BatchSize must be greater than 0", "StopIter
 BATCH = 1000  # rows per read of a scan
 
 
-def load_rows(
-    name: str, options: DatasetOptions, split: str, *, ignore_media: bool = False
-) -> Source:
+def load_rows(name: str, options: DatasetOptions, split: str, *, ignore_media: bool) -> Source:
     """Loads one split. Raises ValueError or FileNotFoundError with the value and the remedy."""
     dataset = _read(name, options, split)
     if isinstance(dataset, list):
@@ -136,8 +135,8 @@ def _read(name: str, options: DatasetOptions, split: str) -> Any:
 
 
 def _read_files(
-    read: Callable[..., Iterable[tuple[str, Any]]], files: Mapping[str, Sequence[str]], split: Any
-) -> list[tuple[str, Any]]:
+    read: Callable[..., Iterable[PlacedRow]], files: Mapping[str, Sequence[str]], split: Any
+) -> list[PlacedRow]:
     import fsspec
 
     rows = {}

@@ -8,7 +8,6 @@ and attention is quadratic. The functions are pure: every rank computes the same
 lengths.
 """
 
-import heapq
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import chain, groupby
@@ -21,6 +20,7 @@ from megarl.layout import Layout
 from megarl.types import MicrobatchPlan, PreferenceBatch, TokenBatch, TrainBatch
 
 RowIndices = tuple[int, ...]
+Bins = list[list[int]]  # indices of the items in each bin
 PlannedRows = tuple[tuple[tuple[RowIndices, ...], ...], ...]  # [update][dp rank][micro-batch]
 
 # tokens at which attention costs as much as a layer's matrix products: about 12 x the hidden size
@@ -149,7 +149,7 @@ def _costs(lengths: np.ndarray) -> np.ndarray:
     return lengths * ATTENTION_LENGTH + lengths * lengths
 
 
-def first_fit_decreasing(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
+def first_fit_decreasing(lengths: Sequence[int] | np.ndarray, capacity: int) -> Bins:
     """Packs items by first-fit-decreasing; returns bins of item indices. An item larger than
     `capacity` gets a separate bin.
     """
@@ -172,18 +172,13 @@ def first_fit_decreasing(lengths: Sequence[int] | np.ndarray, capacity: int) -> 
     return bins
 
 
-def partition(costs: Sequence[int] | np.ndarray, parts: int) -> list[list[int]]:
+def partition(costs: Sequence[int] | np.ndarray, parts: int) -> Bins:
     """Partitions items, given by index, into `parts` lists of nearly equal cost.
 
     Assigns the largest items first, then improves the result by swaps.
     """
     costs_N = np.asarray(costs, dtype=np.int64)
-    assigned = [[] for _ in range(parts)]
-    heap = [(0, part) for part in range(parts)]
-    for item in np.argsort(-costs_N, kind="stable").tolist():
-        load, part = heap[0]
-        assigned[part].append(item)
-        heapq.heapreplace(heap, (load + int(costs_N[item]), part))
+    assigned = _even_bins(np.zeros_like(costs_N), costs_N, parts, 0) or []
     members = [np.asarray(part, dtype=np.int64) for part in assigned]
     loads = np.array([costs_N[part].sum() for part in members])
     for _ in range(MAX_SWAPS):
@@ -218,7 +213,7 @@ def _best_swap(high: np.ndarray, low: np.ndarray, gap: int) -> tuple[int, int, i
 
 def _even_bins(
     lengths: np.ndarray, costs: np.ndarray, num_bins: int, max_tokens: int
-) -> list[list[int]] | None:
+) -> Bins | None:
     """Packs items into `num_bins` bins of nearly equal cost within the token budget; returns None
     if the greedy search fails.
     """

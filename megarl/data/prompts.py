@@ -11,7 +11,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from megarl.data.rows import Problem, errors_of
@@ -36,8 +36,6 @@ class PromptStream:
     skipped: int = 0
     kept: dict[str, float] = field(default_factory=dict)  # values of a stage, kept in the state
     accepts_changes: bool = False  # True: the data may differ from those of the restored state
-    # part -> (epoch, permutation)
-    _orders: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
     # for each position so far: number within its part x number of parts + part
     _drawn: "array[int]" = field(default_factory=partial(array, "q"))
     _counts: Counter[int] = field(default_factory=Counter)  # part -> its positions in `_drawn`
@@ -160,8 +158,12 @@ class PromptStream:
         if size is None:
             return number
         epoch, index = divmod(number, size)
-        if part not in self._orders or self._orders[part][0] != epoch:
-            order = list(range(size))
-            random.Random(f"{self.seed}/{part}/{epoch}").shuffle(order)
-            self._orders[part] = (epoch, order)
-        return self._orders[part][1][index]
+        return _order(f"{self.seed}/{part}/{epoch}", size)[index]
+
+
+@lru_cache(maxsize=64)  # at least the current epoch of every part
+def _order(seed: str, size: int) -> list[int]:
+    """Returns a permutation of `size` problems."""
+    order = list(range(size))
+    random.Random(seed).shuffle(order)
+    return order

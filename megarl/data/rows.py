@@ -19,11 +19,14 @@ from typing import Any
 
 from pydantic import BaseModel, Field, field_validator
 
-from megarl.config.section import Pattern, Section, not_misread
+from megarl.config.section import Pattern, Section, not_misread, short
 from megarl.data.media import MEDIA, PLACEHOLDER, refuse_media
 from megarl.platform.json_text import parse_json
 
-TextOrMessages = str | tuple[Mapping[str, Any], ...]
+Fields = Mapping[str, Any]  # named values of a row, a problem or a call
+PlacedRow = tuple[str, Any]  # file and line, for errors; a row
+ChatMessage = Mapping[str, Any]  # of a conversation: role, content and more
+TextOrMessages = str | tuple[ChatMessage, ...]
 PROMPT_TEXTS = ("prompt", "question", "problem")  # alternatives to `messages`
 # columns with parts of the prompt, which are not passed to the chat template
 PROMPT_PARTS = (
@@ -70,7 +73,7 @@ class Problem:
 
     question: TextOrMessages
     answer: Any = None  # text; or a boolean, a list or an object of the file
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: Fields = field(default_factory=dict)
     where: str = field(default="a generated problem", compare=False)  # file and line, for errors
 
     @property
@@ -142,12 +145,12 @@ class Columns(BaseModel):
     def prompts(self) -> list[str]:
         return [self.prompt] if isinstance(self.prompt, str) else self.prompt or []
 
-    def answer_in(self, row: Mapping[str, Any]) -> Any:
+    def answer_in(self, row: Fields) -> Any:
         name = self.answer or "answer"
         path = [name] if name in row else name.split(".")
         return reduce(enter, path, row)
 
-    def check(self, rows: Sequence[Mapping[str, Any]], name: object) -> None:
+    def check(self, rows: Sequence[Fields], name: object) -> None:
         """Raises ValueError if a column of these options is in none of `rows`, the rows of the file
         `name`.
         """
@@ -189,7 +192,7 @@ def enter(value: Any, key: str) -> Any:
 
 
 def listed(
-    rows: Iterable[tuple[str, Any]],
+    rows: Iterable[PlacedRow],
     columns: Columns,
     name: object,
     *,
@@ -222,7 +225,7 @@ def errors_of(where: str) -> Iterator[None]:
         raise ValueError(f"{where}: {error}") from None
 
 
-def read_rows(lines: Iterable[bytes], file: object) -> Iterator[tuple[str, Any]]:
+def read_rows(lines: Iterable[bytes], file: object) -> Iterator[PlacedRow]:
     """Yields (place, value) for each line of JSON, or for each element of a single JSON list.
 
     Raises ValueError with file and line.
@@ -237,7 +240,7 @@ def read_rows(lines: Iterable[bytes], file: object) -> Iterator[tuple[str, Any]]
         try:
             row = parse_json(text, where)
         except ValueError as error:
-            raise BadRow(f"{error}: {short(text)}; fix the line") from None
+            raise BadRow(f"{error}: {short(text.strip())}; fix the line") from None
         yield where, row
 
 
@@ -257,7 +260,7 @@ def utf8_lines(lines: Iterable[bytes], file: object) -> Iterator[tuple[str, str]
 
 
 def read_table(
-    lines: Iterable[bytes], file: object, columns: Columns, separator: str = ","
+    lines: Iterable[bytes], file: object, columns: Columns, separator: str
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields (place, {column: cell}) for each row of CSV.
 
@@ -289,7 +292,7 @@ def read_table(
 
 
 def read_problem(
-    row: Any, where: str, columns: Columns = NO_OPTIONS, *, ignore_media: bool = False
+    row: Any, where: str, columns: Columns = NO_OPTIONS, *, ignore_media: bool
 ) -> Problem:
     """Returns the problem of a row; fields other than question and answer go into `extra`.
 
@@ -355,7 +358,7 @@ def _joined(values: list[Any]) -> Any:
     return values or None
 
 
-def read_content(value: Any, where: str, *, ignore_media: bool = False) -> TextOrMessages:
+def read_content(value: Any, where: str, *, ignore_media: bool) -> TextOrMessages:
     """Returns `value` as non-blank text or as messages. Raises ValueError for anything else."""
     if isinstance(value, list | tuple) and value:
         return tuple(read_messages(value, where, ignore_media=ignore_media))
@@ -404,7 +407,7 @@ def reference_text(answer: Any) -> str:
 
 
 def read_messages(
-    values: Iterable[Any], where: str, *, ignore_media: bool = False
+    values: Iterable[Any], where: str, *, ignore_media: bool
 ) -> Iterator[dict[str, Any]]:
     """Yields messages without keys that are null or empty lists, and with their content as text.
 
@@ -438,10 +441,5 @@ def read_messages(
         yield {**message, "content": content}
 
 
-def messages_of(content: TextOrMessages, role: str = "user") -> list[Mapping[str, Any]]:
+def messages_of(content: TextOrMessages, role: str = "user") -> list[ChatMessage]:
     return [{"role": role, "content": content}] if isinstance(content, str) else [*content]
-
-
-def short(value: Any) -> str:
-    text = repr(value.strip() if isinstance(value, str) else value)
-    return text if len(text) <= 60 else text[:57] + "..."

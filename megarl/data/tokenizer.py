@@ -7,7 +7,7 @@ If a model folder has no tokenizer, for example a tiny test model's, a text is a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -18,7 +18,8 @@ from typing import Any
 from jinja2 import meta
 
 from megarl.config.schema import Task
-from megarl.data.rows import TextOrMessages, messages_of, short
+from megarl.config.section import Options, short
+from megarl.data.rows import ChatMessage, TextOrMessages, messages_of
 from megarl.data.user_code import Alarm, alarm
 from megarl.models.config_json import ConfigReader, read_config
 from megarl.platform.env import require
@@ -26,9 +27,10 @@ from megarl.platform.env import require
 # vocabularies that transformers can only convert with an extra package
 MODELS = ("tokenizer.model", "tiktoken.model")
 FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", *MODELS)
-Encode = Callable[[TextOrMessages], tuple[int, ...]]
+Ids = tuple[int, ...]  # of tokens
+Encode = Callable[[TextOrMessages], Ids]
 # (tokens of a whole example, mask of the learned ones); the mask of a prompt is ()
-Example = tuple[tuple[int, ...], tuple[bool, ...]]
+Example = tuple[Ids, tuple[bool, ...]]
 ALWAYS_GIVEN = {"messages", "add_generation_prompt"}  # task.template_args cannot set these
 
 TEMPLATE_TIMEOUT_S = 10.0  # limit for rendering one prompt
@@ -154,7 +156,7 @@ def prompt_encoder(tokenizer: Tokenizer, task: Task) -> Encode:
     return partial(tokenizer.encode_prompt, template=task.template, **chat)
 
 
-def stop_token_ids(tokenizer: Tokenizer, stop: Sequence[str]) -> tuple[int, ...]:
+def stop_token_ids(tokenizer: Tokenizer, stop: Sequence[str]) -> Ids:
     """Returns every token id that ends a response: each EOS, and the tokens of the texts `stop`.
 
     Raises ValueError for a text that is not a single token: the engine would cut such a text off,
@@ -231,33 +233,26 @@ def _limited(problem: str) -> Iterator[None]:
         ) from None
 
 
+@dataclass(eq=False)
 class HfTokenizer:
-    """A Hugging Face tokenizer.
+    """A Hugging Face tokenizer."""
 
-    `eos` has every token id that ends a response, except those of `stop`. `vocab` is the model's
-    vocab_size, 0 if unknown.
-    """
+    inner: Any
+    eos: Ids  # ids of the tokens that end a response, except those of `stop`
+    stop: Sequence[str] = ()
+    vocab: int = 0  # the model's vocab_size; 0: unknown
+    is_plain: bool = False
 
-    def __init__(
-        self,
-        inner: Any,
-        eos: tuple[int, ...],
-        stop: Sequence[str] = (),
-        *,
-        vocab: int = 0,
-        is_plain: bool = False,
-    ) -> None:
-        self.inner = inner
-        self.eos = eos
-        self.vocab = vocab
+    def __post_init__(self) -> None:
+        inner = self.inner
         added = inner.added_tokens_decoder.items()
-        self.hidden = {*eos, *(id for id, one in added if one.special and one.content in stop)}
+        stops = (id for id, one in added if one.special and one.content in self.stop)
+        self.hidden = {*self.eos, *stops}
         self.chat_template: str | None = inner.get_chat_template() if inner.chat_template else None
-        self.is_plain = is_plain
-        self.exceeds_model = max(inner.get_vocab().values()) >= vocab > 0
+        self.exceeds_model = max(inner.get_vocab().values()) >= self.vocab > 0
 
     @property
-    def turn_end(self) -> tuple[int, ...]:
+    def turn_end(self) -> Ids:
         """Tokens that the chat template writes after an assistant's turn; () if unknown."""
         return self._around[1]
 
@@ -269,7 +264,7 @@ class HfTokenizer:
         return [added[token].content for token in tokens if token in added and added[token].special]
 
     @cached_property
-    def _around(self) -> list[tuple[int, ...]]:
+    def _around(self) -> list[Ids]:
         if self.is_plain or not self.chat_template:
             return [(), ()]
         turns = [("user", "question"), ("assistant", "answer")]
@@ -282,7 +277,7 @@ class HfTokenizer:
             self.encode(text.rpartition("answer")[2]),
         ]
 
-    def encode(self, text: str, *, special: bool = False) -> tuple[int, ...]:
+    def encode(self, text: str, *, special: bool = False) -> Ids:
         """Encodes a text; with `special`, adds the special tokens of its post-processor."""
         return self.check(self.inner(text, add_special_tokens=special)["input_ids"])
 
@@ -292,8 +287,8 @@ class HfTokenizer:
         template: str | None,
         *,
         system_prompt: str | None = None,
-        template_args: Mapping[str, Any] | None = None,
-    ) -> tuple[int, ...]:
+        template_args: Options | None = None,
+    ) -> Ids:
         """Encodes a question as plain text, or in the chat template up to the start of the answer.
 
         If `template` is None, the chat template is used if there is one. Raises ValueError if the
@@ -325,7 +320,7 @@ class HfTokenizer:
         self._check_contents(messages, text)
         return self.encode(text)
 
-    def _check_contents(self, messages: Sequence[Mapping[str, Any]], text: str) -> None:
+    def _check_contents(self, messages: Sequence[ChatMessage], text: str) -> None:
         """Raises ValueError if the rendered `text` lacks a message."""
         for message in messages:
             role = message["role"]
@@ -340,7 +335,7 @@ class HfTokenizer:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[ChatMessage],
         *,
         generation: bool = False,
         **template_args: Any,
@@ -351,7 +346,7 @@ class HfTokenizer:
         self._check_messages(messages)
         return self._render(messages, add_generation_prompt=generation, **template_args)
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], **template_args: Any) -> str:
+    def _render(self, messages: Sequence[ChatMessage], **template_args: Any) -> str:
         with _limited("rejects the prompt"):
             text = self.inner.apply_chat_template(list(messages), tokenize=False, **template_args)
             if len(text) > MAX_PROMPT_CHARACTERS:
@@ -360,7 +355,7 @@ class HfTokenizer:
                 )
         return text
 
-    def _check_messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
+    def _check_messages(self, messages: Sequence[ChatMessage]) -> None:
         """Raises ValueError if a message has a key that the template never reads, or special tokens
         that the template writes itself.
         """
@@ -403,7 +398,7 @@ class HfTokenizer:
             variables = meta.find_undeclared_variables(environment.parse(self.chat_template))
         return sorted(variables - ALWAYS_GIVEN - set(self.inner.special_tokens_map))
 
-    def encode_answer(self, text: str) -> tuple[int, ...]:
+    def encode_answer(self, text: str) -> Ids:
         """Encodes the text and adds the end token, unless the text already ends with one, like a
         finished response. The end token is the one that ends a turn in the chat template, if it is
         in `eos`, else the tokenizer's own.
@@ -418,7 +413,7 @@ class HfTokenizer:
     def text_of(self, token: int) -> str:
         return self.inner.decode([token], clean_up_tokenization_spaces=False)
 
-    def check(self, tokens: Iterable[int]) -> tuple[int, ...]:
+    def check(self, tokens: Iterable[int]) -> Ids:
         """Returns the tokens. Raises ValueError if one is not in the model's vocabulary."""
         checked = tuple(tokens)
         last = max(checked, default=0)
@@ -446,10 +441,10 @@ class TokenIds:
     chat_template = None
     exceeds_model = False
 
-    eos: tuple[int, ...]
+    eos: Ids
     vocab: int
 
-    def encode_prompt(self, question: TextOrMessages, template: str | None) -> tuple[int, ...]:
+    def encode_prompt(self, question: TextOrMessages, template: str | None) -> Ids:
         if template == "chat" or not isinstance(question, str):
             raise ValueError(
                 "without a tokenizer there is no chat template; use task.template: plain and text "
@@ -457,7 +452,7 @@ class TokenIds:
             )
         return self.encode(question)
 
-    def encode_answer(self, text: str) -> tuple[int, ...]:
+    def encode_answer(self, text: str) -> Ids:
         return (*self.encode(text), *self.eos[:1])
 
     def text_of(self, token: int) -> str:
@@ -466,7 +461,7 @@ class TokenIds:
     def decode(self, tokens: Sequence[int]) -> str:
         return " ".join(map(str, tokens))
 
-    def encode(self, text: str) -> tuple[int, ...]:
+    def encode(self, text: str) -> Ids:
         for word in text.split():
             if not word.isdecimal() or int(word) >= self.vocab:
                 raise ValueError(

@@ -43,7 +43,7 @@ class ConfigReader:
     """Checked values of a `config.json`. Every method raises ValueError for a value that it does
     not accept."""
 
-    raw: Mapping[str, Any]
+    raw: Settings
     where: str  # the file, for errors
 
     @property
@@ -232,7 +232,7 @@ def read_config(file: Path) -> ConfigReader:
             raw = read_json(file)
     except ValueError as error:
         raise ValueError(f"{error}; correct it, or choose another model") from None
-    if not isinstance(raw, Mapping):
+    if not isinstance(raw, dict):
         raise ValueError(
             f"{file} contains a {type(raw).__name__}, not an object; choose a Hugging Face model"
         )
@@ -274,9 +274,7 @@ def read_decoder(
     )
 
 
-def read_sizes(
-    config: ConfigReader, *, head_dim: int = 0, latent: LatentSizes | None = None
-) -> Settings:
+def read_sizes(config: ConfigReader, *, head_dim: int = 0, latent: LatentSizes | None) -> Settings:
     """Reads the fields of ModelShape whose keys are the same in all families."""
     hidden = config.size("hidden_size")
     heads = config.size("num_attention_heads")

@@ -23,7 +23,7 @@ from megarl.models.formats import ENGINE_FORMATS, BlockFormat
 from megarl.models.headers import ITEM_BYTES
 from megarl.models.lora import linears
 from megarl.models.registry import FAMILIES, hf_shapes, megatron_table
-from megarl.models.shape import ModelShape, Settings, Shape
+from megarl.models.shape import ModelShape, Settings, ShapesByName
 from megarl.models.shards import (
     Qkv,
     Replicated,
@@ -111,7 +111,7 @@ def _scales(rule: Rule, fmt: BlockFormat, is_whole: bool) -> Iterator[Rule]:
         yield replace(rule, hf=rule.hf + fmt.scale, param=param, shape=grids[rule.hf])
 
 
-def linear_shapes(shape: ModelShape) -> dict[str, Shape]:
+def linear_shapes(shape: ModelShape) -> ShapesByName:
     """Returns the shapes of the HF weights that a block format applies to."""
     table = megatron_table(shape).map_layers(partial(filter, linears))
     return shapes_of(replace(table, embedding=(), head=(), tied=()), shape)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from megarl.models.shape import Shape
+from megarl.models.shape import Shape, ShapesByName
 from megarl.platform.json_text import parse_json, read_json
 
 INDEX = "model.safetensors.index.json"
@@ -40,7 +40,7 @@ class HfTensor:
 
 
 @cache
-def header_shapes(folder: Path) -> dict[str, Shape]:
+def header_shapes(folder: Path) -> ShapesByName:
     """Returns the full shape of every tensor of the folder. Raises ValueError like
     `read_headers`."""
     return {name: tensor.shape for name, tensor in read_headers(folder).items()}

@@ -3,17 +3,15 @@
 A family is one file and one line in MODULES; Megatron-Bridge, if installed, builds any other
 `model_type`."""
 
-from collections.abc import Mapping
 from importlib import import_module
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from megarl.models.config_json import ConfigReader, read_config, read_latent, read_sizes
 from megarl.models.formats import CONFIG_KEY
 from megarl.models.headers import header_shapes
 from megarl.models.lora import CONFIG
-from megarl.models.shape import Family, ModelShape, Shape
+from megarl.models.shape import Family, ModelShape, Settings, ShapesByName
 from megarl.models.shards import LayerSpec, Table, shapes_of
 from megarl.platform.env import is_installed
 
@@ -52,7 +50,7 @@ def read_model(path: str | Path) -> ModelShape:
     return parse_model(read_config(file).raw, str(file), folder)
 
 
-def parse_model(raw: Mapping[str, Any], where: str, folder: Path | None = None) -> ModelShape:
+def parse_model(raw: Settings, where: str, folder: Path | None = None) -> ModelShape:
     """Returns the shape of a parsed config.json. `where` is its name in errors. A family without a
     table needs the `folder`. Raises ValueError if the config is not supported."""
     config = ConfigReader(raw, where)
@@ -140,7 +138,7 @@ def padded_vocab(vocab: int, tensor: int) -> int:
     return -(-vocab // multiple) * multiple
 
 
-def hf_shapes(shape: ModelShape, *, mtp: bool = False) -> dict[str, Shape]:
+def hf_shapes(shape: ModelShape, *, mtp: bool = False) -> ShapesByName:
     """Returns the full shapes of the HF checkpoint's tensors, without a tied lm_head; for a family
     without a table, those of all tensors in the folder. `mtp` adds multi-token prediction, which
     neither trainer nor engine builds."""

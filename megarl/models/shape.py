@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from megarl.models.shards import LayerSpec, Table
 
 Shape = tuple[int, ...]  # of a tensor
+ShapesByName = dict[str, Shape]  # by name of the tensor
 Settings = dict[str, Any]  # of a config.json, or of Megatron's TransformerConfig
 
 

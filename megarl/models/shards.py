@@ -18,7 +18,7 @@ from math import prod
 from typing import Any, Literal
 
 from megarl.layout import Axis, Layout, Parallel, stage_layers
-from megarl.models.shape import LayerKind, ModelShape, Shape
+from megarl.models.shape import LayerKind, ModelShape, Shape, ShapesByName
 
 HF = "model.layers.{layer}."
 MC = "decoder.layers.{layer}."
@@ -65,7 +65,7 @@ class _OneTensor:
     param: str
     shape: Shape  # of the HF tensor
 
-    def shapes(self) -> dict[str, Shape]:
+    def shapes(self) -> ShapesByName:
         return {self.hf: self.shape}
 
     def _slice(
@@ -161,7 +161,7 @@ class Stack:
     # per tensor; 0: no limit. If the axis has more ranks, neighbouring ranks share a shard
     max_shards: Shape = ()
 
-    def shapes(self) -> dict[str, Shape]:
+    def shapes(self) -> ShapesByName:
         return {name: (rows, *self.rest) for name, rows in zip(self.hf, self.rows, strict=True)}
 
     def slices(self, tp: Axis) -> Iterator[ShardSlice]:
@@ -186,7 +186,7 @@ class Qkv:
     head_dim: int
     rest: Shape  # (hidden,) of a weight, () of a bias
 
-    def shapes(self) -> dict[str, Shape]:
+    def shapes(self) -> ShapesByName:
         heads = (self.heads, self.kv_heads, self.kv_heads)
         return {
             name: (count * self.head_dim, *self.rest)
@@ -298,7 +298,7 @@ def _groups(
         yield _Group(table.tied, last)
 
 
-def shapes_of(table: Table, shape: ModelShape, *, mtp: bool = False) -> dict[str, Shape]:
+def shapes_of(table: Table, shape: ModelShape, *, mtp: bool = False) -> ShapesByName:
     """Returns the full shape of every tensor of the HF checkpoint, in the checkpoint's order."""
     shapes = {}
     for group in _groups(table, shape, Layout.of(Parallel(), 1, 0), mtp=mtp):

@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from torch import Tensor
 from megarl.platform.env import get_env
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # config.train.dtype -> torch dtype
-# options of glibc's mallopt: one arena, no mmap, grow the heap by 64 MiB, trim it above 2 GiB
-MALLOC = {
+# Options of glibc's mallopt for freed memory to be kept for later tensors: one arena, no mmap, grow
+# the heap by 64 MiB, trim it above 2 GiB. If memory is returned to the system, the next step faults
+# every page in again. Peaks of resident memory then include memory that earlier phases have freed.
+KEEP_FREED = {
     -8: 1,  # M_ARENA_MAX
     -4: 0,  # M_MMAP_MAX
     -2: 1 << 26,  # M_TOP_PAD
@@ -29,7 +32,7 @@ def pick_device(local_rank: int) -> torch.device:
     Raises ValueError if the node has too few GPUs.
     """
     if not torch.cuda.is_available():
-        keep_freed_memory()
+        set_malloc(KEEP_FREED)
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise ValueError(
@@ -46,14 +49,10 @@ def pick_device(local_rank: int) -> torch.device:
     return device
 
 
-def keep_freed_memory() -> None:
-    """Makes glibc's malloc keep freed memory for later tensors.
-
-    If memory is returned to the system, the next step faults every page in again. Peaks of resident
-    memory then include memory that earlier phases have freed. Does nothing without glibc.
-    """
+def set_malloc(options: Mapping[int, int]) -> None:
+    """Sets options of malloc, {number in malloc.h: value}. Does nothing without glibc."""
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
-        for option, value in MALLOC.items():
+        for option, value in options.items():
             mallopt(option, value)
 
 

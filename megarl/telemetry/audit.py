@@ -13,11 +13,12 @@ from megarl.telemetry.metrics import iterate_jsonl
 from megarl.telemetry.sample_files import sample_files
 
 EVENTS = "start taken generating complete carried settled"
+Runs = list[list[int]]  # inclusive ranges [first, last] of ids
 SHOWN = 8  # maximum number of ids in a message
 
 
-def _ids(runs: list[list[int]]) -> list[int]:
-    """Expands inclusive [first, last] ranges into a list of ids."""
+def _ids(runs: Runs) -> list[int]:
+    """Expands ranges into a list of ids."""
     return list(chain.from_iterable(range(first, last + 1) for first, last in runs))
 
 
@@ -54,9 +55,7 @@ class Audit:
             except (ValueError, KeyError, TypeError, AttributeError):
                 torn = number  # may be the last line of a process that was killed
 
-    def _start(
-        self, step: int, position: int, settled: list[list[int]], max_staleness: int
-    ) -> None:
+    def _start(self, step: int, position: int, settled: Runs, max_staleness: int) -> None:
         self.starts += 1
         self.max_staleness = max_staleness
         if self.starts == 1:
@@ -75,7 +74,7 @@ class Audit:
             self.steps.pop(number, None)
         self.is_settled = {(at, by) for at, by in self.is_settled if at < step}
 
-    def _taken(self, ids: list[list[int]], start: int, to: int, too_long: int) -> None:
+    def _taken(self, ids: Runs, start: int, to: int, too_long: int) -> None:
         taken = set(_ids(ids))
         self._report(range(self.head, start), "were passed over")
         gaps = set(range(start, to)) - taken - self.steps.keys()
@@ -87,23 +86,23 @@ class Audit:
         self.head = max(self.head, to)
         self.states |= dict.fromkeys(taken, "taken")
 
-    def _generating(self, step: int, ids: list[list[int]], version: int) -> None:
+    def _generating(self, step: int, ids: Runs, version: int) -> None:
         self._move(ids, {"taken"}, "generating")
         if not 0 <= step - version <= self.max_staleness:
             self.problems.append(
                 f"prompts of step {step} were sampled by version {version}: {self.max_staleness=}"
             )
 
-    def _complete(self, step: int, ids: list[list[int]]) -> None:
+    def _complete(self, step: int, ids: Runs) -> None:
         self._move(ids, {"generating"}, "complete")
 
-    def _carried(self, ids: list[list[int]]) -> None:
+    def _carried(self, ids: Runs) -> None:
         self._move(ids, {"taken", "generating", "complete"}, "carried")
 
     def _settled(
         self,
         step: int,
-        outcomes: dict[str, list[list[int]]],
+        outcomes: dict[str, Runs],
         by: str = "policy",
         oldest: int | None = None,
     ) -> None:
@@ -118,7 +117,7 @@ class Audit:
                 f"step {step} trained tokens of version {oldest}: older than {self.max_staleness=}"
             )
 
-    def _move(self, runs: list[list[int]], states: Set[str], state: str) -> None:
+    def _move(self, runs: Runs, states: Set[str], state: str) -> None:
         ids = _ids(runs)
         for was in {self.states.get(number, "never taken") for number in ids} - states:
             wrong = [number for number in ids if self.states.get(number, "never taken") == was]

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import yaml
 
+from megarl.telemetry.metrics import NamedValues
+
 if TYPE_CHECKING:  # matplotlib takes a second to import
     from matplotlib.figure import Figure
 
-JsonRows = Sequence[Mapping[str, Any]]
+JsonRows = Sequence[NamedValues]
 Points = Sequence[tuple[int, float]]  # step, value
 
 CHARTS = yaml.safe_load(Path(__file__).with_name("curves.yaml").read_text(encoding="utf-8"))

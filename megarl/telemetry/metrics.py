@@ -19,11 +19,13 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any
 
+from megarl.processes.exit_codes import say
 from megarl.processes.files import replacing
 
 if TYPE_CHECKING:  # reading metrics needs no torch
     from megarl.types import Group, PublishReport, Rollout, StepReport
 
+NamedValues = Mapping[str, Any]  # by name
 Row = dict[str, Any]  # one line of a JSONL file
 OF_SAMPLES = ("reward/mean", "reward/std", "length/mean", "length/truncated_frac")
 MAX_INT = 2**53  # larger integers have no exact float, so they cannot be drawn
@@ -145,7 +147,7 @@ def publish_metrics(report: PublishReport) -> Row:
     }
 
 
-def append_line(file: Path, values: Mapping[str, Any]) -> None:
+def append_line(file: Path, values: NamedValues) -> None:
     with file.open("a", encoding="utf-8") as out:
         out.write(_json_line(values))
 
@@ -195,10 +197,9 @@ def iterate_jsonl(file: Path, every: int = 1, last: int = 0, **types: type) -> I
                 bad.append(number)
     if bad:
         count = f"{len(bad)} lines are" if len(bad) > 1 else "1 line is"
-        print(
-            f"megarl: warning: {file}: {count} left out, line {bad[0]} first: not JSON objects "
-            f"with {', '.join(types)}",
-            file=sys.stderr,
+        say(
+            f"warning: {file}: {count} left out, line {bad[0]} first: not JSON objects with "
+            f"{', '.join(types)}"
         )
 
 
@@ -217,11 +218,11 @@ def _parse(line: str, types: Mapping[str, type]) -> Row | None:
     return _finite(row)
 
 
-def _json_line(values: Mapping[str, Any]) -> str:
+def _json_line(values: NamedValues) -> str:
     return json.dumps(_finite(values)) + "\n"
 
 
-def _finite(values: Mapping[str, Any]) -> Row:
+def _finite(values: NamedValues) -> Row:
     """Replaces NaN and infinity, which JSON lacks, and integers beyond float range with None."""
     finite = dict(values)
     for key, value in values.items():

@@ -3,17 +3,18 @@
 The labels give the number of bytes that each GPU of a stage sends or of a replica receives.
 """
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.filesize import decimal
+
+from megarl.telemetry.metrics import NamedValues
 
 if TYPE_CHECKING:  # `megarl plan` without a figure needs no matplotlib
     from matplotlib.figure import Figure
 
 
-def draw_plan(figures: Mapping[str, Any]) -> "Figure":
+def draw_plan(figures: NamedValues) -> "Figure":
     """Returns the figure; `figures` is the output of `megarl plan --weights --json`."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
@@ -44,7 +45,7 @@ def draw_plan(figures: Mapping[str, Any]) -> "Figure":
     return picture
 
 
-def _title(figures: Mapping[str, Any]) -> str:
+def _title(figures: NamedValues) -> str:
     trainer = figures["trainer"]
     engine = figures["engine"]
     return (

@@ -9,8 +9,7 @@ sampled text is untrusted.
 """
 
 import json
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import yaml
 
 from megarl.config.load import flat, parse_yaml
 from megarl.platform.env import escape_hidden
+from megarl.processes.exit_codes import say
 from megarl.processes.files import replacing, write_atomic
 from megarl.telemetry.curves import (
     JsonRows,
@@ -30,7 +30,7 @@ from megarl.telemetry.curves import (
     svg,
     svg_element,
 )
-from megarl.telemetry.metrics import iterate_jsonl, read_metrics
+from megarl.telemetry.metrics import NamedValues, iterate_jsonl, read_metrics
 from megarl.telemetry.plan_figure import draw_plan
 from megarl.telemetry.sample_files import sample_files
 
@@ -150,10 +150,7 @@ def _settings(file: Path) -> dict[str, str]:
 
 def _warn_left_out(file: Path, error: Exception) -> None:
     text = " ".join(str(error).split())[:200]
-    print(
-        f"megarl: warning: {file} cannot be read and is left out: {type(error).__name__} {text!r}",
-        file=sys.stderr,
-    )
+    say(f"warning: {file} cannot be read and is left out: {type(error).__name__} {text!r}")
 
 
 def _samples(folder: Path) -> list[tuple[str, JsonRows]]:
@@ -200,7 +197,7 @@ def _weight_sync(folder: Path) -> str:
         return ""
 
 
-def _reward(sample: Mapping[str, Any]) -> float:
+def _reward(sample: NamedValues) -> float:
     reward = sample.get("reward")
     return reward if isinstance(reward, int | float) else 0.0
 
@@ -220,9 +217,7 @@ def _shown(value: Any) -> str | int:
     return value if isinstance(value, str | int) else ""
 
 
-def _write_page(
-    file: Path, title: str, panels: Sequence[Panel], sections: Mapping[str, Any]
-) -> Path:
+def _write_page(file: Path, title: str, panels: Sequence[Panel], sections: NamedValues) -> Path:
     """Renders page.html to `file`; `sections` are the template's variables. Returns `file`.
 
     A page of more than MAX_BYTES is written without its LARGE sections, as many as needed.

@@ -14,12 +14,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from megarl.config.schema import Config, Telemetry
 from megarl.platform.env import get_env, log_text, require
 from megarl.processes.files import write_atomic
-from megarl.telemetry.metrics import iterate_jsonl, read_metrics
+from megarl.telemetry.metrics import NamedValues, iterate_jsonl, read_metrics
 
 UPLOAD_S = 60  # time limit for W&B's remaining uploads at the end of a run
 
@@ -65,7 +64,7 @@ class Trackers:
                 with self._dropped_on_failure(name):
                     self._running[name] = tracker(config, start=start)
 
-    def log(self, step: int, metrics: Mapping[str, Any], *, is_complete: bool = True) -> None:
+    def log(self, step: int, metrics: NamedValues, *, is_complete: bool = True) -> None:
         """Sends the finite numbers to all trackers; booleans become 0 and 1.
 
         With `is_complete=False`, a later call with the same step adds its other metrics.
@@ -161,7 +160,7 @@ class WandB:
         self._run.finish(exit_code=int(sys.exc_info()[0] is not None))
 
 
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+def _numbers(metrics: NamedValues) -> dict[str, float]:
     return {
         name: float(value)
         for name, value in metrics.items()

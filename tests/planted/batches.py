@@ -104,8 +104,8 @@ BATCHES = [
     ),
     (
         "data/prompts.py",
-        'random.Random(f"{self.seed}/{part}/{epoch}").shuffle(order)',
-        'random.Random(f"{self.seed}/{part}").shuffle(order)',
+        '_order(f"{self.seed}/{part}/{epoch}", size)',
+        '_order(f"{self.seed}/{part}", size)',
         f"{TASKS}::test_every_epoch_is_a_new_order_of_all_problems",
     ),
     (
@@ -350,8 +350,8 @@ BATCHES = [
     ),
     (
         "rewards/scorer.py",
-        "sum(reward.weight * values[reward.name] for reward in outcomes) + 0.0",
-        "sum(values[reward.name] for reward in outcomes) + 0.0",
+        "total = weight * value + 0.0",
+        "total = value + 0.0",
         f"{SCORER}::test_weighted_sum_and_each_reward_by_name",
     ),
     (

@@ -42,8 +42,8 @@ def test_gpus_are_counted_where_the_driver_lists_them(
 
 FAULTS = """
 import resource, torch
-from megarl.platform.device import keep_freed_memory
-if {keep}: keep_freed_memory()
+from megarl.platform.device import KEEP_FREED, set_malloc
+if {keep}: set_malloc(KEEP_FREED)
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(20): torch.zeros(1 << 24)  # 16,384 pages
