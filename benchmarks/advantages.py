@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.frame import Case, Contender, Outcome
 from benchmarks.peers import verl_core_algos
-from megarl.algorithms import ADVANTAGES
+from megarl.algorithms.advantages import ADVANTAGES
 
 __all__ = ["CASES", "ours", "verls"]
 

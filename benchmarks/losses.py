@@ -15,7 +15,8 @@ from torch import Tensor
 
 from benchmarks.frame import Case, Contender
 from benchmarks.peers import verl_core_algos
-from megarl.algorithms import AGGREGATIONS, LOSSES
+from megarl.algorithms.aggregation import token_weights
+from megarl.algorithms.losses import Tokens, loss_and_clip
 
 __all__ = ["CASES", "ours", "verls"]
 
@@ -70,8 +71,10 @@ def ours(rows: int, length: int) -> Callable[[], np.ndarray]:
     clip = {"clip_low": CLIP_LOW, "clip_high": CLIP_HIGH, "dual_clip": DUAL_CLIP}
 
     def loss_of(logprobs_T: Tensor) -> Tensor:
-        loss_T = LOSSES["ppo_clip"](logprobs_T, old_T, advantages_T, mask_T, cu_seqlens, **clip)
-        return AGGREGATIONS["token-mean"](loss_T, mask_T, cu_seqlens)
+        tokens = Tokens.of(logprobs_T, old_T, advantages_T, mask_T, cu_seqlens)
+        loss_T, _ = loss_and_clip("ppo_clip", tokens, **clip)
+        weights_T = token_weights("token-mean", tokens.rows, None, None)
+        return (loss_T * weights_T.to(loss_T.dtype)).sum()
 
     return _call(loss_of, new_T)
 

@@ -20,7 +20,6 @@ Rows without a True position, or with a reward, value or baseline that is not fi
 the dtype's limits, are left out of all statistics; their advantage is 0.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from inspect import getfullargspec
@@ -29,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.algorithms.rows import Groups, Rows, at_least_fp32, clean
+from megarl.algorithms.rows import Formula, Groups, Rows, at_least_fp32, clean
 from megarl.algorithms.whitening import whiten as whiten_tokens
 
 
@@ -210,7 +209,7 @@ def returns(advantages_T: Tensor, values_T: Tensor) -> Tensor:
 
 
 # The config reads these tables (megarl/config/estimators.py).
-PER_ROW: dict[str, Callable[..., Tensor]] = {
+PER_ROW: dict[str, Formula] = {
     "rloo": rloo,
     "reinforce_pp_baseline": reinforce_pp_baseline,
     "grpo": grpo,
@@ -218,7 +217,7 @@ PER_ROW: dict[str, Callable[..., Tensor]] = {
     "opo": opo,
     "gpg": gpg,
 }
-PER_TOKEN: dict[str, Callable[..., Tensor]] = {
+PER_TOKEN: dict[str, Formula] = {
     "reinforce": reinforce,
     "reinforce_pp": reinforce_pp,
     "grpo_process": grpo_process,
@@ -231,7 +230,7 @@ WHITENED = ("reinforce_pp", "reinforce_pp_baseline", "gae")  # unless `whiten` i
 
 
 def _advantages(
-    estimator: Callable[..., Tensor],
+    estimator: Formula,
     rewards_T: Tensor,
     mask_T: Tensor,
     cu_seqlens: Tensor,

@@ -8,13 +8,11 @@ row: [N], or one number for all rows.
 """
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from megarl.algorithms.rows import Groups, Rows, clean
+from megarl.algorithms.rows import Groups, Rows
 
 
 def _num_rows(rows: Rows) -> Tensor:
@@ -51,27 +49,9 @@ RULES: dict[str, _Rule] = {
 }
 
 
-def _weights(
-    rule: _Rule,
-    mask_T: Tensor,
-    cu_seqlens: Tensor,
-    group_N: Tensor | None = None,
-    *,
-    constant: float | None = None,
+def token_weights(
+    aggregation: str, rows: Rows, group_N: Tensor | None, constant: float | None
 ) -> Tensor:
     """Returns [T] fp64: each token's weight in the batch's loss; 0 on False positions."""
-    rows = Rows.of(mask_T, cu_seqlens)
     ones_N = torch.ones_like(rows.num_tokens_N, dtype=torch.float64)
-    return rows.spread(ones_N / rule(rows, group_N, constant))
-
-
-def _aggregate(
-    rule: _Rule, loss_T: Tensor, mask_T: Tensor, *rows: Tensor, **options: Any
-) -> Tensor:
-    """Returns [], the batch's loss. The arguments after `loss_T` are those of `_weights`."""
-    loss_T = clean(loss_T, mask_T.bool())
-    return (loss_T * _weights(rule, mask_T, *rows, **options).to(loss_T.dtype)).sum()
-
-
-WEIGHTS = {name: partial(_weights, rule) for name, rule in RULES.items()}
-AGGREGATIONS = {name: partial(_aggregate, rule) for name, rule in RULES.items()}
+    return rows.spread(ones_N / RULES[aggregation](rows, group_N, constant))

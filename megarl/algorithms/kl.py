@@ -20,7 +20,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megarl.algorithms.rows import at_least_fp32, clean
+from megarl.algorithms.rows import Formula, Rows, at_least_fp32, clean
+from megarl.config.schema import KlTerm
+from megarl.types import TrainBatch
 
 LOG_RATIO_LIMIT = 20.0  # e^20 still fits fp32 with room for sums
 REST_FLOOR = 1e-6  # lower bound of the probability of all other tokens: fp32 rounds 1 - sum
@@ -57,7 +59,7 @@ def _k3_plus(
     return value_T.detach() + (k2_T - k2_T.detach())
 
 
-KL: dict[str, Callable[..., Tensor]] = {
+KL: dict[str, Formula] = {
     "k1": partial(_estimate, lambda delta_T: delta_T),
     "k2": partial(_estimate, lambda delta_T: delta_T.square() / 2),
     "k3": partial(
@@ -69,16 +71,18 @@ KL: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def adapt(coef: float, kl: float, *, target: float, horizon: float, num_samples: int) -> float:
-    """Returns the KL coefficient after a batch of `num_samples` rows with mean KL `kl`.
+def adapted(coef: float, mean: float, term: KlTerm, batch: TrainBatch) -> float:
+    """Returns the coefficient of the KL term after a batch with mean KL `mean`.
 
-    It grows if `kl` > `target` and shrinks if `kl` < `target`, by at most a fifth over `horizon`
-    rows. `kl` and `target` have the same unit. A `kl` that is not finite leaves it unchanged.
+    It grows if `mean` > `term.target` and shrinks if `mean` < `term.target`, by at most a fifth
+    over `term.horizon` trained rows. Without a target, or for a mean that is not finite, it stays.
     Ziegler et al. 2019, arXiv 1909.08593, section 2.2.
     """
-    if not math.isfinite(kl):
+    if term.target is None or not math.isfinite(mean):
         return coef
-    return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * num_samples / horizon)
+    num_rows = int((Rows.of(batch.mask, batch.cu_seqlens).num_tokens_N > 0).sum())
+    change = min(max(mean / term.target - 1, -0.2), 0.2)
+    return coef * (1 + change * num_rows / term.horizon)
 
 
 def teacher_divergence(

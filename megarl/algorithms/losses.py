@@ -1,38 +1,51 @@
 """Policy and value losses, one value per token, unreduced; aggregation.py weighs and sums them.
 
-    LOSSES[name](logprobs_T, old_logprobs_T, advantages_T, mask_T, cu_seqlens, **options) -> loss_T
-    SELECT[name](logprobs_T, old_logprobs_T, advantages_T, mask_T, *, generator=None, **options)
-        -> select_T [T] bool
+    tokens = Tokens.of(logprobs_T, old_logprobs_T, advantages_T, mask_T, cu_seqlens)
+    loss_and_clip(name, tokens, **options) -> loss_T, clipped_T [T] bool
+    SELECT[name](tokens, *, generator=None, **options) -> select_T [T] bool
 
-T = positions, N = rows. Inputs are cleaned before any arithmetic, so a False position has loss 0
-and gradient 0 whatever its values. l = log pi, o = log pi_old, ratio = e^(l - o), A = advantage, sg
-= stop gradient.
+T = positions, N = rows. `Tokens.of` cleans inputs before any arithmetic, so a False position has
+loss 0 and gradient 0 whatever its values. l = log pi, o = log pi_old, ratio = e^(l - o), A =
+advantage, sg = stop gradient.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megarl.algorithms.kl import likelihood_ratio
-from megarl.algorithms.rows import Rows, at_least_fp32, clean
+from megarl.algorithms.rows import Formula, Rows, at_least_fp32, clean
 
 LossAndClip = tuple[Tensor, Tensor]  # [T]; [T] bool: the clip removes the token's gradient
 ROUNDING = 1e-5  # nats: two fp32 forward passes of the same weights differ by less
 
 
 @dataclass(frozen=True)
-class _Tokens:
-    """Clean inputs of every loss, in fp32 at least; `logprobs_T` carries the gradient."""
+class Tokens:
+    """Clean inputs of losses and selections, at least fp32; `logprobs_T` carries the gradient."""
 
     logprobs_T: Tensor
     old_logprobs_T: Tensor
     advantages_T: Tensor
     mask_T: Tensor
     cu_seqlens: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        logprobs_T: Tensor,
+        old_logprobs_T: Tensor,
+        advantages_T: Tensor,
+        mask_T: Tensor,
+        cu_seqlens: Tensor,
+    ) -> "Tokens":
+        dtype = at_least_fp32(logprobs_T.dtype)
+        mask_T = mask_T.bool()
+        inputs = (logprobs_T, old_logprobs_T.detach(), advantages_T.detach())
+        new_T, old_T, advantages_T = (clean(x_T.to(dtype), mask_T) for x_T in inputs)
+        return cls(new_T, old_T, advantages_T, mask_T, cu_seqlens)
 
     @property
     def rows(self) -> Rows:
@@ -47,18 +60,18 @@ class _Tokens:
         return likelihood_ratio(self.log_ratio_T)
 
 
-def reinforce(tokens: _Tokens) -> Tensor:
+def reinforce(tokens: Tokens) -> Tensor:
     """REINFORCE: -A l. Does not depend on the old log-probs. Williams 1992."""
     return -tokens.advantages_T * tokens.logprobs_T
 
 
-def sft(tokens: _Tokens) -> Tensor:
+def sft(tokens: Tokens) -> Tensor:
     """Supervised fine-tuning: -l, the negative log-likelihood of the labels."""
     return -tokens.logprobs_T
 
 
 def ppo_clip(
-    tokens: _Tokens,
+    tokens: Tokens,
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.28,
@@ -108,7 +121,7 @@ def _beyond_bound(
     )
 
 
-def gspo(tokens: _Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossAndClip:
+def gspo(tokens: Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossAndClip:
     """GSPO: PPO-clip of the row's ratio s = e^(mean of l - o), with one advantage per row.
 
     arXiv 2507.18071. The token form sg[s] e^(l - sg[l]) of section 4.3 is used: with equal
@@ -131,7 +144,7 @@ def gspo(tokens: _Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) ->
     return _clip(ratio_T, advantages_T, clip_low, clip_high)
 
 
-def cispo(tokens: _Tokens, *, clip_low: float = 1.0, clip_high: float = 4.0) -> LossAndClip:
+def cispo(tokens: Tokens, *, clip_low: float = 1.0, clip_high: float = 4.0) -> LossAndClip:
     """CISPO: -sg[clip(ratio, 1 - low, 1 + high)] A l; every token keeps its gradient.
 
     MiniMax-M1, arXiv 2506.13585.
@@ -145,7 +158,7 @@ def cispo(tokens: _Tokens, *, clip_low: float = 1.0, clip_high: float = 4.0) -> 
     return loss_T, clipped_T
 
 
-def sapo(tokens: _Tokens, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Tensor:
+def sapo(tokens: Tokens, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Tensor:
     """SAPO: -A (4 / tau) sigmoid(tau (ratio - 1)), a soft gate; tau depends on the sign of A.
 
     arXiv 2511.20347.
@@ -154,7 +167,7 @@ def sapo(tokens: _Tokens, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Ten
     return -tokens.advantages_T * torch.sigmoid(tau_T * (tokens.ratio_T - 1)) * 4 / tau_T
 
 
-def gmpo(tokens: _Tokens, *, clip_low: float = 0.4, clip_high: float = 0.4) -> LossAndClip:
+def gmpo(tokens: Tokens, *, clip_low: float = 0.4, clip_high: float = 0.4) -> LossAndClip:
     """GMPO: -A e^(mean of l - o), with each l - o clipped on the side that A pushes it towards.
 
     The bounds are [-low, high]. arXiv 2507.20673.
@@ -170,7 +183,7 @@ def gmpo(tokens: _Tokens, *, clip_low: float = 0.4, clip_high: float = 0.4) -> L
 
 
 def clip_cov(
-    tokens: _Tokens,
+    tokens: Tokens,
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
@@ -181,7 +194,7 @@ def clip_cov(
     return loss_T if select_T is None else loss_T.masked_fill(select_T, 0), clipped_T
 
 
-def kl_cov(tokens: _Tokens, *, kl_coef: float = 0.1, select_T: Tensor | None = None) -> Tensor:
+def kl_cov(tokens: Tokens, *, kl_coef: float = 0.1, select_T: Tensor | None = None) -> Tensor:
     """KL-Cov: -A ratio, plus coef |l - o| on the tokens that SELECT["kl_cov"] chose.
 
     arXiv 2505.22617.
@@ -198,27 +211,6 @@ def kl_cov(tokens: _Tokens, *, kl_coef: float = 0.1, select_T: Tensor | None = N
 _Rule = Callable[..., Tensor | LossAndClip]
 
 
-def _loss_and_clip(
-    rule: _Rule,
-    logprobs_T: Tensor,
-    old_logprobs_T: Tensor,
-    advantages_T: Tensor,
-    mask_T: Tensor,
-    cu_seqlens: Tensor,
-    **options: object,
-) -> LossAndClip:
-    dtype = at_least_fp32(logprobs_T.dtype)
-    mask_T = mask_T.bool()
-    inputs = (logprobs_T, old_logprobs_T.detach(), advantages_T.detach())
-    new_T, old_T, advantages_T = (clean(x_T.to(dtype), mask_T) for x_T in inputs)
-    result = rule(_Tokens(new_T, old_T, advantages_T, mask_T, cu_seqlens), **options)
-    return result if isinstance(result, tuple) else (result, torch.zeros_like(mask_T))
-
-
-def _loss(rule: _Rule, *inputs: Tensor, **options: Any) -> Tensor:
-    return _loss_and_clip(rule, *inputs, **options)[0]
-
-
 # The config reads this table (megarl/config/estimators.py). A new loss needs a function above and a
 # line here.
 RULES: dict[str, _Rule] = {
@@ -233,9 +225,12 @@ RULES: dict[str, _Rule] = {
     "kl_cov": kl_cov,
     "sft": sft,
 }
-LOSSES = {name: partial(_loss, rule) for name, rule in RULES.items()}
-# functions that also return the clipped tokens, [T] bool; none for a loss without a clip
-LOSS_AND_CLIP = {name: partial(_loss_and_clip, rule) for name, rule in RULES.items()}
+
+
+def loss_and_clip(loss: str, tokens: Tokens, **options: object) -> LossAndClip:
+    """Returns the loss `loss` of each token; without a clip, no token is clipped."""
+    result = RULES[loss](tokens, **options)
+    return result if isinstance(result, tuple) else (result, torch.zeros_like(tokens.mask_T))
 
 
 def clipped_value_loss(
@@ -265,18 +260,12 @@ def clipped_value_loss(
     )
 
 
-VALUE_LOSSES = {"clipped": clipped_value_loss}
-
-
 # Selection, once per update: entropy falls because of the tokens whose advantage and log-prob
 # covary most. C = candidates.
 
 
 def select_clip_cov(
-    logprobs_T: Tensor,
-    old_logprobs_T: Tensor,
-    advantages_T: Tensor,
-    mask_T: Tensor,
+    tokens: Tokens,
     *,
     generator: torch.Generator | None = None,
     share: float = 2e-4,
@@ -289,44 +278,35 @@ def select_clip_cov(
 
     The candidates are tokens that are not clipped and whose covariance is in (low, high).
     """
-    mask_T = mask_T.bool()
-    log_ratio_T = clean((logprobs_T - old_logprobs_T).detach(), mask_T)
-    advantages_T = clean(advantages_T, mask_T)
-    clipped_T = _beyond_bound(likelihood_ratio(log_ratio_T), advantages_T, clip_low, clip_high)
-    covariance_T = _covariance(logprobs_T, advantages_T, mask_T)
+    clipped_T = _beyond_bound(tokens.ratio_T, tokens.advantages_T, clip_low, clip_high)
+    covariance_T = _covariance(tokens)
     candidates_C = ((covariance_T > low) & (covariance_T < high) & ~clipped_T).nonzero().flatten()
-    num_chosen = max(int(share * int(mask_T.sum())), 1)
+    num_chosen = max(int(share * int(tokens.mask_T.sum())), 1)
     order_C = torch.randperm(candidates_C.numel(), generator=generator, device=candidates_C.device)
-    return torch.zeros_like(mask_T).index_fill(0, candidates_C[order_C[:num_chosen]], True)
+    return torch.zeros_like(tokens.mask_T).index_fill(0, candidates_C[order_C[:num_chosen]], True)
 
 
 def select_kl_cov(
-    logprobs_T: Tensor,
-    old_logprobs_T: Tensor,
-    advantages_T: Tensor,
-    mask_T: Tensor,
-    *,
-    generator: torch.Generator | None = None,
-    share: float = 2e-4,
+    tokens: Tokens, *, generator: torch.Generator | None = None, share: float = 2e-4
 ) -> Tensor:
     """Returns [T] bool: the `share` of tokens with the largest covariance, at least one."""
-    mask_T = mask_T.bool()
-    num_tokens = int(mask_T.sum())
+    num_tokens = int(tokens.mask_T.sum())
     num_chosen = min(max(int(share * num_tokens), 1), num_tokens)
-    covariance_T = _covariance(logprobs_T, advantages_T, mask_T)
-    return torch.zeros_like(mask_T).index_fill(0, covariance_T.topk(num_chosen).indices, True)
-
-
-def _covariance(logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor) -> Tensor:
-    """Returns [T] fp64: (A - mean A)(l - mean l) on True positions, -inf elsewhere."""
-    logprobs_T, advantages_T = (
-        clean(x_T.detach(), mask_T).double() for x_T in (logprobs_T, advantages_T)
+    covariance_T = _covariance(tokens)
+    return torch.zeros_like(tokens.mask_T).index_fill(
+        0, covariance_T.topk(num_chosen).indices, True
     )
-    num_tokens = mask_T.sum().clamp(min=1)
+
+
+def _covariance(tokens: Tokens) -> Tensor:
+    """Returns [T] fp64: (A - mean A)(l - mean l) on True positions, -inf elsewhere."""
+    logprobs_T = tokens.logprobs_T.detach().double()
+    advantages_T = tokens.advantages_T.double()
+    num_tokens = tokens.mask_T.sum().clamp(min=1)
     product_T = (advantages_T - advantages_T.sum() / num_tokens) * (
         logprobs_T - logprobs_T.sum() / num_tokens
     )
-    return product_T.masked_fill(~mask_T, float("-inf"))
+    return product_T.masked_fill(~tokens.mask_T, float("-inf"))
 
 
-SELECT: dict[str, Callable[..., Tensor]] = {"clip_cov": select_clip_cov, "kl_cov": select_kl_cov}
+SELECT: dict[str, Formula] = {"clip_cov": select_clip_cov, "kl_cov": select_kl_cov}

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.advantages import ADVANTAGES, PER_ROW, returns
-from megarl.algorithms.aggregation import WEIGHTS
-from megarl.algorithms.corrections import CORRECTIONS
+from megarl.algorithms.aggregation import token_weights
+from megarl.algorithms.corrections import correction_weights
 from megarl.algorithms.critic import value_after_cut
-from megarl.algorithms.kl import KL, LOG_RATIO_LIMIT, adapt, likelihood_ratio, teacher_divergence
-from megarl.algorithms.losses import LOSS_AND_CLIP, SELECT
+from megarl.algorithms.kl import KL, LOG_RATIO_LIMIT, adapted, likelihood_ratio, teacher_divergence
+from megarl.algorithms.losses import SELECT, Tokens, loss_and_clip
 from megarl.algorithms.rows import Rows, clean
 from megarl.algorithms.whitening import Stats, whiten_stats
 from megarl.config.schema import Algorithm, KlTerm
@@ -83,7 +83,7 @@ class Objective:
             if kl.where == "reward":
                 kl_T = KL[kl.estimator](old_T, ref_T, value_clamp=kl.value_clamp)
                 rewards_T = rewards_T - coef * kl_T.detach()
-            next_coef = _adapted(_mean_of_rows(KL["k3"](old_T, ref_T), batch), batch, kl, coef)
+            next_coef = adapted(coef, _mean_of_rows(KL["k3"](old_T, ref_T), batch), kl, batch)
         values_T = scores.old_values
         if values_T is not None and self.bootstrap_truncated:
             gamma = algorithm.advantage_options.get("gamma", 1.0)
@@ -122,7 +122,7 @@ class Objective:
         if kl.against != "old" or not report.updates:
             return state
         mean = report.updates[-1].metrics.get("kl/old", nan)
-        return replace(state, kl_coef=_adapted(mean, batch, kl, state.kl_coef))
+        return replace(state, kl_coef=adapted(state.kl_coef, mean, kl, batch))
 
     @property
     def reads_old_logprobs(self) -> bool:
@@ -151,11 +151,12 @@ class Objective:
         """
         algorithm = self.algorithm
         assert batch.old_logprobs is not None
+        old_T = self._old(batch.old_logprobs, batch.rollout_logprobs, batch.mask)
+        tokens = Tokens.of(
+            logprobs_T, old_T, batch.advantages, _trained(batch, plan), batch.cu_seqlens
+        )
         return SELECT[algorithm.loss](
-            logprobs_T,
-            self._old(batch.old_logprobs, batch.rollout_logprobs, batch.mask),
-            batch.advantages,
-            _trained(batch, plan),
+            tokens,
             generator=torch.Generator().manual_seed(seed),
             **algorithm.token_selection_options,
             **algorithm.loss_bounds,
@@ -204,10 +205,9 @@ class Objective:
         options = algorithm.loss_bounds | algorithm.loss_options
         if select_T is not None:
             options["select_T"] = rows.select(select_T)
-        weights_M, sums = self._correction(new_M, old_M, rollout_M, advantages_M, rows)
-        loss_M, clipped_M = LOSS_AND_CLIP[algorithm.loss](
-            new_M, old_M, advantages_M, mask_M, rows.cu_seqlens, **options
-        )
+        tokens = Tokens.of(new_M, old_M, advantages_M, mask_M, rows.cu_seqlens)
+        weights_M, sums = self._correction(tokens, rollout_M)
+        loss_M, clipped_M = loss_and_clip(algorithm.loss, tokens, **options)
         loss_M = loss_M * weights_M
         sums |= taught | {"kl/old": KL["k3"](old_M, new_M.detach()), "clip_frac": clipped_M}
         ref_M = old_M
@@ -233,26 +233,15 @@ class Objective:
                 loss_M = loss_M - algorithm.entropy_coef * sums["entropy"]
         return TokenLosses(loss_M, {name: _sum(x_M) for name, x_M in sums.items()}, mask_M.sum())
 
-    def _correction(
-        self,
-        new_M: Tensor,
-        old_M: Tensor,
-        rollout_M: Tensor,
-        advantages_M: Tensor,
-        rows: MicrobatchRows,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def _correction(self, tokens: Tokens, rollout_M: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns per-token correction weights [M], and the [M] tensors whose sums are reported."""
         name = self.algorithm.correction
         options = self.algorithm.correction_options
-        sampled = (old_M, rollout_M, rows.mask, rows.cu_seqlens)
-        weights_M = CORRECTIONS[name](
-            *sampled, logprobs_T=new_M, advantages_T=advantages_M, **options
-        )
-        importance_M = CORRECTIONS["seq_tis" if name == "seq_tis" else "tis"](
-            *sampled, cap=torch.inf
-        )
+        weights_M = correction_weights(name, tokens, rollout_M, **options)
+        importance = "seq_tis" if name == "seq_tis" else "tis"
+        importance_M = correction_weights(importance, tokens, rollout_M, cap=torch.inf)
         truncates = name in ("tis", "seq_tis", "icepop")
-        changed_M = (weights_M != importance_M) if truncates else rows.mask & (weights_M == 0)
+        changed_M = (weights_M != importance_M) if truncates else tokens.mask_T & (weights_M == 0)
         return weights_M, {
             "correction/weight": weights_M,
             "correction/clipped": changed_M,
@@ -299,9 +288,8 @@ def loss_weights(
     """
     weights_T = torch.zeros(batch.num_tokens, dtype=torch.float64)
     for update in plan.updates():
-        weights_T += WEIGHTS[aggregation](
-            _trained(batch, update), batch.cu_seqlens, group, constant=constant
-        )
+        rows = Rows.of(_trained(batch, update), batch.cu_seqlens)
+        weights_T += token_weights(aggregation, rows, group, constant)
     return weights_T
 
 
@@ -395,14 +383,6 @@ def _kl_loss(new_T: Tensor, old_T: Tensor, ref_T: Tensor, term: KlTerm) -> Tenso
         return kl_T
     ratio_T = likelihood_ratio(new_T - old_T)
     return kl_T * (ratio_T.detach() if term.estimator in ("k2", "k3+") else ratio_T)
-
-
-def _adapted(mean: float, batch: TrainBatch, term: KlTerm, coef: float) -> float:
-    """Returns the next batch's coefficient, from this batch's mean KL."""
-    if term.target is None:
-        return coef
-    trained = int((Rows.of(batch.mask, batch.cu_seqlens).num_tokens_N > 0).sum())
-    return adapt(coef, mean, target=term.target, horizon=term.horizon, num_samples=trained)
 
 
 def _mean_of_rows(kl_T: Tensor, batch: TrainBatch) -> float:

@@ -4,11 +4,14 @@ T = positions, N = rows, R = runs, V = values that belong to groups, G = groups.
 masked values by 0 before any arithmetic, so a NaN at a masked position changes nothing.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
+
+Formula = Callable[..., Tensor]  # an entry of a table of estimators, losses or corrections
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:

@@ -62,20 +62,18 @@ def whiten(
     x_T: Tensor,
     mask_T: Tensor,
     *,
-    stats: Stats | None = None,
-    center_only: bool = False,
     eps: float = 1e-8,
     biased: bool = False,
 ) -> Tensor:
     """Returns (x - mean) / sqrt(variance + eps) on the True positions, 0 elsewhere; fp32 at least.
 
-    `stats`: those of the whole batch, if `x_T` is a part of it; `biased`: the variance divides by
-    n, not by n - 1. Values that are all equal, or too large to square, become exactly 0.
+    `biased`: the variance divides by n, not by n - 1. Values that are all equal, or too large to
+    square, become exactly 0.
     """
     dtype = at_least_fp32(x_T.dtype)
-    stats = stats or whiten_stats(x_T, mask_T)
+    stats = whiten_stats(x_T, mask_T)
     variance = stats.variance(biased=biased)
     if variance == 0.0 or not isfinite(variance):
         return torch.zeros_like(x_T, dtype=dtype)
-    x_T = (x_T.detach().double() - stats.mean) * (1.0 if center_only else (variance + eps) ** -0.5)
+    x_T = (x_T.detach().double() - stats.mean) * (variance + eps) ** -0.5
     return clean(x_T.to(dtype), mask_T.bool())

@@ -39,7 +39,7 @@ class Critic(Section):
     """Number of initial steps in which only the critic is updated; the policy's schedule advances
     meanwhile."""
     clip: PositiveFloat | None = 0.2
-    """Bound on the change of a value during the updates of a step (VALUE_LOSSES); null: off."""
+    """Bound on the change of a value during the updates of a step; null: off."""
     lam: float | None = Field(default=None, ge=0, le=1)
     """Lambda of the value targets (VAPO, arXiv 2504.05118, uses 1, and 0.95 for the advantage);
     null: the lambda of the advantage."""

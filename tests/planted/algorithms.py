@@ -152,14 +152,14 @@ ALGORITHMS = [
     ),
     (
         "algorithms/corrections.py",
-        "return likelihood_ratio(gap.log_ratio_T).clamp(floor, cap)",
-        "return likelihood_ratio(gap.log_ratio_T).clamp(floor)",
+        "return likelihood_ratio(log_ratio_T).clamp(floor, cap)",
+        "return likelihood_ratio(log_ratio_T).clamp(floor)",
         f"{FORMULAS}::test_corrections_by_hand",
     ),
     (
         "algorithms/corrections.py",
-        "gap.rows.mean(gap.rollout_logprobs_T - gap.logprobs_T) > delta",
-        "gap.rows.mean(gap.logprobs_T - gap.rollout_logprobs_T) > delta",
+        "tokens.rows.mean(gap_T) > delta",
+        "tokens.rows.mean(-gap_T) > delta",
         f"{FORMULAS}::test_opsm_drops_negative_tokens_of_rows_that_lost_likelihood",
     ),
     (
@@ -170,8 +170,8 @@ ALGORITHMS = [
     ),
     (
         "algorithms/kl.py",
-        "min(max(kl / target - 1, -0.2), 0.2)",
-        "(kl / target - 1)",
+        "min(max(mean / term.target - 1, -0.2), 0.2)",
+        "mean / term.target - 1",
         f"{GOLDEN}::test_adaptive_kl",
     ),
     (

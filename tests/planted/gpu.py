@@ -66,8 +66,8 @@ GPU = [
     ),
     (
         "algorithms/corrections.py",
-        "gap = _Gap(mask_T, cu_seqlens,",
-        "Rows.of(mask_T, cu_seqlens)\n    gap = _Gap(mask_T, cu_seqlens,",
+        "is_known_T = tokens.mask_T &",
+        "tokens.rows.mean(rollout_logprobs_T)\n    is_known_T = tokens.mask_T &",
         SYNCS,
     ),
     (

@@ -49,9 +49,9 @@ MATHS = [
         UNTRAINED,
     ),
     (
-        "algorithms/objective.py",
-        "trained = int((Rows.of(batch.mask, batch.cu_seqlens).num_tokens_N > 0).sum())",
-        "trained = batch.num_rows",
+        "algorithms/kl.py",
+        "num_rows = int((Rows.of(batch.mask, batch.cu_seqlens).num_tokens_N > 0).sum())",
+        "num_rows = batch.num_rows",
         UNTRAINED,
     ),
     ("algorithms/objective.py", 'kl.against != "old" or ', "", ADAPTS),
@@ -115,8 +115,8 @@ MATHS = [
     ),
     (
         "algorithms/losses.py",
-        "num_chosen = max(int(share * int(mask_T.sum())), 1)",
-        "num_chosen = int(share * int(mask_T.sum()))",
+        "num_chosen = max(int(share * int(tokens.mask_T.sum())), 1)",
+        "num_chosen = int(share * int(tokens.mask_T.sum()))",
         CHOSEN,
     ),
     (
@@ -140,8 +140,8 @@ MATHS = [
     # the engine's log-probs
     (
         "algorithms/corrections.py",
-        "gap.rows.mean(gap.rollout_logprobs_T - gap.logprobs_T) > delta",
-        "gap.rows.mean(gap.log_ratio_T + gap.rollout_logprobs_T - gap.logprobs_T) > delta",
+        "gap_T = tokens.old_logprobs_T - log_ratio_T - tokens.logprobs_T",
+        "gap_T = tokens.old_logprobs_T - tokens.logprobs_T",
         OPSM,
     ),
     (

@@ -6,7 +6,10 @@ import torch
 from golden_cases import Case, Outputs, rule
 from torch import Tensor
 
-from megarl.algorithms import ADVANTAGES, KL, returns, whiten
+from megarl.algorithms.advantages import ADVANTAGES, returns
+from megarl.algorithms.kl import KL
+from megarl.algorithms.rows import clean
+from megarl.algorithms.whitening import whiten, whiten_stats
 
 __all__ = ["estimate"]
 
@@ -138,7 +141,9 @@ def openrlhf_adv(case: Case, name: str, how: str) -> Outputs:
         returns_T = torch.where(case.mask, returns(raw_T, values_T), 0)
     else:
         raw_T = returns_T
-    whitened_T = whiten(raw_T, case.mask, center_only=how == "nostd1", biased=True)
+    whitened_T = whiten(raw_T, case.mask, biased=True)
+    if how == "nostd1":
+        whitened_T = clean(raw_T - whiten_stats(raw_T, case.mask).mean, case.mask)
     return {"returns": returns_T, "advantages": whitened_T}
 
 

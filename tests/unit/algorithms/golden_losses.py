@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 from golden_cases import Case, Outputs, rule
+from reduced import AGGREGATIONS, CORRECTIONS, LOSSES, SELECT, WEIGHTS
 from torch import Tensor
 
-from megarl.algorithms import AGGREGATIONS, CORRECTIONS, KL, LOSSES, SELECT, VALUE_LOSSES, WEIGHTS
+from megarl.algorithms.kl import KL
+from megarl.algorithms.losses import clipped_value_loss
 from megarl.algorithms.objective import _kl_loss
 from megarl.config.schema import KlTerm
 
@@ -277,7 +279,7 @@ def slime_aggregate(case: Case, token: str) -> Outputs:
 def verl_value(case: Case, clip: str, aggregation: str) -> Outputs:
     values_T = case.flat("vpreds").requires_grad_()
     clip_at = None if float(clip) > 1e6 else float(clip)
-    loss_T = VALUE_LOSSES["clipped"](
+    loss_T = clipped_value_loss(
         values_T, case.flat("values"), case.flat("value_targets"), case.mask, clip=clip_at
     )
     loss = AGGREGATIONS[aggregation](loss_T, case.mask, case.cu_seqlens)

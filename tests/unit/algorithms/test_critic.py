@@ -11,9 +11,10 @@ import torch
 from test_objective import algorithm, all_rows, last_trained, make_batch, make_logprobs
 from torch import Tensor
 
-from megarl.algorithms import ADVANTAGES, whiten
+from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.critic import value_losses, value_metrics
 from megarl.algorithms.objective import Objective
+from megarl.algorithms.whitening import whiten
 from megarl.config.presets import PRESETS
 from megarl.types import FINISH, ScoredBatch, TokenOutputs, TrainBatch
 

@@ -6,9 +6,11 @@ from itertools import product
 
 import pytest
 import torch
+from reduced import AGGREGATIONS, LOSSES
 from torch import Tensor
 
-from megarl.algorithms import ADVANTAGES, AGGREGATIONS, KL, LOSSES
+from megarl.algorithms.advantages import ADVANTAGES
+from megarl.algorithms.kl import KL
 
 VOCAB, END, LONGEST = 3, 2, 3
 

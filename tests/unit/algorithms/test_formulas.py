@@ -6,18 +6,12 @@ import math
 
 import pytest
 import torch
+from reduced import AGGREGATIONS, CORRECTIONS, LOSSES, SELECT, WEIGHTS
 from torch import Tensor
 
-from megarl.algorithms import (
-    ADVANTAGES,
-    AGGREGATIONS,
-    CORRECTIONS,
-    KL,
-    LOSSES,
-    SELECT,
-    WEIGHTS,
-    whiten,
-)
+from megarl.algorithms.advantages import ADVANTAGES
+from megarl.algorithms.kl import KL
+from megarl.algorithms.whitening import whiten
 
 F64 = torch.float64
 

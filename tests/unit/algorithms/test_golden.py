@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import golden_advantages  # noqa: F401 (fills RULES)
 import golden_losses  # noqa: F401
@@ -17,8 +19,10 @@ import torch
 from golden_cases import CASES, FOLDER, RULES, Case, Outputs, load_case, tolerance
 from safetensors.torch import load_file
 
-from megarl.algorithms import Stats, whiten, whiten_stats
-from megarl.algorithms.kl import adapt
+from megarl.algorithms.kl import adapted
+from megarl.algorithms.rows import clean
+from megarl.algorithms.whitening import Stats, whiten_stats
+from megarl.config.schema import KlTerm
 
 # Reason -> (entries, cases), the first match counts.
 LEFT_OUT = {
@@ -165,7 +169,8 @@ def test_whitening_of_shards(num_ranks: int, offset: int, dtype: torch.dtype):
     stats = Stats(0, 0.0, 0.0)
     for x_T, mask_T in shards:
         stats = stats.merge(whiten_stats(torch.where(mask_T, x_T, float("nan")), mask_T))
-    ours_T = torch.cat([whiten(x_T, mask_T, stats=stats) for x_T, mask_T in shards])
+    scale = (stats.variance() + 1e-8) ** -0.5
+    ours_T = torch.cat([clean((x_T - stats.mean) * scale, mask_T) for x_T, mask_T in shards])
     mask_T = torch.cat([mask_T for _, mask_T in shards])
     which = "f32" if dtype == torch.float32 else "f64"
     peer_T = tensors[f"out/verl.full_whiten.{name}@{which}/y"]
@@ -176,12 +181,15 @@ def test_whitening_of_shards(num_ranks: int, offset: int, dtype: torch.dtype):
 
 def test_adaptive_kl():
     tensors = load_file(FOLDER / "misc.safetensors")
+    term = KlTerm(target=0.05, horizon=10000)
+    rows = {"mask": torch.ones(256, dtype=torch.bool), "cu_seqlens": torch.arange(257)}
+    batch: Any = SimpleNamespace(**rows)  # as many rows as tokens
     coef, ours = 0.2, []
     for kl in tensors["in/kl_seq"].tolist():
-        coef = adapt(coef, kl, target=0.05, horizon=10000, num_samples=256)
+        coef = adapted(coef, kl, term, batch)
         ours.append(coef)
     expected = tensors["out/verl.adaptive_kl@f64/value"]
     torch.testing.assert_close(
         torch.tensor(ours, dtype=torch.float64), expected, rtol=1e-12, atol=0
     )
-    assert adapt(coef, float("nan"), target=0.05, horizon=10000, num_samples=256) == coef
+    assert adapted(coef, float("nan"), term, batch) == coef

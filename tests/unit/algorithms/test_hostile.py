@@ -7,21 +7,13 @@ from itertools import product
 
 import pytest
 import torch
+from reduced import AGGREGATIONS, CORRECTIONS, LOSSES, SELECT, WEIGHTS
 from torch import Tensor
 
-from megarl.algorithms import (
-    ADVANTAGES,
-    AGGREGATIONS,
-    CORRECTIONS,
-    KL,
-    LOSSES,
-    SELECT,
-    VALUE_LOSSES,
-    WEIGHTS,
-    returns,
-    whiten,
-    whiten_stats,
-)
+from megarl.algorithms.advantages import ADVANTAGES, returns
+from megarl.algorithms.kl import KL
+from megarl.algorithms.losses import clipped_value_loss
+from megarl.algorithms.whitening import whiten, whiten_stats
 
 LENGTHS, GROUPS = (3, 1, 4, 2, 5, 3), (7, 7, 3, 3, 3, 9)  # ragged groups, one of them a single row
 OUTCOMES = {
@@ -215,7 +207,7 @@ def test_half_precision_is_computed_as_fp32(half: torch.dtype) -> None:
             ours, AGGREGATIONS[name](low_T.float(), mask_T, cu, group_N, constant=5)
         ), name
     at = (new_T, low_T, low_T, mask_T)
-    value_loss = VALUE_LOSSES["clipped"]
+    value_loss = clipped_value_loss
     assert torch.equal(value_loss(*at), value_loss(*(x.float() for x in at[:3]), mask_T))
     assert torch.equal(whiten(low_T, mask_T), whiten(low_T.float(), mask_T))
 
@@ -239,7 +231,7 @@ def test_decoupled_lambda_is_two_calls() -> None:
 
 
 def test_value_loss_has_the_half() -> None:
-    loss_T = VALUE_LOSSES["clipped"](
+    loss_T = clipped_value_loss(
         torch.tensor([3.0]), torch.tensor([3.0]), torch.tensor([1.0]), torch.ones(1)
     )
     assert loss_T.item() == 2.0

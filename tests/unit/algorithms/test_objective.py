@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from reduced import AGGREGATIONS, LOSS_AND_CLIP, LOSSES
 from torch import Tensor, nn
 
-from megarl.algorithms import ADVANTAGES, AGGREGATIONS, KL, LOSSES
-from megarl.algorithms.losses import LOSS_AND_CLIP
+from megarl.algorithms.advantages import ADVANTAGES
+from megarl.algorithms.kl import KL
 from megarl.algorithms.objective import Objective, loss_weights, supervised_loss
 from megarl.config.estimators import BOUNDS
 from megarl.config.presets import PRESETS

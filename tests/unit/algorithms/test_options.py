@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from reduced import CORRECTIONS, LOSSES, SELECT
 from sample_rows import sample
 from test_objective import algorithm, last_trained, losses_of, make_batch, make_logprobs, scored_by
 
-from megarl.algorithms import CORRECTIONS, KL, LOSSES, SELECT
+from megarl.algorithms.kl import KL
 from megarl.algorithms.objective import Objective
 from megarl.config.schema import Algorithm
 from megarl.data.collate import collate

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from reduced import CORRECTIONS, WEIGHTS
 from test_objective import algorithm, losses_of, make_batch, scored_by
 
-from megarl.algorithms import ADVANTAGES, CORRECTIONS, WEIGHTS
+from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.reward_model import row_scores
 from megarl.config.algorithm import check_algorithm
 from megarl.config.schema import Config

@@ -8,20 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reduced import AGGREGATIONS, CORRECTIONS, LOSSES, WEIGHTS
 from torch import Tensor
 
-from megarl.algorithms import (
-    ADVANTAGES,
-    AGGREGATIONS,
-    CORRECTIONS,
-    KL,
-    LOSSES,
-    VALUE_LOSSES,
-    WEIGHTS,
-    Stats,
-    whiten,
-    whiten_stats,
-)
+from megarl.algorithms.advantages import ADVANTAGES
+from megarl.algorithms.kl import KL
+from megarl.algorithms.losses import clipped_value_loss
+from megarl.algorithms.whitening import Stats, whiten, whiten_stats
 from megarl.data.packing import plan_rows
 
 ROW_ADVANTAGES = ("grpo", "rloo", "dr_grpo", "opo", "gpg", "reinforce_pp_baseline")
@@ -334,12 +327,12 @@ def test_value_loss_has_no_gradient_where_the_clip_acts(rows):
         rows.values - 1.0,
         rows.values - 2.0,
     )  # clipped to old + 0.2, which is nearer to the target
-    loss_T = VALUE_LOSSES["clipped"](values, old, targets, rows.mask, clip=0.2)
+    loss_T = clipped_value_loss(values, old, targets, rows.mask, clip=0.2)
     loss_T.sum().backward()
     torch.testing.assert_close(loss_T[rows.mask], torch.full_like(loss_T[rows.mask], 2.0))
     assert bool(values.grad[rows.mask].ne(0).all()) and not values.grad[~rows.mask].any()
     values.grad = None
-    VALUE_LOSSES["clipped"](values, old, rows.values + 2.0, rows.mask, clip=0.2).sum().backward()
+    clipped_value_loss(values, old, rows.values + 2.0, rows.mask, clip=0.2).sum().backward()
     assert not values.grad.any()
 
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algorithms import ADVANTAGES, whiten
+from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.objective import Objective
+from megarl.algorithms.whitening import whiten
 from megarl.config.schema import Algorithm
 from megarl.data.collate import collate, take_rows
 from megarl.types import (

@@ -15,7 +15,10 @@ import pytest
 import yaml
 from house_report import FIRST_WORD
 
-from megarl.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KL, LOSSES, SELECT
+from megarl.algorithms import aggregation, corrections, losses
+from megarl.algorithms.advantages import PER_ROW, PER_TOKEN
+from megarl.algorithms.kl import KL
+from megarl.algorithms.losses import SELECT
 from megarl.config import estimators, validate
 from megarl.config.load import parse_config, resolved_yaml
 from megarl.config.presets import PRESETS
@@ -871,14 +874,13 @@ def test_a_group_of_one_is_legal_where_its_advantage_is_not_zero() -> None:
 
 def test_what_is_read_from_the_source_is_what_the_maths_take() -> None:
     """Names, options and defaults, without an import of torch."""
-    assert list(AGGREGATIONS) == list(estimators.AGGREGATIONS)
+    assert list(aggregation.RULES) == list(estimators.AGGREGATIONS)
     assert list(KL) == list(estimators.KL)
-    for known, functions, common in (
-        (estimators.ADVANTAGES, ADVANTAGES, {"whiten", "std", "eps"}),
-        (estimators.LOSSES, LOSSES, set()),
-        (estimators.CORRECTIONS, CORRECTIONS, set()),
+    for known, rules, common in (
+        (estimators.ADVANTAGES, PER_ROW | PER_TOKEN, {"whiten", "std", "eps"}),
+        (estimators.LOSSES, losses.RULES, set()),
+        (estimators.CORRECTIONS, corrections.RULES, set()),
     ):
-        rules = {name: function.args[0] for name, function in functions.items()}
         options = {name: options_of(rule) | common for name, rule in rules.items()}
         assert {name: set(each.options) for name, each in known.items()} == options
         for name, rule in rules.items():
@@ -901,8 +903,8 @@ def test_selections_and_bounds_are_those_of_the_maths() -> None:
     assert set(estimators.BOUND_NAMES) == bounds <= set(Algorithm.model_fields)
     selects = {name: options_of(rule) - {"generator", *bounds} for name, rule in SELECT.items()}
     assert {name: set(each.options) for name, each in estimators.SELECT.items()} == selects
-    for loss, function in LOSSES.items():
-        own = defaults_of(function.args[0], options_of(function.args[0]) & bounds)
+    for loss, rule in losses.RULES.items():
+        own = defaults_of(rule, options_of(rule) & bounds)
         assert estimators.BOUNDS[loss] == own, loss
     groups = {
         name
