@@ -165,7 +165,13 @@ def same(actual: Any, expected: Any) -> bool:
     if isinstance(actual, dict):
         ((kind, content),) = actual.items()
         if kind == "dict":
-            return isinstance(expected, dict) and _same_items(content, expected)
+            # compares sizes first, to limit the size of a dict with untrusted keys
+            if not isinstance(expected, dict) or len(content) != len(expected):
+                return False
+            items = {str(key): item for key, item in content}
+            return items.keys() == expected.keys() and all(
+                same(item, expected[key]) for key, item in items.items()
+            )
         if kind not in ("tuple", "named", "int", "keys"):
             return False
         actual = content
@@ -184,15 +190,6 @@ def same(actual: Any, expected: Any) -> bool:
     if isinstance(expected, int):
         return isinstance(actual, int) and actual == expected
     return type(actual) is type(expected) and actual == expected
-
-
-def _same_items(pairs: list[list[Any]], expected: dict[str, Any]) -> bool:
-    if len(pairs) != len(expected):  # first, to limit the size of a dict with untrusted keys
-        return False
-    items = {str(key): item for key, item in pairs}
-    return items.keys() == expected.keys() and all(
-        same(item, expected[key]) for key, item in items.items()
-    )
 
 
 def same_output(actual: str, expected: str) -> bool:

@@ -74,7 +74,9 @@ DECIDES = "the solution would decide what the tests do"
 STALE = "the solution may have changed its argument, which is not sent back"
 NAMED = {ast.Name: "id", ast.Attribute: "attr", ast.arg: "arg", ast.ExceptHandler: "name"}
 Node = TypeVar("Node", bound=ast.AST)
-Flow = tuple[set[str], set[str]]  # (source names, names that get their values)
+Names = set[str]  # of variables, attributes and functions
+Function = ast.FunctionDef | ast.Lambda
+Flow = tuple[Names, Names]  # (source names, names that get their values)
 
 
 class UnreadableTests(ValueError):
@@ -108,7 +110,7 @@ def _ends_failure(handlers: Sequence[ast.ExceptHandler]) -> bool:
     return False
 
 
-def check(module: ast.Module, names: set[str]) -> Influence:
+def check(module: ast.Module, names: Names) -> Influence:
     """Returns the influence of the solution, which defines `names`, on the tests in `module`.
 
     Raises UnreadableTests if the solution could decide a verdict.
@@ -133,19 +135,17 @@ def _key(node: ast.AST) -> str:
     return getattr(node, NAMED.get(type(node), ""), None) or ""
 
 
-def _mentioned(*trees: ast.AST) -> set[str]:
+def _mentioned(*trees: ast.AST) -> Names:
     return set(map(_key, chain.from_iterable(map(ast.walk, trees)))) - {""}
 
 
-def _arguments(function: ast.FunctionDef | ast.Lambda) -> list[str]:
+def _arguments(function: Function) -> list[str]:
     """Returns the names of a function's parameters, without self and cls."""
     names = map(_key, nodes(function.args, ast.arg))
     return [name for name in names if name not in ("self", "cls")]
 
 
-def _bind(
-    function: ast.FunctionDef | ast.Lambda, arguments: Sequence[ast.AST]
-) -> Iterator[tuple[str, ast.AST]]:
+def _bind(function: Function, arguments: Sequence[ast.AST]) -> Iterator[tuple[str, ast.AST]]:
     """Returns (parameter, argument) for each positional argument."""
     names = _arguments(function)
     rest = function.args.vararg
@@ -186,7 +186,7 @@ def _mutated(call: ast.Call) -> list[ast.AST]:
     return [*_children(call.func, "value"), *call.args[:-1]]
 
 
-def _reach(names: set[str], flows: Sequence[Flow]) -> set[str]:
+def _reach(names: Names, flows: Sequence[Flow]) -> Names:
     reached = set(names)
     size = 0
     while size < len(reached):
@@ -200,9 +200,9 @@ def _reach(names: set[str], flows: Sequence[Flow]) -> set[str]:
 class Influence:
     """The names in the tests that may have values or objects of the solution."""
 
-    def __init__(self, module: ast.Module, names: set[str]) -> None:
+    def __init__(self, module: ast.Module, names: Names) -> None:
         self.names = names
-        self.functions: dict[str, list[ast.FunctionDef | ast.Lambda]] = defaultdict(list)
+        self.functions: dict[str, list[Function]] = defaultdict(list)
         # names whose values never change
         self.fixed = {alias.asname or alias.name for alias in nodes(module, ast.alias)}
         self.fixed |= {"self", "_call_test", "_sized", *dir(builtins)}
@@ -241,7 +241,7 @@ class Influence:
         collected += [node.targets for node in assignments if self.is_several(node.value)]
         self.several = _reach(self._roots(*chain.from_iterable(collected)), flows)
 
-    def _roots(self, *trees: ast.AST) -> set[str]:
+    def _roots(self, *trees: ast.AST) -> Names:
         """Returns the names and attributes that may share their values with the expressions."""
         roots = set()
         todo = [*trees]
@@ -289,7 +289,7 @@ class Influence:
                 yield _mentioned(*sources), targets
                 yield targets, self._roots(*sources)  # may be changed through the other name
 
-    def _functions(self, node: ast.AST) -> list[ast.FunctionDef | ast.Lambda]:
+    def _functions(self, node: ast.AST) -> list[Function]:
         """Returns the functions of the tests that an expression may refer to."""
         return [node] if isinstance(node, ast.Lambda) else self.functions.get(_key(node), [])
 

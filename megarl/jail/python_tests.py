@@ -22,6 +22,7 @@ from functools import lru_cache
 from megarl.jail.influence import (
     RAISES,
     Influence,
+    Names,
     UnreadableTests,
     called,
     check,
@@ -159,7 +160,7 @@ def _function(body: Sequence[ast.stmt], check: ast.FunctionDef, entry: str | Non
     return entry
 
 
-def _solution_names(module: ast.Module, entry: str | None) -> tuple[set[str], set[str], list[str]]:
+def _solution_names(module: ast.Module, entry: str | None) -> tuple[Names, Names, list[str]]:
     """Returns the names of the solution, the names of its exceptions, and missing imports.
 
     These are the names that the tests use and do not define. Raises ValueError if no function is
@@ -190,7 +191,7 @@ def _solution_names(module: ast.Module, entry: str | None) -> tuple[set[str], se
     return names - errors, errors, imports
 
 
-def _free_names(module: ast.Module) -> set[str]:
+def _free_names(module: ast.Module) -> Names:
     table = symtable.symtable(ast.unparse(module), "tests", "exec")
     symbols = table.get_symbols()
     defined = {one.get_name() for one in symbols if one.is_assigned() or one.is_imported()}
@@ -205,11 +206,11 @@ def _free_names(module: ast.Module) -> set[str]:
     return used - defined - {"_call_test", "_sized"}
 
 
-def _names(tree: ast.AST) -> set[str]:
+def _names(tree: ast.AST) -> Names:
     return {node.id for node in nodes(tree, ast.Name)}
 
 
-def _mark_in_place(module: ast.Module, names: set[str]) -> None:
+def _mark_in_place(module: ast.Module, names: Names) -> None:
     """Marks calls of the solution whose result is not used, which may change their arguments.
 
     Also wraps results in `_sized`, so that NumPy's assertions do not accept an empty result.
@@ -266,7 +267,7 @@ def _asserts(statement: ast.stmt) -> bool:
     return bool(nodes(statement, ast.Assert)) or expects_error(statement)
 
 
-def _split(body: Sequence[ast.stmt], influence: Influence, errors: set[str]) -> Script:
+def _split(body: Sequence[ast.stmt], influence: Influence, errors: Names) -> Script:
     """Splits the statements into a prologue and tests that end with an assertion or a test call.
 
     Statements after the last assertion belong to the last test. Raises ValueError if there are no

@@ -96,11 +96,6 @@ def missing_limits() -> dict[str, str]:
     return process.missing or {}
 
 
-def run_program(source: str, stdin: str, limits: Limits, *, deadline: float = math.inf) -> Run:
-    """Runs `source` as a program; `deadline` is a ``time.monotonic`` time."""
-    return JailedProcess(source, limits, stdin=stdin, deadline=deadline).run()
-
-
 def known_kind(kind: Any) -> str:
     """Returns `kind` if it is known, else "exception": the code could have written the report."""
     return kind if kind in REPORTED_KINDS else "exception"
@@ -122,7 +117,7 @@ class JailedProcess:
     limits: Limits
     mode: str = "stdio"
     stdin: str | None = None  # input of a program; None: requests
-    deadline: float = math.inf
+    deadline: float = math.inf  # a ``time.monotonic`` time
     num_turns: int = 1
     start_s: float = START_S
     server: ForkServer | None = None  # None: SERVER

@@ -83,13 +83,23 @@ def execute(request: JailMessage, namespace: dict[str, Any], objects: list[Any])
     def resolve(number: int, _class: str) -> Any:
         return objects[number]
 
+    def lookup(name: str | int) -> Any:
+        """Returns an object by number, a global of the solution, or a method of its Solution."""
+        if isinstance(name, int):
+            return objects[name]
+        if name in namespace:
+            return namespace[name]
+        if "Solution" in namespace:
+            return getattr(namespace["Solution"](), name)
+        raise NameError(f"name {name!r} is not defined")
+
     try:
         arguments = [decode(argument, resolve) for argument in request["arguments"]]
         keywords = {
             name: decode(argument, resolve)
             for name, argument in request.get("keywords", {}).items()
         }
-        target = lookup(request["target"], namespace, objects)
+        target = lookup(request["target"])
         value = OPERATIONS[request["do"]](target, *arguments, **keywords)
         reply = {"value": encode(value, refer)}
         if request.get("in_place"):
@@ -98,17 +108,6 @@ def execute(request: JailMessage, namespace: dict[str, Any], objects: list[Any])
     except BaseException as error:  # noqa: BLE001 (generated code may raise anything)
         names = [kind.__name__ for kind in type(error).__mro__]
         return {"raised": names, "text": str(error)[:1000], "kind": failure_kind(error)}
-
-
-def lookup(name: str | int, namespace: dict[str, Any], objects: list[Any]) -> Any:
-    """Returns a global of the solution, a method of its class Solution, or an object by number."""
-    if isinstance(name, int):
-        return objects[name]
-    if name in namespace:
-        return namespace[name]
-    if "Solution" in namespace:
-        return getattr(namespace["Solution"](), name)
-    raise NameError(f"name {name!r} is not defined")
 
 
 def serve(source: str, requests: BinaryIO, report: int) -> str:

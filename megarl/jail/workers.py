@@ -56,7 +56,11 @@ class Worker:
         task = pickle.dumps((function, arguments))
         with self._lock:
             if self._process is None or self._process[1].poll():  # ended since the last call
-                self._process = _start()
+                connection, worker_end = Pipe()
+                descriptors = [worker_end.fileno()]
+                with worker_end:
+                    child = SERVER.start(f"{__name__}:serve", sys.path, descriptors)
+                self._process = child, connection
             child, connection = self._process
             self._process = None
             try:
@@ -80,12 +84,6 @@ class Worker:
 def worker_of(name: str) -> Worker:
     """Returns the worker named `name`, always the same one: functions that it calls share state."""
     return Worker()
-
-
-def _start() -> tuple[Child, Connection]:
-    connection, worker_end = Pipe()
-    with worker_end:
-        return SERVER.start(f"{__name__}:serve", sys.path, [worker_end.fileno()]), connection
 
 
 def _receive(connection: Connection, timeout_s: float) -> bytes:

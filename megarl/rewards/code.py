@@ -33,11 +33,11 @@ from megarl.jail.sandbox import (
     START_S,
     TESTS_OUTPUT_BYTES,
     Ended,
+    JailedProcess,
     Limits,
     Solution,
     Tests,
     missing_limits,
-    run_program,
 )
 from megarl.jail.values import encode
 from megarl.rewards.interface import (
@@ -210,7 +210,8 @@ class _SampleRun:
                 continue
             # adds twice the expected output, so that a correct output never exceeds the limit
             limits = self._limits(2 * len(test.stdout))
-            run = run_program(self.source, test.stdin, limits, deadline=self.deadline)
+            program = JailedProcess(self.source, limits, stdin=test.stdin, deadline=self.deadline)
+            run = program.run()
             kind = run.kind
             if not kind and not test.is_passed(run.output):
                 kind = "wrong_answer"

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.config.section import check_options
+from megarl.data.rows import Fields
 from megarl.data.user_code import import_function
 from megarl.jail.workers import worker_of
 from megarl.platform.env import clean_logs
@@ -40,7 +41,7 @@ UNUSABLE = (
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def _call(path: str, arguments: Mapping[str, Any]) -> Any:
+def _call(path: str, arguments: Fields) -> Any:
     """Calls the function at `path`; runs in the module's process."""
     clean_logs()
     return import_function(path, setting="")(**arguments)
@@ -55,7 +56,7 @@ class FunctionReward:
     """
 
     path: str
-    options: Mapping[str, Any]
+    options: Fields
     setting: str  # config key of the path, for errors
     name: str
     timeout_s: float
@@ -94,7 +95,7 @@ class FunctionReward:
             result = result["score"]
         return Score(float(result))
 
-    def check(self, answer: str | None, extra: Mapping[str, Any]) -> None:
+    def check(self, answer: str | None, extra: Fields) -> None:
         """Raises ScoreError if the function requires an argument that the problem's samples do not
         have, or takes a field that cannot be sent to its process.
         """
@@ -119,7 +120,7 @@ class FunctionReward:
         worker = worker_of(self.path.rpartition(":" if ":" in self.path else ".")[0])
         return worker.call(_call, self.path, arguments, timeout_s=self.timeout_s)
 
-    def _accept(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def _accept(self, arguments: Fields) -> dict[str, Any]:
         return {
             name: value
             for name, value in arguments.items()

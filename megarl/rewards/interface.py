@@ -9,12 +9,13 @@ trained on, and the metrics count the cause.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.config.schema import Reward
 from megarl.config.section import AnySection, validate_options
+from megarl.data.rows import Fields
 from megarl.jail.workers import CallError
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ class ScoreRequest:
     answer: Any = None  # the task's reference (data.rows.reference)
     tokens: tuple[int, ...] = ()  # the response's token ids
     finish: str = "stop"
-    extra: Mapping[str, Any] = field(default_factory=dict)  # the problem's other fields
+    extra: Fields = field(default_factory=dict)  # the problem's other fields
     prompt_tokens: tuple[int, ...] = ()
     # the part of the response to compare with `answer` (answers.py); None: there is none
     final_answer: str | None = None
@@ -90,7 +91,7 @@ class BatchReward:
     score: Callable[[Sequence[ScoreRequest]], list[Score]]
     total_s: float | None = None
     # check(answer, other fields of the problem) raises ScoreError if the problem cannot be scored
-    check: Callable[[str | None, Mapping[str, Any]], object] | None = None
+    check: Callable[[str | None, Fields], object] | None = None
 
     def __call__(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         try:

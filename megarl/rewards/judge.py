@@ -105,7 +105,7 @@ def make_judge(reward: Reward) -> BatchReward:
     """Returns the `judge` reward. Raises ValueError if an option is wrong."""
     options = parse_options(JudgeOptions, reward)
     url = options.url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
-    client = HttpClient(url, options, reward=reward.name)
+    client = HttpClient(url, options, name=reward.name)
 
     def score(requests: Sequence[ScoreRequest]) -> list[Score]:
         answers = client.ask([_payload(request, options) for request in requests])
@@ -156,7 +156,7 @@ def _score(answer: Any, tag: str, client: HttpClient, options: JudgeOptions) -> 
             f"{client.url} returned {client.quote(answer, 80)}, not a chat completion with text",
         )
     try:
-        score = parse_score(text, tag, options.parse, field=options.field, pattern=options.pattern)
+        score = parse_score(text, tag, options)
     except TimeLimitExceeded as error:
         raise ScoreError("unparsed", f"pattern={options.pattern!r} {error}") from None
     if score is None:
@@ -174,7 +174,7 @@ def _score(answer: Any, tag: str, client: HttpClient, options: JudgeOptions) -> 
     return Score(value)
 
 
-def parse_score(text: str, tag: str, rule: str, *, field: str = "score", pattern: str = "") -> Any:
+def parse_score(text: str, tag: str, options: JudgeOptions) -> Any:
     """Returns the verdict in a judge's text after any thoughts, normally a number.
 
     Returns None if there is no verdict, or if two verdicts differ.
@@ -182,17 +182,17 @@ def parse_score(text: str, tag: str, rule: str, *, field: str = "score", pattern
     text = after_thoughts(text) or ""
     parts = re.split(re.escape(MARK + tag), text, flags=re.IGNORECASE)[1:]
     parts = [LEAD.sub("", part) for part in parts]
-    if rule == "regex":
-        verdicts = worker_of(__name__).call(_numbers, pattern, parts, timeout_s=REGEX_S)
-    elif rule == "number":
+    if options.parse == "regex":
+        verdicts = worker_of(__name__).call(_numbers, options.pattern, parts, timeout_s=REGEX_S)
+    elif options.parse == "number":
         verdicts = _numbers(NUMBER, parts)
     else:
         verdicts = []
         for part in parts:
             with suppress(ValueError, RecursionError):
                 value, _ = json.JSONDecoder().raw_decode(part)
-                if isinstance(value, dict) and value.get(field) is not None:
-                    verdicts.append(value[field])
+                if isinstance(value, dict) and value.get(options.field) is not None:
+                    verdicts.append(value[options.field])
     if not verdicts or verdicts.count(verdicts[0]) < len(verdicts):
         return None
     return verdicts[0]

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from megarl.data.collate import token_batch
-from megarl.rewards.interface import Decode
+from megarl.rewards.interface import Decode, Score
 from megarl.rewards.process import SPLITTERS, Splitter, split_steps, token_ends
+from megarl.rewards.scorer import with_score
 from megarl.types import Sample, TokenBatch
 
 
@@ -65,20 +66,9 @@ class ModelReward:
                 result[number] = sample.without_reward("reward/model/nan")
                 continue
             mean = fmean(scores) if scores else 0.0
-            # without an outcome reward, the total is the mean of the steps, for display only
-            reward = self.weight * mean
-            if self.is_process and sample.has_outcome:
-                reward = 0.0
-            if self.is_process or sample.has_outcome:
-                reward += sample.reward or 0.0
-            steps = [(end, self.weight * value) for end, value in zip(row, scores, strict=False)]
-            result[number] = replace(
-                sample,
-                reward=reward,
-                rewards={**sample.rewards, "model": mean},
-                step_rewards=(*sample.step_rewards, *steps),
-                has_outcome=sample.has_outcome or not (self.is_process or self.weight == 0),
-            )
+            steps = tuple(zip(row, scores, strict=True)) if self.is_process else None
+            score = Score(mean, steps=steps)
+            result[number] = with_score(sample, "model", self.weight, score)
         return result
 
     def _values(
@@ -89,23 +79,20 @@ class ModelReward:
         if not self.is_process:
             return [[score] for score in self.score(batch).tolist()]
         positions = []
-        for start, row in zip(batch.cu_seqlens.tolist(), ends, strict=False):
-            positions.append([start + end for end in row])
+        for sample, start, row in zip(samples, batch.cu_seqlens.tolist(), ends, strict=False):
+            positions.append((start + sample.trainable.nonzero().flatten()[row]).tolist())
         mask_T = torch.zeros_like(batch.mask)
         mask_T[[*chain.from_iterable(positions)]] = True
         values_T = self.score(replace(batch, mask=mask_T))
         return [values_T[row].tolist() for row in positions]
 
     def _step_ends(self, sample: Sample) -> list[int] | None:
-        """Returns the position of the token that completes each step; [] without `is_process`.
+        """Returns the index of the response's token that completes each step; [] without
+        `is_process`.
 
         Returns None if the tokens do not decode to the response's text.
         """
         if not self.is_process:
             return []
-        response = sample.trainable.nonzero().flatten().tolist()
         steps = split_steps(sample.text, SPLITTERS[self.splitter])
-        ends = token_ends(self.decode, sample.tokens[sample.trainable].tolist(), steps)
-        if ends is None:
-            return None
-        return [response[end] for end in ends]
+        return token_ends(self.decode, sample.tokens[sample.trainable].tolist(), steps)

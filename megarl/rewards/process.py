@@ -74,7 +74,7 @@ def make_process(reward: Reward, decode: Decode) -> BatchReward:
     total_s = None
     check = None
     if "://" in options.scorer:
-        scorer = HttpClient(options.scorer, options, reward=reward.name)
+        scorer = HttpClient(options.scorer, options, name=reward.name)
         total_s = scorer.total_s
     else:
         scorer = FunctionReward(

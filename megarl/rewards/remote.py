@@ -99,14 +99,21 @@ class HttpOptions(BaseModel):
 class HttpClient:
     """Sends JSON to a server, with retries.
 
-    The constructor raises ValueError, naming `reward`, if the URL or a header is wrong. `ask` may
-    be called from any thread without a running event loop.
+    The constructor raises ValueError, naming `setting` and its value `name`, if the URL or a header
+    is wrong. `ask` may be called from any thread without a running event loop.
     """
 
     def __init__(
-        self, url: str, options: HttpOptions, *, reward: str, max_bytes: int = MAX_BYTES
+        self,
+        url: str,
+        options: HttpOptions,
+        *,
+        name: str,
+        setting: str = "rewards: name",
+        max_bytes: int = MAX_BYTES,
     ) -> None:
-        _check_url(url, reward)
+        _check_url(url, setting, name)
+        where = f"{setting}={name!r}"
         self.url = url
         self.options = options
         self.max_bytes = max_bytes
@@ -116,19 +123,18 @@ class HttpClient:
             # the value may be the secret itself, so the error does not show it
             if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", variable):
                 raise ValueError(
-                    f"rewards: headers_env[{header!r}] is not the name of an environment variable "
+                    f"{where}: headers_env[{header!r}] is not the name of an environment variable "
                     "in capitals, such as SCORER_AUTH; export the value, and write the variable's "
                     "name"
                 )
             value = get_env(variable)
             if not value:
                 raise ValueError(
-                    f"rewards: name={reward!r}: headers_env names {variable}, "
-                    "which is not set; export it"
+                    f"{where}: headers_env names {variable}, which is not set; export it"
                 )
             if not re.fullmatch(r"[!-~]([ -~]*[!-~])?", value):
                 raise ValueError(
-                    f"rewards: {variable} has characters that no HTTP header may hold; "
+                    f"{where}: {variable} has characters that no HTTP header may hold; "
                     "export it again"
                 )
             SECRET_NAMES.add(variable)
@@ -377,7 +383,7 @@ def make_remote(reward: Reward) -> BatchReward:
     is not set.
     """
     options = parse_options(RemoteOptions, reward)
-    client = HttpClient(reward.name, options, reward=reward.name)
+    client = HttpClient(reward.name, options, name=reward.name)
 
     def to_score(value: Any) -> Score:
         return Score(finite_number(value, client.url))
@@ -392,13 +398,13 @@ def make_remote(reward: Reward) -> BatchReward:
     return BatchReward(reward.name, reward.weight, score, client.total_s)
 
 
-def _check_url(url: str, reward: str) -> None:
+def _check_url(url: str, setting: str, name: str) -> None:
     """Raises ValueError if the URL is malformed or has a secret.
 
     The error hides the parts of the URL that may be a password.
     """
     shown = re.sub(r"(?<=//).*@|(?<=\?).*", "***", url, flags=re.DOTALL)
-    name = repr(shown if reward == url else reward)
+    where = f"{setting}={(shown if name == url else name)!r}"
     parts = urlsplit("")
     valid = False
     with suppress(ValueError):
@@ -406,8 +412,7 @@ def _check_url(url: str, reward: str) -> None:
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     if not valid or not url.isprintable() or " " in url:
         raise ValueError(
-            f"rewards: name={name}: {shown!r} is not the URL of a server; "
-            "write http://host:port/path"
+            f"{where}: {shown!r} is not the URL of a server; write http://host:port/path"
         )
     secrets = [
         f"the field {field!r}"
@@ -418,8 +423,7 @@ def _check_url(url: str, reward: str) -> None:
         secrets.append("a password")
     if secrets:
         raise ValueError(
-            f"rewards: name={name}: the URL has {secrets[0]}, which logs would show; "
-            "use headers_env"
+            f"{where}: the URL has {secrets[0]}, which logs would show; use headers_env"
         )
 
 
@@ -429,5 +433,5 @@ def _certificates(file: str) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=file)
     except OSError as error:  # includes ssl.SSLError
         raise ValueError(
-            f"rewards: SSL_CERT_FILE={file!r} has no certificates ({error}); correct or unset it"
+            f"SSL_CERT_FILE={file!r} has no certificates ({error}); correct or unset it"
         ) from None

@@ -6,13 +6,13 @@ accuracy: final answer --the task has a judge--> the judge's score, 0 to 1
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
+from megarl.data.rows import Fields
 from megarl.data.task_judge import TaskJudge, judge_answers
 from megarl.data.thoughts import is_thought_and_answer
 from megarl.data.user_code import Alarm, alarm
@@ -94,7 +94,7 @@ class Accuracy:
             scores[row] = Score(verdict.value, verdict.cause, verdict.detail)
         return scores
 
-    def check(self, answer: object, extra: Mapping[str, Any]) -> None:
+    def check(self, answer: object, extra: Fields) -> None:
         """Raises ScoreError if the problem has no usable reference.
 
         That is, if the reference is not a text, a number or a list, has an unbalanced brace, or is

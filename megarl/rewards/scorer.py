@@ -56,39 +56,25 @@ class Scorer:
 
     def scored(self, sample: Sample, scores: Mapping[str, Score]) -> Sample:
         counted = []
-        values = {}
         for name, score in scores.items():
             if score.value is None:
                 return self._dropped(sample, f"reward/{name}/{score.cause}", score.detail)
             if not math.isfinite(score.value):
                 return self._dropped(sample, f"reward/{name}/nan", f"returned {score.value}")
-            values[name] = score.value
             if score.cause:
                 counted.append(f"reward/{name}/{score.cause}")
                 self._log_once(counted[-1], sample, f"scored {score.value}", score.detail)
-        outcomes = [reward for reward in self.rewards if scores[reward.name].steps is None]
-        positions = sample.trainable.nonzero().flatten().tolist()
-        steps = []
-        for reward in self.rewards:
-            for index, value in scores[reward.name].steps or ():
-                steps.append((positions[index], reward.weight * value))
-        has_outcome = any(reward.weight for reward in outcomes)
-        if not has_outcome:  # the total is the mean of the steps, for display only
-            outcomes = self.rewards
-        total = sum(reward.weight * values[reward.name] for reward in outcomes) + 0.0
-        if not all(map(math.isfinite, [total, *(value for _, value in steps)])):
-            return self._dropped(sample, "reward/total/nan", f"weighted sum of {values} is {total}")
         extra = sample.extra
         if counted:
             extra = {**extra, "counted": counted}
-        return replace(
-            sample,
-            reward=total,
-            rewards=values,
-            step_rewards=tuple(steps),
-            has_outcome=has_outcome,
-            extra=extra,
-        )
+        scored = replace(sample, reward=0.0, has_outcome=False, extra=extra)
+        for reward in self.rewards:
+            scored = with_score(scored, reward.name, reward.weight, scores[reward.name])
+        total = scored.reward or 0.0
+        if not all(map(math.isfinite, [total, *(value for _, value in scored.step_rewards)])):
+            detail = f"weighted sum of {scored.rewards} is {total}"
+            return self._dropped(sample, "reward/total/nan", detail)
+        return scored
 
     def _dropped(self, sample: Sample, cause: str, detail: str) -> Sample:
         self._log_once(cause, sample, "is dropped", detail)
@@ -101,6 +87,30 @@ class Scorer:
                 f"{cause}: prompt {sample.prompt_id}, sample {sample.index} {effect}: "
                 f"{detail} (later cases are only counted)"
             )
+
+
+def with_score(sample: Sample, name: str, weight: float, score: Score) -> Sample:
+    """Returns the sample with another score, which has a value.
+
+    Outcome rewards add up. Without one, the total is that of the means of steps, for display only.
+    """
+    value = score.value or 0.0
+    is_outcome = score.steps is None and weight != 0
+    before = sample.reward or 0.0
+    total = weight * value + 0.0  # not -0.0
+    if sample.has_outcome == is_outcome:
+        total += before
+    elif sample.has_outcome:
+        total = before
+    positions = sample.trainable.nonzero().flatten().tolist()
+    steps = [(positions[end], weight * step) for end, step in score.steps or ()]
+    return replace(
+        sample,
+        reward=total,
+        rewards={**sample.rewards, name: value},
+        step_rewards=(*sample.step_rewards, *steps),
+        has_outcome=sample.has_outcome or is_outcome,
+    )
 
 
 class Scoring:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.config.schema import FrozenModel, Reward
-from megarl.rewards.interface import ScoreError, parse_options
+from megarl.config.schema import FrozenModel
+from megarl.config.section import validate_options
+from megarl.rewards.interface import ScoreError
 from megarl.rewards.remote import HttpClient, HttpOptions, finite_number
 from megarl.types import CheckFailed, TokenBatch, TokenOutputs
 from megarl.weights.sync.transports import Transport
@@ -31,12 +32,9 @@ def client_of(served: FrozenModel, key: str) -> HttpClient:
     Raises ValueError, naming the section `key`, if the URL or an option is wrong.
     """
     url = f"{(served.url or '').rstrip('/')}/completions"
-    try:
-        options = parse_options(HttpOptions, Reward(name=url, options=served.options))
-        return HttpClient(url, options, reward=url, max_bytes=MAX_BYTES)
-    except ValueError as error:
-        message = str(error).replace("rewards: name", f"{key}.url")
-        raise ValueError(message.replace("rewards:", f"{key}:")) from None
+    setting = f"{key}.url"
+    options = validate_options(HttpOptions, served.options, f"{setting}={url!r}")
+    return HttpClient(url, options, name=url, setting=setting, max_bytes=MAX_BYTES)
 
 
 @dataclass(frozen=True)

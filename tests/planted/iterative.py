@@ -69,9 +69,9 @@ ITERATIVE = [
         f"{MODEL}::test_a_process_model_rewards_the_tokens_that_end_steps",
     ),
     (
-        "rewards/model.py",
-        "has_outcome=sample.has_outcome or not (self.is_process or self.weight == 0)",
-        "has_outcome=True",
+        "rewards/scorer.py",
+        "has_outcome=sample.has_outcome or is_outcome,",
+        "has_outcome=True,",
         f"{MODEL}::test_a_score_is_added_to_the_outcome",
     ),
     (

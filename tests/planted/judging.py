@@ -108,7 +108,7 @@ JUDGED = [
     ),
     (
         "data/tokenizer.py",
-        "if one.special and one.content in stop",
+        "if one.special and one.content in self.stop",
         "if False",
         "corpus/test_corpus.py::test_report[thoughts_and_a_stop_text]",
     ),
@@ -187,7 +187,7 @@ JUDGED = [
     ),
     (
         "jail/workers.py",
-        "            self._process = child, connection\n",
+        "                raise\n            self._process = child, connection\n",
         "",
         f"{WORKERS}::test_a_worker_is_used_again_and_tells_what_was_raised",
     ),

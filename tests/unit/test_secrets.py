@@ -88,7 +88,7 @@ def test_what_is_replaced(text: str, shown: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("DATABASE_URL", "postgres://app:hunter22pass@db/x")
     monkeypatch.setenv("BUILD_ID", "abcdef99")
     options = HttpOptions(headers_env={"X-Auth": "BUILD_ID"})
-    HttpClient("http://host/s", options, reward="r")
+    HttpClient("http://host/s", options, name="r")
     assert redact(text) == shown
     assert redact(redact(text)) == shown
 

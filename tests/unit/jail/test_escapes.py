@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megarl.jail import jailed, sandbox, syscalls
-from megarl.jail.sandbox import Limits, missing_limits, run_program
+from megarl.jail.sandbox import Limits, missing_limits
 from tests.unit.jail.crippled import (
     NO_NAMESPACE,
     NO_OWN_USER,
@@ -24,6 +24,7 @@ from tests.unit.jail.crippled import (
     USER_NAMESPACE,
     crippled_server,
 )
+from tests.unit.jail.programs import run_program
 
 pytestmark = pytest.mark.skipif(
     bool(missing_limits()), reason=f"cannot enforce limits: {missing_limits()}"

@@ -18,7 +18,7 @@ import pytest
 
 from megarl.config.schema import Reward
 from megarl.jail import jailed, sandbox
-from megarl.jail.sandbox import Limits, missing_limits, run_program
+from megarl.jail.sandbox import Limits, missing_limits
 from megarl.rewards.code import make_code
 from megarl.rewards.interface import ScoreRequest
 from tests.unit.jail.crippled import (
@@ -28,6 +28,7 @@ from tests.unit.jail.crippled import (
     NO_SECCOMP,
     crippled_server,
 )
+from tests.unit.jail.programs import run_program
 
 pytestmark = pytest.mark.skipif(
     bool(missing_limits()), reason=f"cannot enforce limits: {missing_limits()}"
@@ -206,7 +207,7 @@ def test_the_parents_death_ends_the_code(tmp_path):
     script = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from megarl.jail.sandbox import *\n"
-        "run_program('import time; time.sleep(60)', '', Limits(time_s=60))"
+        "JailedProcess('import time; time.sleep(60)', Limits(time_s=60), stdin='').run()"
     )
     root = str(Path(sandbox.__file__).parents[2])
     environment = {"TMPDIR": str(tmp_path), "PATH": "/usr/bin"}
@@ -275,7 +276,8 @@ def test_signals_that_the_parent_ignores_or_blocks():
         "for number in numbers: signal.signal(number, signal.SIG_IGN)\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, numbers)\n"
         "from megarl.jail.sandbox import *\n"
-        "print(missing_limits(), run_program('print(1)', '', Limits(time_s=20)).output)"
+        "run = JailedProcess('print(1)', Limits(time_s=20), stdin='').run()\n"
+        "print(missing_limits(), run.output)"
     )
     root = str(Path(sandbox.__file__).parents[2])
     done = subprocess.run([sys.executable, "-c", script, root], capture_output=True, text=True)

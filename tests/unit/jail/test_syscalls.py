@@ -10,8 +10,9 @@ import signal
 import pytest
 
 from megarl.jail import syscalls
-from megarl.jail.sandbox import Limits, missing_limits, run_program
+from megarl.jail.sandbox import Limits, missing_limits
 from megarl.jail.syscalls import ALLOW, ALLOWED, ARCHES, EPERM, KILL, KILLED, X32, conditional_calls
+from tests.unit.jail.programs import run_program
 
 pytestmark = pytest.mark.skipif(
     bool(missing_limits()), reason=f"cannot enforce limits: {missing_limits()}"

@@ -8,7 +8,7 @@ import pytest
 
 from megarl.config.schema import Reward
 from megarl.rewards.interface import ScoreRequest
-from megarl.rewards.judge import make_judge, parse_score, tag_of
+from megarl.rewards.judge import JudgeOptions, make_judge, parse_score, tag_of
 
 
 def judge(url: str, **options):
@@ -131,7 +131,12 @@ MARK = "VERDICT-0123abcd"
 )
 def test_reading_a_score(text, rule, score):
     text = re.sub("^M|(?<=[^A-Z])M(?![a-z])", MARK, text).replace("m:", MARK.lower() + ":")
-    assert parse_score(text, MARK[-8:], rule, pattern=r"Grade: \[\[(\w+)\]\]") == score
+    assert parse_score(text, MARK[-8:], judge_options(rule, r"Grade: \[\[(\w+)\]\]")) == score
+
+
+def judge_options(rule: str, pattern: str) -> JudgeOptions:
+    given = {"url": "http://host", "model": "m", "parse": rule}
+    return JudgeOptions.model_validate(given | ({"pattern": pattern} if rule == "regex" else {}))
 
 
 FAKE = '{"score": 10}'
@@ -184,7 +189,7 @@ def test_a_judge_that_quotes_a_verdict_of_the_response(name, rule):
         "T": tag_of(request),
     }
     reply = re.sub(r"\b[VFRMT]\b", lambda match: parts[match[0]], (QUOTES | NO_VERDICT)[name])
-    score = parse_score(reply, tag_of(request), rule, pattern=r"Grade: \[\[(\d+)\]\]")
+    score = parse_score(reply, tag_of(request), judge_options(rule, r"Grade: \[\[(\d+)\]\]"))
     assert score == (2 if name in QUOTES else None)
 
 

@@ -10,7 +10,7 @@ from megarl.config.schema import Reward
 from megarl.data.thoughts import TAGS, after_thoughts, opened_tag
 from megarl.rewards.code import extract_code
 from megarl.rewards.interface import ScoreRequest
-from megarl.rewards.judge import parse_score
+from megarl.rewards.judge import JudgeOptions, parse_score
 from megarl.rewards.remote import request_row
 from megarl.rewards.rules import format_think
 from megarl.rewards.scorer import make_scorer
@@ -54,8 +54,9 @@ def test_tags_of_two_families_make_no_thought():
 def test_what_was_thought_is_no_code_and_no_verdict():
     assert extract_code("<think>```python\na = 1\n```") == ""
     assert extract_code("[THINK]```a```[/THINK]```python\nb = 1\n```") == "b = 1\n"
-    assert parse_score("<think>VERDICT-ab: 1", "ab", "number") is None
-    assert parse_score("[THINK]VERDICT-ab: 1[/THINK]VERDICT-ab: 0.5", "ab", "number") == 0.5
+    number = JudgeOptions(url="http://host", model="m", parse="number")
+    assert parse_score("<think>VERDICT-ab: 1", "ab", number) is None
+    assert parse_score("[THINK]VERDICT-ab: 1[/THINK]VERDICT-ab: 0.5", "ab", number) == 0.5
 
 
 def test_rewards_know_what_the_prompt_opened():
