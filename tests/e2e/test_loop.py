@@ -27,6 +27,10 @@ def rows(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def trained_tokens(row: dict) -> float:
+    return row["perf/tokens_per_gpu_second"] * row["time/step"] * row["world_size"]
+
+
 def train(
     folder: Path,
     config: str,
@@ -102,6 +106,7 @@ def test_layouts_agree(runs: Path, model: str, objective: str, count: int) -> No
     for name in names:
         here = rows(runs / name)
         assert here[0]["rollout/digest"] == first[0]["rollout/digest"], name
+        assert trained_tokens(here[0]) == pytest.approx(trained_tokens(first[0])), name
         for step, tolerance in ((0, 1e-5), (1, 1e-3)):
             for key in ("loss", "grad_norm"):
                 # a whitened objective's loss is 0 at step 0, but for rounding: hence `abs`
