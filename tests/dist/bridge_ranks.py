@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from family_ranks import in_bf16, round_trip
+from te_cases import TE
 from trainer_cases import Policy, random_batch
-from trainer_ranks import Bench, config_of, join, measure, run_checks
+from trainer_ranks import Bench, _measure, config_of, join, measure, run_checks
 
 from megarl.config.schema import Rollout
 from megarl.models.registry import fp32_tensors, hf_shapes, read_model
@@ -57,6 +58,7 @@ LAYOUTS = {
 # And the ranks of an engine: one replica, two. The second family has a table, which is not used: of those without,
 # vLLM 0.32 on a CPU runs none with experts as transformers does (hy_v3's loader fills a router's bias once of twice).
 ENGINES = [("mistral@5", PP2, 2), ("qwen3_moe_32@3", TP2 | EP2, 1)]
+ON_TE = [("mistral@5", TP2), ("hy_v3@5", EP2), ("glm4_moe_lite@3", TP2)]
 WITHOUT = [(model, parallel) for model, layouts in LAYOUTS.items() for parallel in layouts]
 
 
@@ -150,6 +152,17 @@ def families_without(bench: Bench) -> list[dict[str, Any]]:
     return measure(bench, WITHOUT, round_trip)
 
 
+def families_on_te(bench: Bench) -> list[dict[str, Any]]:
+    """Bridge's own layers, which are Transformer Engine's."""
+    found = []
+    for model, parallel in ON_TE:
+        config = config_of(parallel)
+        trainer = config.trainer.model_copy(update={"megatron_options": TE})
+        config = config.model_copy(update={"trainer": trainer})
+        found.append(_measure(bench, model, config, {}, lambda _: None))
+    return found
+
+
 def engines(bench: Bench) -> list[dict[str, Any]]:
     """An engine of each family, synced with changed weights; every publish proves the log-probs of both sides."""
     return [_synced(bench, *case) for case in ENGINES]
@@ -218,6 +231,7 @@ CHECKS: dict[str, Callable[[Bench], Any]] = {
     "faults": faults,
     "refused": refused,
     "families": families_without,
+    "families_on_te": families_on_te,
     "bf16": round_trip_in_bf16,
     "engines": engines,
 }

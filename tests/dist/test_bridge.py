@@ -1,6 +1,6 @@
 """Families without a table: what Megatron-Bridge's conversion was seen to do is right, and is all a run needs.
 
-Where Megatron-Bridge is installed and no GPU is, with Megatron's own layers. Bridge imports Transformer Engine's, whose
+Where Megatron-Bridge is installed and no GPU is, with Megatron's own layers, and with Transformer Engine's, whose
 compiled part te_standin/ stands in for.
 """
 
@@ -38,6 +38,7 @@ CHECKS = (
     "faults",
     "refused",
     "families",
+    "families_on_te",
     "bf16",
     *(["engines"] if is_installed("vllm") else []),
 )
@@ -80,7 +81,9 @@ def test_a_fault_in_the_conversion_is_seen(found: dict[str, Any]) -> None:
 
 
 def test_logprobs_and_updates_are_those_of_transformers(found: dict[str, Any]) -> None:
-    for name, case in each({"layouts": found["families"]}):
+    """With Megatron's local layers, and with those of Transformer Engine."""
+    cases = found["families"] + found["families_on_te"]
+    for name, case in each({"layouts": cases}):
         assert case["logprob_error"] < 1e-4, name
         for step, tolerance in ((0, 1e-5), (1, 1e-3)):
             assert case["steps"][step] == pytest.approx(
