@@ -271,11 +271,10 @@ def measure(model: str, offload: str, folder: Path) -> dict[str, int]:
             plan_transfers(
                 shape, fleet, padded_vocab=padded_vocab(shape.vocab, parallel.tensor), **options
             ),
-            WeightSender(trainer.local_slices(), trainer.parameters_by_name),
+            WeightSender(trainer.tensors.slices, trainer.parameters_by_name),
             side.receiver,
             Collective(),
             WeightFormat(hf_shapes(shape), torch.bfloat16),
-            ranks_per_replica=1,
             table=table,
         )
         if subtracts:

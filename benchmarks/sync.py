@@ -185,7 +185,7 @@ def _rank(
     )
     sender = WeightSender(sources[rank], lambda: parameters)
     transport = Collective() if world > 1 else Transport()
-    publisher = Publisher(plan, sender, receiver, transport, weights, ranks_per_replica=replica)
+    publisher = Publisher(plan, sender, receiver, transport, weights)
     publisher.publish(version=0)  # the first checks placement, which later ones do not
     moved, messages = publisher.plan.bytes_received, len(publisher.plan.message_bytes)
     pipe.send((0.0, moved, messages, 0.0))

@@ -326,15 +326,11 @@ class MicrobatchPlan:
     """
 
     rows: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
-    num_tokens: tuple[int, ...]  # trainable tokens of each update, over all ranks
     efficiency: float  # real tokens / (tokens of the fullest rank's micro-batches x dp ranks), 0..1
 
     def updates(self) -> tuple["MicrobatchPlan", ...]:
         """Splits the plan into one plan per update."""
-        updates = zip(self.rows, self.num_tokens, strict=True)
-        return tuple(
-            MicrobatchPlan((rows,), (num_tokens,), self.efficiency) for rows, num_tokens in updates
-        )
+        return tuple(replace(self, rows=(rows,)) for rows in self.rows)
 
 
 @dataclass(frozen=True)

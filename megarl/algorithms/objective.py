@@ -153,7 +153,7 @@ class Objective:
         assert batch.old_logprobs is not None
         old_T = self._old(batch.old_logprobs, batch.rollout_logprobs, batch.mask)
         tokens = Tokens.of(
-            logprobs_T, old_T, batch.advantages, _trained(batch, plan), batch.cu_seqlens
+            logprobs_T, old_T, batch.advantages, trained_tokens(batch, plan), batch.cu_seqlens
         )
         return SELECT[algorithm.loss](
             tokens,
@@ -288,7 +288,7 @@ def loss_weights(
     """
     weights_T = torch.zeros(batch.num_tokens, dtype=torch.float64)
     for update in plan.updates():
-        rows = Rows.of(_trained(batch, update), batch.cu_seqlens)
+        rows = Rows.of(trained_tokens(batch, update), batch.cu_seqlens)
         weights_T += token_weights(aggregation, rows, group, constant)
     return weights_T
 
@@ -302,7 +302,7 @@ def supervised_loss(outputs: TokenOutputs, rows: MicrobatchRows) -> TokenLosses:
     return TokenLosses(-clean(outputs.logprobs_T, rows.mask), sums, rows.mask.sum())
 
 
-def _trained(batch: TokenBatch, plan: MicrobatchPlan) -> Tensor:
+def trained_tokens(batch: TokenBatch, plan: MicrobatchPlan) -> Tensor:
     """Returns [T] bool: the tokens that the updates of `plan` train."""
     return batch.mask & planned_rows(plan, batch.num_rows).repeat_interleave(batch.lengths_N)
 

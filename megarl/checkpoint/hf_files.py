@@ -133,7 +133,6 @@ def _receive(
         receiver,
         transport,
         weights,
-        ranks_per_replica=len(files),
         is_atomic=False,  # an incomplete file never gets its final name
     ).publish(version=0)
     return received

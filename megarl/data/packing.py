@@ -53,15 +53,11 @@ def plan_microbatches(
         multiple=microbatch_multiple(layout),
         shuffle=shuffle,
     )
-    trained = [int(mask.sum()) for mask in batch.mask.split(lengths)]
-    num_tokens = tuple(
-        _sum_of(trained, chain.from_iterable(chain.from_iterable(update))) for update in rows
-    )
     padded = 0  # number of tokens if every micro-batch were as full as that of the fullest rank
     for update in rows:
         for microbatch in zip(*update, strict=True):
             padded += len(update) * max(_sum_of(lengths, bin) for bin in microbatch)
-    return MicrobatchPlan(rows, num_tokens, sum(lengths) / padded if padded else 1.0)
+    return MicrobatchPlan(rows, sum(lengths) / padded if padded else 1.0)
 
 
 def _sum_of(numbers: Sequence[int], rows: Iterable[int]) -> int:

@@ -1,7 +1,7 @@
 """Watches this process's descendants: reports at once that one has ended, before a call that waits
 for its answer times out, and kills all of them and unlinks their shared memory.
 
-    /proc --pids, their segments in /dev/shm--> Children --pidfd, event loop--> on_lost(cause)
+    psutil --pids, their segments in /dev/shm--> Children --pidfd, event loop--> on_lost(cause)
 """
 
 import asyncio
@@ -12,6 +12,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import psutil
 
 SEGMENT = re.compile(r"(/dev/shm/\S+)$", re.MULTILINE)  # matches lines of /proc/<pid>/maps
 OWN_SEGMENTS = re.compile(r"/(psm_|vllm|megarl|-tp|sem\.)")  # excludes Ray's object store
@@ -25,11 +27,14 @@ class Children:
 
     @classmethod
     def of_this_process(cls) -> "Children":
-        pids = {pid: _name(pid) for pid in descendants(os.getpid())}
+        pids = {}
         segments = set()
-        for pid in (os.getpid(), *pids):
-            with suppress(OSError):
-                segments.update(SEGMENT.findall(Path(f"/proc/{pid}/maps").read_text()))
+        this = psutil.Process()
+        for process in (this, *this.children(recursive=True)):
+            with suppress(OSError, psutil.NoSuchProcess):  # it has ended
+                pids[process.pid] = process.name()
+                segments.update(SEGMENT.findall(Path(f"/proc/{process.pid}/maps").read_text()))
+        del pids[this.pid]
         return cls(pids, {name for name in segments if OWN_SEGMENTS.search(name)})
 
     def watch(self, loop: asyncio.AbstractEventLoop, on_lost: Callable[[str], None]) -> None:
@@ -57,15 +62,6 @@ class Children:
 
 def descendants(pid: int) -> list[int]:
     """Returns the process ids of the children of `pid`, and of their descendants."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            for child in map(int, task.read_text().split()):
-                found += [child, *descendants(child)]
-    return found
-
-
-def _name(pid: int) -> str:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    return "?"
+    with suppress(psutil.NoSuchProcess):
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    return []

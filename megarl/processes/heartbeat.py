@@ -40,6 +40,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
+
 from megarl.platform.env import Env, get_env
 from megarl.processes.exit_codes import (
     REFUSED,
@@ -407,8 +409,7 @@ class FailureWatch:
 
 
 def is_stopped(pid: int) -> bool:
-    """Returns True if a signal (T) or a debugger (t) has stopped the process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    except (OSError, IndexError):  # the process has ended
-        return False
+    """Returns True if a signal or a debugger has stopped the process."""
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    return False

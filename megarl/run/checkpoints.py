@@ -13,7 +13,6 @@ from megarl.checkpoint.torch_dist import CRITIC
 from megarl.data.tokenizer import pad_token
 from megarl.models.lora import CONFIG
 from megarl.models.registry import FAMILIES, fp32_tensors
-from megarl.models.shards import slices_by_rank
 from megarl.platform.device import DTYPES
 from megarl.roles import Checkpoint, Stateful
 from megarl.run.context import RankContext
@@ -97,8 +96,8 @@ def export(rank: RankContext, trainer: Trainer, step: int | None = None) -> None
         export_hf(
             rank.config.run_dir / f"adapter{suffix}",
             origin=None,
-            weights=WeightFormat(adapters.shapes, dtype),
-            sources=slices_by_rank(adapters.table, rank.shape, rank.layout),
+            weights=WeightFormat(adapters.tensors.shapes, dtype),
+            sources=adapters.tensors.by_rank(),
             parameters=lambda: adapters.parameters,
             transport=rank.transport,
             changes={CONFIG: adapters.peft_config(str(rank.model_folder))},
@@ -108,8 +107,8 @@ def export(rank: RankContext, trainer: Trainer, step: int | None = None) -> None
     export_hf(
         rank.config.run_dir / f"hf{suffix}",
         origin=rank.model_folder,
-        weights=WeightFormat(trainer.hf_shapes(), dtype, fp32_tensors(rank.shape)),
-        sources=trainer.slices_by_rank(),
+        weights=WeightFormat(trainer.tensors.shapes, dtype, fp32_tensors(rank.shape)),
+        sources=trainer.tensors.by_rank(),
         parameters=trainer.merged_parameters,
         transport=rank.transport,
         storage=_storage(rank),

@@ -10,7 +10,7 @@ from torch import Tensor
 from megarl.config.launch import fleet_of
 from megarl.config.precision import rollout_format
 from megarl.models.engine import with_scales
-from megarl.models.shards import slices_by_rank, slices_of
+from megarl.models.shards import slices_of
 from megarl.parity.cause import CauseSearch
 from megarl.parity.gate import (
     MOE_PROBE_PROMPTS,
@@ -46,15 +46,16 @@ def rank_publisher(rank: RankContext, trainer: Trainer, engine: Engine, probe: P
         fleet,
         rank.transport,
         is_cuda=rank.device.type == "cuda",
-        weights=engine_weights(config, rank.shape, trainer.hf_shapes()),
+        weights=engine_weights(config, rank.shape, trainer.tensors.shapes),
     )
     receiver: Any = engine.receiver
     if engine_adapters(rank) is not None:
-        base = make(WeightSender(trainer.local_slices(), trainer.parameters_by_name), receiver.base)
+        sender = WeightSender(trainer.tensors.slices, trainer.parameters_by_name)
+        base = make(sender, receiver.base)
         return _adapter_publisher(rank, trainer, base, receiver, fleet.ranks_per_node, probe)
     encoder = make_encoder(rank, trainer)
     if encoder is None:
-        sender = WeightSender(trainer.local_slices(), trainer.merged_parameters)
+        sender = WeightSender(trainer.tensors.slices, trainer.merged_parameters)
     else:
         sender = encoder.sender(trainer.parameters_by_name)
     return make(sender, receiver, probe=probe)
@@ -76,24 +77,24 @@ def _adapter_publisher(
     adapters = trainer.adapters
     transport = rank.transport
     assert adapters is not None
-    fmt = WeightFormat(adapters.shapes, weights.weights.dtype)
-    sizes: dict[str, Any] = {"ranks_per_replica": 1, "ranks_per_node": ranks_per_node}
+    tensors = adapters.tensors
+    fmt = WeightFormat(tensors.shapes, weights.weights.dtype)
     plan = plan_slices(
         fmt,
-        slices_by_rank(adapters.table, rank.shape, trainer.layout),
+        tensors.by_rank(),
         transport.gather(list(receiver.slices)),  # every engine rank receives full adapters
+        ranks_per_replica=1,
+        ranks_per_node=ranks_per_node,
         round_bytes=rank.config.sync.round_bytes,
-        **sizes,
     )
     moved = Publisher(
         plan,
-        WeightSender(adapters.slices, lambda: adapters.parameters),
+        WeightSender(tensors.slices, lambda: adapters.parameters),
         receiver,
         transport,
         fmt,
         probe=probe,
         is_atomic=rank.config.sync.atomic,
-        **sizes,
     )
     moved.base = weights
     return moved

@@ -16,8 +16,8 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
+import psutil
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -61,7 +61,7 @@ class StoppedProcesses:
                         f"{text} is stopped, by a signal or a debugger, for {seconds:.0f} s: "
                         f"`kill -CONT {pid}` continues it; it is killed after {self.limit_s:g} s"
                     )
-        return lines, [name for name, pid in names.items() if not Path(f"/proc/{pid}").exists()]
+        return lines, [name for name, pid in names.items() if not psutil.pid_exists(pid)]
 
 
 @ray.remote(num_cpus=0)

@@ -107,10 +107,10 @@ class TrainerRank:
             self.rank.shape,
             fleet,
             self.group,
-            WeightSender(self.trainer.local_slices(), self.trainer.merged_parameters),
+            WeightSender(self.trainer.tensors.slices, self.trainer.merged_parameters),
             None,
             is_cuda=is_cuda,
-            weights=engine_weights(config, self.rank.shape, self.trainer.hf_shapes()),
+            weights=engine_weights(config, self.rank.shape, self.trainer.tensors.shapes),
         )
 
     def transfer(self, version: int) -> bool:

@@ -66,13 +66,9 @@ class ActorCritic:
             report = self.actor.update(batch, gate=gate)
         actor.memory.offload_training_state()
         loss = partial(value_losses, batch, self.settings.clip)
-        updates = []
+        plans = batch_plans(batch, self.critic, self.actor.seed)
         with self.actor.span("critic"):
-            for plan in batch_plans(batch, self.critic, self.actor.seed):
-                weights_T = loss_weights(batch, plan)
-                for part in plan.updates():
-                    updates.append(self.critic.step(batch, part, loss, weights_T))
-            self.critic.finish_batch()
+            updates = self.critic.train_on(batch, loss, loss_weights, plans).updates
         actor.memory.onload_optimizer()  # a checkpoint may be saved next
         metrics = {
             "value/loss": fmean(update.loss for update in updates),

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,9 +30,8 @@ from megarl.models.shape import DENSE, EXPERTS, LayerKind, ModelShape, Shape
 from megarl.models.shards import Slices, by_prefix
 from megarl.trainer.layers import block_spec
 from megarl.trainer.megatron_config import Dispatcher, router_settings, run_settings
-from megarl.trainer.model import local_tensors, patch_chunk
+from megarl.trainer.model import HfTensors, local_tensors, patch_chunk
 from megarl.weights.index_tensors import REMEDY, IndexTensors, moved_slices
-from megarl.weights.plan.tables import SlicesByRank
 from megarl.weights.sync.transports.values import gather_values
 
 # provider settings of the families that can be trained on a CPU
@@ -118,12 +118,13 @@ class Bridged:
             chunks.append(model)
         return chunks
 
-    def slices_by_rank(self, chunks: Sequence[GPTModel]) -> SlicesByRank:
-        """Returns, for each rank, the slices of HF tensors that its parameters store.
+    def tensors(self, chunks: Sequence[GPTModel]) -> HfTensors:
+        """Returns the HF tensors that the chunks of all ranks store.
 
         Call it on every rank. Raises ValueError if a parameter's dtype is not the expected one.
         """
-        slices = record(chunks, self.bridge, hf_shapes(self.shape), self.layout.ep)
+        shapes = hf_shapes(self.shape)
+        slices = record(chunks, self.bridge, shapes, self.layout.ep)
         parameters = local_tensors(chunks)
         fp32 = fp32_tensors(self.shape)
         for part in slices:
@@ -134,7 +135,10 @@ class Bridged:
                     f"{part.param}, the parameter of {part.name}, is {dtype} in Megatron-Core, "
                     f"not {expected}; {REMEDY}"
                 )
-        return gather_values(slices)
+        by_rank = gather_values(slices)
+        trained = {part.name for part in chain.from_iterable(by_rank)}
+        stored = {name: size for name, size in shapes.items() if name in trained}
+        return HfTensors(stored, slices, lambda: by_rank)
 
 
 def _auto_bridge(shape: ModelShape) -> Any:

@@ -5,13 +5,13 @@
 Outputs are gathered over the context ranks, so that the loss sees whole rows on each rank.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import (
@@ -24,6 +24,7 @@ from torch.nn import Module
 from megarl.trainer.heads import Head, HeadOptions
 from megarl.trainer.microbatch import Microbatch
 from megarl.types import Loss, MicrobatchRows, TokenOutputs
+from megarl.weights.sync.transports.values import gather_values
 
 
 def forward_backward(
@@ -97,30 +98,18 @@ def _read(
     return replace(outputs, **whole)
 
 
+@dataclass(frozen=True)
 class LossSums:
     """Weights the loss of each micro-batch, and accumulates the sums to report.
 
     The last stage calls it with each micro-batch's outputs; it returns the weighted loss and adds
-    to `totals`. These start with the sums of an empty micro-batch, so that every rank of every
-    stage has the same keys.
+    to `totals`.
     """
 
-    def __init__(
-        self,
-        loss: Loss,
-        weights_T: Tensor,
-        fields: tuple[str, ...],
-        device: torch.device,
-    ) -> None:
-        """`weights_T` [T] fp64: each token's weight in the loss; `fields`: the head's outputs."""
-        self.loss = loss
-        self.weights_T = weights_T
-        self.totals = {}  # name -> 0-d fp64, summed over this rank's micro-batches
-        start = torch.zeros(1, dtype=torch.int64, device=device)
-        nothing = torch.zeros(0, device=device)
-        outputs = TokenOutputs(extra_logprobs_TK=nothing[:, None])
-        outputs = replace(outputs, **dict.fromkeys(fields, nothing))
-        self(MicrobatchRows((), torch.arange(0), start, nothing.bool()), outputs)
+    loss: Loss
+    weights_T: Tensor  # [T] fp64: each token's weight in the loss
+    # name -> 0-d fp64, summed over this rank's micro-batches; empty on other stages
+    totals: dict[str, Tensor] = field(default_factory=dict)
 
     def __call__(self, rows: MicrobatchRows, outputs: TokenOutputs) -> Tensor:
         losses = self.loss(outputs, rows)
@@ -128,7 +117,7 @@ class LossSums:
         # fp64: at the first update a loss is a sum of advantages that nearly cancel
         value = (losses.loss.detach().double() * weights_M).sum()
         for name, total in {**losses.sums, "loss": value, "count": losses.count}.items():
-            self.totals[name] = self.totals.get(name, 0.0) + total.detach().double()
+            self.totals[name] = total.detach().double() + self.totals.get(name, 0.0)
         return (losses.loss * weights_M.to(losses.loss.dtype)).sum()
 
 
@@ -137,9 +126,10 @@ def global_sums(sums: Mapping[str, Tensor], *, counts: bool) -> dict[str, float]
 
     Of ranks that have the same rows, only one may count.
     """
-    names = sorted(sums)
-    values = torch.stack([sums[name] for name in names])
-    if not counts:
-        values.zero_()
-    dist.all_reduce(values)
-    return dict(zip(names, values.tolist(), strict=True))
+    own = {}
+    if counts:
+        own = dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True))
+    totals = Counter()
+    for values in gather_values(own):
+        totals.update(values)
+    return dict(sorted(totals.items()))

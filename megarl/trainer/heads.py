@@ -41,8 +41,9 @@ class Head(Protocol):
         """The number of outputs for each position."""
         ...
 
-    def fields(self, *, entropy: bool) -> tuple[str, ...]:
-        """Returns the names of the fields of TokenOutputs that `read` computes."""
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of the fields of TokenOutputs [T] that a forward pass returns."""
         ...
 
     def positions(self, batch: TokenBatch) -> Tensor:
@@ -77,13 +78,11 @@ class VocabularyHead(Head):
     vocab: int
     chunk: int  # tokens whose fp32 logits exist at once
     is_tensor_parallel: ClassVar[bool] = True
+    fields: ClassVar[tuple[str, ...]] = ("logprobs_T",)
 
     @property
     def outputs(self) -> int:
         return self.vocab
-
-    def fields(self, *, entropy: bool) -> tuple[str, ...]:
-        return ("logprobs_T", "entropy_T")[: 1 + entropy]
 
     def read(
         self,
@@ -125,7 +124,8 @@ class ValueHead:
     outputs: ClassVar[Any] = 1
     architecture: ClassVar[Any] = "ForTokenClassification"  # ending of the HF architecture's name
 
-    def fields(self, *, entropy: bool) -> tuple[str, ...]:
+    @property
+    def fields(self) -> tuple[str, ...]:
         return ("values_T", "gates_T")[: self.outputs]
 
     def positions(self, batch: TokenBatch) -> Tensor:
@@ -167,7 +167,7 @@ class ValueHead:
         assert isinstance(linear, torch.nn.Linear)
         bias_O = linear.bias.float() if self._has_bias else None
         outputs_SO = torch.nn.functional.linear(hidden_SH.float(), linear.weight.float(), bias_O)
-        outputs = zip(self.fields(entropy=False), outputs_SO.T, strict=True)
+        outputs = zip(self.fields, outputs_SO.T, strict=True)
         return replace(TokenOutputs(), **dict(outputs))
 
 

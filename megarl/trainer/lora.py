@@ -40,8 +40,8 @@ from megarl.config.schema import Lora
 from megarl.layout import Layout
 from megarl.models.lora import adapter_names, adapter_table, peft_config, rows_of_outputs
 from megarl.models.shape import ModelShape
-from megarl.models.shards import Slices, Table, by_prefix, shapes_of, slices_of
-from megarl.trainer.model import local_tensors
+from megarl.models.shards import Slices, Table, by_prefix, slices_of
+from megarl.trainer.model import HfTensors, local_tensors
 from megarl.trainer.parallel_groups import ProcessGroups
 from megarl.weights.sync.execute import strided_view
 
@@ -80,7 +80,7 @@ class LayerAdapter:
 
 
 class Adapters:
-    """The adapters of this rank's chunks; `parameters` and `slices` use models/lora.py's names."""
+    """The adapters of this rank's chunks; `parameters` and `tensors` use models/lora.py's names."""
 
     def __init__(
         self,
@@ -101,8 +101,7 @@ class Adapters:
         self.is_on = True
         self.trains = False
         self.table = adapter_table(base, lora.targets, lora.rank)
-        self.shapes = shapes_of(self.table, shape)
-        self.slices = slices_of(self.table, shape, layout)
+        self.tensors = HfTensors.of(self.table, shape, layout)
         self.layers: dict[str, LayerAdapter] = {}  # name of a weight -> its adapters
         self.parameters: dict[str, Parameter] = {}
         self._layout = layout
@@ -154,8 +153,9 @@ class Adapters:
 
     def _attach(self, chunks: Sequence[Any], base: Slices) -> None:
         """Registers the adapters' parameters, and forward hooks that add their products."""
+        shapes = self.tensors.shapes
         by_param = defaultdict(list)
-        for part in (*base, *self.slices):
+        for part in (*base, *self.tensors.slices):
             by_param[part.param].append(part)
         for prefix, chunk in by_prefix(chunks).items():
             chunk.stored_parts = []  # saved in a checkpoint instead of the model's parameters
@@ -168,8 +168,8 @@ class Adapters:
                     continue
                 of_a, of_b = (by_param[param] for param in names)
                 is_expert = ".experts." in name
-                is_row = of_a[0].shape[1] < self.shapes[of_a[0].name][1]
-                is_column = of_b[0].shape[0] < self.shapes[of_b[0].name][0]
+                is_row = of_a[0].shape[1] < shapes[of_a[0].name][1]
+                is_column = of_b[0].shape[0] < shapes[of_b[0].name][0]
                 exchange = torch.nn.Identity()
                 if is_row and not is_expert:
                     exchange = reduce_scatter_to_sequence_parallel_region
@@ -186,7 +186,7 @@ class Adapters:
                     self.parameters[param] = x
                     module.register_parameter(param.rpartition(".")[2], x)
                     for part in by_param[param]:
-                        chunk.stored_parts.append((x, part, self.shapes[part.name], replica))
+                        chunk.stored_parts.append((x, part, shapes[part.name], replica))
             for module, layers in hooked.items():
                 module.register_forward_hook(self._hook(layers))
 
@@ -263,14 +263,14 @@ class Adapters:
         """
         if self.lora.path is not None:
             folder = HfFolder(Path(self.lora.path))
-            folder.check(self.shapes)
-            for part in self.slices:
+            folder.check(self.tensors.shapes)
+            for part in self.tensors.slices:
                 folder.copy(part, self.parameters[part.param])
             return
-        for part in self.slices:
+        for part in self.tensors.slices:
             if ".lora_A." not in part.name:
                 continue
-            shape = self.shapes[part.name]
+            shape = self.tensors.shapes[part.name]
             digest = hashlib.sha256(f"{seed} {part.name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
             uniform = torch.rand(shape, generator=generator, device="cpu") * 2 - 1

@@ -4,7 +4,9 @@ The output layer keeps its weight but returns its input: a head (heads.py) reads
 the logits of a micro-batch never exist all at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +18,28 @@ from torch import Tensor
 from megarl.layout import Layout, stage_layers
 from megarl.models.lora import is_adapter
 from megarl.models.registry import padded_vocab
-from megarl.models.shape import ModelShape
-from megarl.models.shards import by_prefix
+from megarl.models.shape import ModelShape, Shape
+from megarl.models.shards import Slices, Table, by_prefix, shapes_of, slices_by_rank, slices_of
 from megarl.trainer.layers import block_spec
 from megarl.trainer.rope import rotate_by_position, scaled_frequencies
+from megarl.weights.plan.tables import SlicesByRank
+
+
+@dataclass(frozen=True)
+class HfTensors:
+    """The HF tensors that a model or its adapters store."""
+
+    shapes: Mapping[str, Shape]  # full shape of every tensor
+    slices: Slices  # in this rank's parameters
+    by_rank: Callable[[], SlicesByRank]  # slices in every rank's parameters
+
+    @classmethod
+    def of(cls, table: Table, shape: ModelShape, layout: Layout) -> "HfTensors":
+        return cls(
+            shapes_of(table, shape),
+            slices_of(table, shape, layout),
+            partial(slices_by_rank, table, shape, layout),
+        )
 
 
 def build_model(

@@ -23,6 +23,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
+from megarl.algorithms.objective import trained_tokens
 from megarl.checkpoint import rank_state
 from megarl.checkpoint.hf_folder import load_hf
 from megarl.checkpoint.torch_dist import is_checkpoint
@@ -30,9 +31,9 @@ from megarl.config.schema import Lora, Moe, Precision, Train
 from megarl.data.packing import microbatch_multiple, plan_microbatches, plan_rows
 from megarl.layout import Layout
 from megarl.models.flops import peak_flops, update_flops
-from megarl.models.registry import hf_shapes, megatron_table, padded_vocab
-from megarl.models.shape import ModelShape, Shape
-from megarl.models.shards import Slices, Table, shapes_of, slices_by_rank, slices_of
+from megarl.models.registry import megatron_table, padded_vocab
+from megarl.models.shape import ModelShape
+from megarl.models.shards import Table
 from megarl.models.weights import check_weights
 from megarl.platform.device import DTYPES, gpu_name, to_device
 from megarl.trainer.bridged import Bridged
@@ -47,7 +48,7 @@ from megarl.trainer.megatron_config import (
     transformer_config,
 )
 from megarl.trainer.microbatch import Microbatch, pack
-from megarl.trainer.model import build_model, local_tensors, shares_prefixes
+from megarl.trainer.model import HfTensors, build_model, local_tensors, shares_prefixes
 from megarl.trainer.moe import RouterLosses, forget_last_batch
 from megarl.trainer.offload import Memory, recompute
 from megarl.trainer.optimizer import LrSchedule, build_optimizer, take_step, wrap, zero_grad
@@ -62,7 +63,6 @@ from megarl.types import (
     TokenOutputs,
     UpdateReport,
 )
-from megarl.weights.plan.tables import SlicesByRank
 from megarl.weights.sync.execute import slice_checksum
 from megarl.weights.sync.placement import sums_by_tensor
 
@@ -93,7 +93,7 @@ class Trainer:
     router_replay: RouterReplay
     memory: Memory
     table: Table | None  # for the model with its head; None: the family has no table
-    traced: SlicesByRank | None  # instead of a table, recorded from Megatron-Bridge
+    tensors: HfTensors  # by the table, or recorded from Megatron-Bridge's conversion
     owns_groups: bool  # False: the process groups are another trainer's
     precision: Precision
     emulation: Emulation
@@ -130,9 +130,9 @@ class Trainer:
             settings.setdefault("moe_shared_expert_overlap", False)
         settings |= megatron_settings(precision, device)
         use_te = settings["transformer_impl"] == "transformer_engine"
-        model, traced = _build_model(shape, layout, train, moe, settings, use_te)
+        model, recorded = _build_model(shape, layout, train, moe, settings, use_te)
         emulation = Emulation(model, precision, groups.stage)
-        table = _load(model, traced, shape, layout, head, Path(folder), use_te=use_te)
+        table, tensors = _load(model, recorded, shape, layout, head, Path(folder), use_te=use_te)
         adapters = None
         if lora:
             assert table is not None, "check_lora refuses families without a table"
@@ -152,12 +152,12 @@ class Trainer:
         if shape.is_moe and (moe.aux_loss or moe.z_loss or moe.bias_update_rate):
             router_losses = RouterLosses(chunks, moe, shape, layout.tp)
         # a fused router cannot replay routes
-        can_replay = shape.is_moe and traced is None and not model[0].config.moe_router_fusion
+        can_replay = shape.is_moe and table is not None and not model[0].config.moe_router_fusion
         replayed = chunks if can_replay else []
         router_replay = RouterReplay(replayed, shape, layout, groups, is_policy=owns_groups)
         return cls(
             shape, layout, train, head, groups, device, chunks, optimizer, LrSchedule(train),
-            router_losses, router_replay, memory, table, traced, owns_groups,
+            router_losses, router_replay, memory, table, tensors, owns_groups,
             precision, emulation, adapters,
         )  # fmt: skip
 
@@ -191,8 +191,8 @@ class Trainer:
         if self.adapters is None:
             return {}
         parameters = self.parameters_by_name()
-        shapes = self.hf_shapes()
-        slices = self.local_slices()
+        shapes = self.tensors.shapes
+        slices = self.tensors.slices
         checksums = [
             slice_checksum(part, parameters, shapes[part.name], parameters[part.param].dtype)
             for part in slices
@@ -201,26 +201,6 @@ class Trainer:
         dist.all_reduce(sums)
         numels, values = sums.tolist()
         return dict(zip(shapes, zip(numels, values, strict=True), strict=True))
-
-    def local_slices(self) -> Slices:
-        """Returns the slices of HF tensors that this rank's parameters store."""
-        if self.table is None:
-            return self.slices_by_rank()[self.layout.rank]
-        return slices_of(self.table, self.shape, self.layout)
-
-    def slices_by_rank(self) -> SlicesByRank:
-        """Returns, for each rank, the slices of HF tensors that its parameters store."""
-        if self.traced is not None:
-            return self.traced
-        assert self.table is not None
-        return slices_by_rank(self.table, self.shape, self.layout)
-
-    def hf_shapes(self) -> dict[str, Shape]:
-        """Returns the full shape of every trained tensor of the checkpoint."""
-        if self.table is not None:
-            return shapes_of(self.table, self.shape)
-        trained = {part.name for part in chain.from_iterable(self.slices_by_rank())}
-        return {name: size for name, size in hf_shapes(self.shape).items() if name in trained}
 
     def forward(self, batch: TokenBatch, *, top_k: int = 0, record: bool = False) -> TokenOutputs:
         """Returns the head's outputs, without gradient: [T] fp32 on the CPU of every rank.
@@ -239,14 +219,20 @@ class Trainer:
         return logprobs_T
 
     def train_on(
-        self, batch: TokenBatch, loss: Loss, weights: Callable[[Any, MicrobatchPlan], Tensor]
+        self,
+        batch: TokenBatch,
+        loss: Loss,
+        weights: Callable[[Any, MicrobatchPlan], Tensor],
+        plans: Sequence[MicrobatchPlan] = (),  # a plan for each pass; empty: one pass
     ) -> StepReport:
         """Runs the updates of one batch; ``weights(batch, plan)`` returns `weights_T` of `step`."""
-        plan = plan_microbatches(batch, self.layout, self.train)
-        weights_T = weights(batch, plan)
-        updates = tuple(self.step(batch, update, loss, weights_T) for update in plan.updates())
+        plans = plans or [plan_microbatches(batch, self.layout, self.train)]
+        updates = []
+        for plan in plans:
+            weights_T = weights(batch, plan)
+            updates += [self.step(batch, update, loss, weights_T) for update in plan.updates()]
         self.finish_batch()
-        return StepReport(updates, {"packing/efficiency": plan.efficiency})
+        return StepReport(tuple(updates), {"packing/efficiency": plans[0].efficiency})
 
     def step(
         self,
@@ -278,11 +264,11 @@ class Trainer:
         (ranks,) = plan.rows
         every = self.train.entropy_every
         entropy = needs_entropy or (every > 0 and self.scheduler.step % every == 0)
-        if not any(plan.num_tokens):
+        if not trained_tokens(batch, plan).any():
             return Gradients(self._no_outputs(batch), None)
         self.memory.onload_gradients()
         zero_grad(self.model, self.optimizer)
-        sums = LossSums(loss, weights_T, self.head.fields(entropy=entropy), self.device)
+        sums = LossSums(loss, weights_T)
         rows = [*chain.from_iterable(chain.from_iterable(ranks))]
         outputs = self._run(batch, ranks, sums, entropy=entropy)
         return Gradients(outputs, sums, batch.lengths_N[rows].tolist())
@@ -420,9 +406,7 @@ class Trainer:
     def _no_outputs(self, batch: TokenBatch, top_k: int = 0) -> TokenOutputs:
         """Returns outputs of zeros for the whole batch."""
         zeros_TK = torch.zeros(batch.num_tokens, top_k, device=self.device)
-        outputs = {
-            name: zeros_TK.new_zeros(batch.num_tokens) for name in self.head.fields(entropy=False)
-        }
+        outputs = {name: zeros_TK.new_zeros(batch.num_tokens) for name in self.head.fields}
         if top_k:
             outputs |= {"extra_labels_TK": zeros_TK.long(), "extra_logprobs_TK": zeros_TK}
         return replace(TokenOutputs(), **outputs)
@@ -447,8 +431,8 @@ def _build_model(
     moe: Moe,
     options: dict[str, Any],
     use_te: bool,
-) -> tuple[list[GPTModel], SlicesByRank | None]:
-    """Returns this rank's chunks, and every rank's slices if the family has no table."""
+) -> tuple[list[GPTModel], HfTensors | None]:
+    """Returns this rank's chunks, and the HF tensors that they store if the family has no table."""
     how: Any = {"dtype": DTYPES[train.dtype], "dispatcher": moe.dispatcher, "use_te": use_te}
     bridged = None
     if shape.bridge is None:
@@ -461,31 +445,30 @@ def _build_model(
     if bridged is None:
         return build_model(shape, layout, config, use_te=use_te), None
     chunks = bridged.build()
-    return chunks, bridged.slices_by_rank(chunks)
+    return chunks, bridged.tensors(chunks)
 
 
 def _load(
     model: list[GPTModel],
-    traced: SlicesByRank | None,
+    recorded: HfTensors | None,
     shape: ModelShape,
     layout: Layout,
     head: Head,
     folder: Path,
     *,
     use_te: bool,
-) -> Table | None:
-    """Loads the weights of `folder`, attaches the head, and returns the table of both.
+) -> tuple[Table | None, HfTensors]:
+    """Loads the weights of `folder`, attaches the head, and returns the table and tensors of both.
 
     Only a Hugging Face folder of a family with a table can contain the head's weights.
     """
     table = None
-    if traced is None:
+    tensors = recorded
+    if tensors is None:
         rows = padded_vocab(shape.vocab, layout.tp.size)
         spec = "te" if use_te else "local"
         table = head.table(megatron_table(shape, spec=spec, padded_vocab=rows), shape)
-        slices = slices_of(table, shape, layout)
-    else:
-        slices = traced[layout.rank]
+        tensors = HfTensors.of(table, shape, layout)
     is_megatron = is_checkpoint(folder)  # written by `megarl convert --to megatron`
     is_head_loaded = table is not None and not is_megatron
     if layout.pp.last and is_head_loaded:
@@ -494,7 +477,7 @@ def _load(
         rank_state.load(model, folder)
     else:
         check_weights(folder, shape, table)
-        load_hf(local_tensors(model), slices, folder)
+        load_hf(local_tensors(model), tensors.slices, folder)
     if layout.pp.last and not is_head_loaded:
         head.attach(model[-1])
-    return table
+    return table, tensors

@@ -85,7 +85,7 @@ def _disputed(policy: Policy, fault: str = "") -> list[ShardSlice]:
     recorded = record(
         chunks, _Faulty(bridged.bridge, fault), hf_shapes(trainer.shape), trainer.layout.ep
     )
-    table = trainer.slices_by_rank()[trainer.layout.rank]
+    table = trainer.tensors.slices
     return sorted({_normal(part) for part in recorded} ^ {_normal(part) for part in table}, key=str)
 
 
@@ -183,12 +183,12 @@ def _synced(bench: Bench, model: str, parallel: dict[str, int], tensor: int) -> 
     )
     policy = bench.policy(model, config_of(parallel), shape)
     weights, transport = (
-        WeightFormat(policy.trainer.hf_shapes(), torch.float32, fp32_tensors(shape)),
+        WeightFormat(policy.trainer.tensors.shapes, torch.float32, fp32_tensors(shape)),
         Collective(),
     )
     plan = plan_slices(
         weights,
-        policy.trainer.slices_by_rank(),
+        policy.trainer.tensors.by_rank(),
         transport.gather(list(engine.receiver.slices)),
         ranks_per_replica=tensor,
         round_bytes=256 << 20,
@@ -207,11 +207,10 @@ def _synced(bench: Bench, model: str, parallel: dict[str, int], tensor: int) -> 
     )
     publisher = Publisher(
         plan,
-        WeightSender(policy.trainer.local_slices(), policy.trainer.parameters_by_name),
+        WeightSender(policy.trainer.tensors.slices, policy.trainer.parameters_by_name),
         engine.receiver,
         transport,
         weights,
-        ranks_per_replica=tensor,
         probe=parity,
     )
     scored, errors, stale = policy.score(random_batch(num_rows=8)), [], []

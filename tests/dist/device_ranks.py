@@ -125,7 +125,6 @@ def publish(kind: str) -> None:
         engine,
         OnDevice(),
         WeightFormat(SHAPES, torch.float32),
-        ranks_per_replica=1,
         table=table,
         is_atomic=kind != "split",
     )

@@ -86,7 +86,7 @@ def round_trip(policy: Policy) -> list[str]:
         weights=WeightFormat(
             hf_shapes(trainer.shape), DTYPES[trainer.train.dtype], fp32_tensors(trainer.shape)
         ),
-        sources=trainer.slices_by_rank(),
+        sources=trainer.tensors.by_rank(),
         parameters=trainer.parameters_by_name,
         transport=Collective(),
         file_bytes=1 << 16,  # several files

@@ -25,7 +25,7 @@ RANK, ALPHA = 3, 5.0
 
 def adapter_shapes(trainer: Trainer) -> dict[str, tuple[int, ...]]:
     assert trainer.adapters is not None
-    return trainer.adapters.shapes
+    return trainer.adapters.tensors.shapes
 
 
 def random_adapter(

@@ -83,7 +83,7 @@ def replicas_differ(trainer: Trainer) -> list[str]:
     assert trainer.adapters is not None
     everywhere: list[Any] = [None] * WORLD
     dist.all_gather_object(
-        everywhere, tensors_by_name(trainer.adapters.slices, trainer.adapters.parameters)
+        everywhere, tensors_by_name(trainer.adapters.tensors.slices, trainer.adapters.parameters)
     )
     seen: dict[str, list[torch.Tensor]] = {}
     for rank in everywhere:
@@ -163,7 +163,9 @@ def check_start(bench: Bench) -> dict[str, Any]:
         trainer = build(bench, "qwen3_moe", parallel, path=None)
         assert trainer.adapters is not None
         parts: list[Any] = [None] * WORLD
-        dist.all_gather_object(parts, (trainer.adapters.slices, dict(trainer.adapters.parameters)))
+        dist.all_gather_object(
+            parts, (trainer.adapters.tensors.slices, dict(trainer.adapters.parameters))
+        )
         whole = {
             name: torch.full(shape, torch.nan) for name, shape in adapter_shapes(trainer).items()
         }

@@ -67,9 +67,7 @@ def sync(arguments: list[str]) -> dict:
         receiver,
         transport,
         weights,
-        ranks_per_replica=fleet.ranks_per_replica,
         table=table,
-        ranks_per_node=fleet.ranks_per_node,
     )
     publisher.publish(version=1)
     wrong = [

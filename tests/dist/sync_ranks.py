@@ -333,7 +333,6 @@ class Launch:
             self.engine.receiver,
             transport,
             weights,
-            ranks_per_replica=self.tensor,
             probe=probe,
             table=[replace(part, offset=part.offset + (part.name == moved)) for part in table],
             is_atomic=is_atomic,

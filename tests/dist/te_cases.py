@@ -93,7 +93,7 @@ def gradients_of(trainer: Trainer) -> dict[str, Tensor]:
                 dist.all_gather(shards, shards[ranks.rank()].clone(), ranks)
     parameters = trainer.parameters_by_name()
     gradients = {name: x.main_grad for name, x in parameters.items() if hasattr(x, "main_grad")}
-    slices = [part for part in trainer.local_slices() if part.param in gradients]
+    slices = [part for part in trainer.tensors.slices if part.param in gradients]
     return tensors_by_name(slices, gradients)
 
 
@@ -358,7 +358,7 @@ def check_adam(bench: Bench) -> dict[str, Any]:
     trainer = bench.trainer("qwen3_moe", config, **TE)
 
     def weights() -> dict[str, Tensor]:
-        return tensors_by_name(trainer.local_slices(), trainer.parameters_by_name())
+        return tensors_by_name(trainer.tensors.slices, trainer.parameters_by_name())
 
     first = weights()
     adam = Adam(config, first)

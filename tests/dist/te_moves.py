@@ -65,15 +65,13 @@ def _synced(bench: Bench, model: str, parallel: Parallel) -> dict[str, Any]:
     transport = Collective()
     plan = plan_slices(
         weights,
-        trainer.slices_by_rank(),
+        trainer.tensors.by_rank(),
         transport.gather(slices),
         ranks_per_replica=1,
         round_bytes=1 << 16,
     )
-    sender = WeightSender(trainer.local_slices(), trainer.parameters_by_name)
-    publisher = Publisher(
-        plan, sender, receiver, transport, weights, ranks_per_replica=1, probe=None
-    )
+    sender = WeightSender(trainer.tensors.slices, trainer.parameters_by_name)
+    publisher = Publisher(plan, sender, receiver, transport, weights, probe=None)
     folder = bench.folder / f"engine-{bench.number}"
     batch = random_batch(num_rows=8)
     errors = []

@@ -133,7 +133,7 @@ def fingerprints(policy: Policy) -> dict[str, str]:
     """ShardSlice of an HF tensor -> hash of its bytes in this rank's parameters."""
     parameters = policy.trainer.parameters_by_name()
     result = {}
-    for box in policy.trainer.slices_by_rank()[policy.trainer.layout.rank]:
+    for box in policy.trainer.tensors.slices:
         parameter = parameters[box.param].detach()
         part = parameter.as_strided(box.shape, box.strides, parameter.storage_offset() + box.offset)
         result[f"{box.name}{box.start}{box.shape}"] = sha256(

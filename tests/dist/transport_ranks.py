@@ -153,9 +153,7 @@ class Case:
             self.engine,
             transport,
             WEIGHTS,
-            ranks_per_replica=fleet.ranks_per_replica,
             table=self.engine.slices if self.engine else None,
-            ranks_per_node=fleet.ranks_per_node,
             is_atomic=is_atomic,
         )
 

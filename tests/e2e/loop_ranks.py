@@ -105,7 +105,7 @@ def main(folder: Path) -> None:
 def replicas_that_differ(trainer: Trainer) -> list[str]:
     """Rectangles of HF tensors whose bits are not the same on all ranks that hold them."""
     held, found = trainer.parameters_by_name(), {}
-    for box in trainer.slices_by_rank()[dist.get_rank()]:
+    for box in trainer.tensors.slices:
         tensor = held[box.param].detach()
         part = tensor.as_strided(box.shape, box.strides, tensor.storage_offset() + box.offset)
         found[f"{box.name} {box.start} {box.shape}"] = int(checksum(part.contiguous().flatten()))

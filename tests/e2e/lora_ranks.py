@@ -97,7 +97,7 @@ def main(folder: Path, cases: list[tuple[str, str, str]]) -> None:
         assert trainer.adapters is not None
         export(rank, trainer)
         sizes = {name: 4 * len(x.flatten()) for name, x in trainer.adapters.parameters.items()}
-        shapes = trainer.adapters.shapes.values()
+        shapes = trainer.adapters.tensors.shapes.values()
         syncs[f"{name}-{case}"] = {
             "adapter_bytes": 4 * sum(a * b for a, b in shapes),
             "parameters": len(sizes),

@@ -84,7 +84,7 @@ def _sleeps(_: int, folder: str, level: int) -> None:
         format_, [slices], [engine.receiver.slices], ranks_per_replica=1, round_bytes=256 << 20
     )
     sender = WeightSender(slices, lambda: held)
-    publisher = Publisher(plan, sender, engine.receiver, Transport(), format_, ranks_per_replica=1)
+    publisher = Publisher(plan, sender, engine.receiver, Transport(), format_)
     requests = [Request(Prompt(0, (5, 6, 7), ""), 0, 1, 1.0)]
 
     def answers(version: int) -> list[tuple[list[int], list[float]]]:

@@ -182,8 +182,8 @@ SPLIT = [
     ),
     (
         "processes/children.py",
-        "found += [child, *descendants(child)]",
-        "found += [child]",
+        "psutil.Process(pid).children(recursive=True)]",
+        "psutil.Process(pid).children()]",
         CHILDREN,
     ),
     ("processes/children.py", "Path(name).unlink()", "pass", CHILDREN),

@@ -247,8 +247,8 @@ SYSTEM = [
     ),
     (
         "processes/heartbeat.py",
-        'in "Tt"',
-        'in "Z"',
+        "in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)",
+        "== psutil.STATUS_ZOMBIE",
         f"{SPAWN}::test_a_stopped_rank_is_named_long_before_the_timeout",
     ),
     (

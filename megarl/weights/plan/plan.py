@@ -227,15 +227,17 @@ def plan_recorded(
     *,
     itemsize: int,
     round_bytes: int,
+    ranks_per_replica: int = 1,
     ranks_per_node: int | None = None,
 ) -> Plan:
     """Returns the plan for the slices of every rank. `destinations` are in the order of the
-    engine's layers. `ranks_per_node`: None puts all ranks on one node. Raises ValueError naming a
+    engine's layers. `ranks_per_replica`: of those that receive. `ranks_per_node`: None puts all
+    ranks on one node. Raises ValueError naming a
     tensor whose sources overlap or do not cover a destination."""
     world = max(len(sources), len(destinations))
     per_node = min(ranks_per_node or world, world)
     max_numel = _max_numel(round_bytes // itemsize, per_node)
-    placement = TracedPlacement(sources, destinations, per_node, max_numel)
+    placement = TracedPlacement(sources, destinations, ranks_per_replica, per_node, max_numel)
     return _plan(placement, itemsize, round_bytes)
 
 

@@ -41,6 +41,11 @@ def sums_at(index: Ints | list[int], numel: Ints | list[int], length: int) -> In
     return np.bincount(index, numel, length).astype(np.int64)
 
 
+def by_replica(receivers: Sequence[int], ranks_per_replica: int) -> list[Sequence[int]]:
+    starts = range(0, len(receivers), ranks_per_replica)
+    return [receivers[first : first + ranks_per_replica] for first in starts]
+
+
 def _unit_numel(groups: Sequence[TransferGroup]) -> Ints:
     """Returns [units]: the elements of each unit, summed over its destinations."""
     numel = [group.numel * len(group.destinations) for group in groups]
@@ -68,6 +73,7 @@ class TracedPlacement:
         self,
         sources: SlicesByRank,
         destinations: SlicesByRank,
+        ranks_per_replica: int,
         ranks_per_node: int,
         max_numel: int,
     ) -> None:
@@ -81,6 +87,7 @@ class TracedPlacement:
         self.world = max(len(sources), len(destinations))
         self.ranks_per_node = ranks_per_node
         self.receivers = [rank for rank, slices in enumerate(destinations) if slices]
+        self.replicas = by_replica(self.receivers, ranks_per_replica)
         self.starts_per_node = 1  # number of layers at which ranks of one node start
         self.period = 1  # the starts repeat after `period` ranks
         sizes = _unit_numel(self.groups)
@@ -141,6 +148,7 @@ class TablePlacement:
         self.ranks_per_node = fleet.ranks_per_node
         first = fleet.first_receiver
         self.receivers = list(range(first, first + fleet.receivers))
+        self.replicas = by_replica(self.receivers, fleet.ranks_per_replica)
         # several starts if a node has more ranks than a pipeline stage; ranks that relay to each
         # other start together
         self.period = min(fleet.ranks_per_node, fleet.ranks_per_replica)
@@ -156,7 +164,7 @@ class TablePlacement:
         self._tables = (table, engine)
         self._element_sizes = sizes
         self._layouts = [fleet.trainer_layout(rank) for rank in range(fleet.trainers)]
-        self._engines = list(map(fleet.engine_layout, self.receivers[: fleet.ranks_per_replica]))
+        self._engines = list(map(fleet.engine_layout, self.replicas[0]))
         # pipeline stage of each layer; 0 for embedding and head
         self._stage = np.zeros(shape.layers + 2, dtype=np.int64)
         for layout in self._layouts:

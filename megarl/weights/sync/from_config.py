@@ -47,20 +47,16 @@ def make_publisher(
 ) -> Publisher:
     """A collective of the ranks of `transport`, which are numbered as in `fleet`. `weights`: the
     format in which the tensors move."""
-    sizes = {
-        "ranks_per_replica": fleet.ranks_per_replica,
-        "ranks_per_node": fleet.ranks_per_node,
-    }
     table = None
     if shape.bridge:
         assert sender and receiver, "the split topology has only models with a table"
-        kept = transport.gather(list(receiver.slices))
         plan = plan_slices(
             weights,
             transport.gather(list(sender.slices)),
-            kept,
+            transport.gather(list(receiver.slices)),
+            ranks_per_replica=fleet.ranks_per_replica,
+            ranks_per_node=fleet.ranks_per_node,
             round_bytes=config.sync.round_bytes,
-            **sizes,
         )
     else:
         if receiver:
@@ -76,5 +72,4 @@ def make_publisher(
         table=table,
         probe=probe,
         is_atomic=config.sync.atomic,
-        **sizes,
     )

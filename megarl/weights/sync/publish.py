@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -56,6 +56,7 @@ from megarl.weights.plan.plan import (
     first_few,
     plan_recorded,
 )
+from megarl.weights.plan.tables import by_replica
 from megarl.weights.sync.execute import Encoder, Parameters, PlanExecutor, slice_checksum
 from megarl.weights.sync.placement import check_placement, sums_by_tensor
 from megarl.weights.sync.transports import Transport
@@ -189,7 +190,7 @@ def plan_slices(
     ]
     holders = {"the trainer": sources}
     receivers = [rank for rank, slices in enumerate(destinations) if slices]
-    for ranks in _by_replica(receivers, ranks_per_replica):
+    for ranks in by_replica(receivers, ranks_per_replica):
         where = f"the engine on ranks {ranks[0]}..{ranks[-1]}"
         holders[where] = [destinations[rank] for rank in ranks]
     for where, slices in holders.items():
@@ -204,15 +205,11 @@ def plan_slices(
             destinations,
             itemsize=weights.unit.itemsize,
             round_bytes=round_bytes,
+            ranks_per_replica=ranks_per_replica,
             ranks_per_node=ranks_per_node,
         )
     except ValueError as error:
         raise CheckFailed(f"cannot plan the weight sync: {error}") from None
-
-
-def _by_replica(ranks: Sequence[int], ranks_per_replica: int) -> list[Sequence[int]]:
-    starts = range(0, len(ranks), ranks_per_replica)
-    return [ranks[first : first + ranks_per_replica] for first in starts]
 
 
 class Publisher:
@@ -230,11 +227,9 @@ class Publisher:
         transport: Transport,
         weights: WeightFormat,
         *,
-        ranks_per_replica: int,
         table: Slices | None = None,  # slices of this engine rank, according to its table
         probe: Probe | None = None,
         is_atomic: bool = True,
-        ranks_per_node: int | None = None,  # None: all ranks are on one node
     ) -> None:
         """A collective. The ranks of `plan` are those of `transport`. A rank that does not send
         passes `sender=None`; a rank that does not receive passes `receiver=None`. Raises
@@ -259,9 +254,8 @@ class Publisher:
         self.executor = PlanExecutor(
             plan, transport, weights.unit, self._device, self.sender.encoder
         )
-        self._ranks_per_node = ranks_per_node or transport.world
-        reports = transport.gather((mismatch, plan.fingerprint, receiver is not None))
-        mismatches, fingerprints, is_receiver = zip(*reports, strict=True)
+        reports = transport.gather((mismatch, plan.fingerprint))
+        mismatches, fingerprints = zip(*reports, strict=True)
         for rank, text in enumerate(mismatches):
             if text:
                 raise CheckFailed(
@@ -274,8 +268,6 @@ class Publisher:
                 f"ranks {others} have a different plan from rank 0; start all ranks with the same "
                 "config"
             )
-        receivers = [rank for rank, is_one in enumerate(is_receiver) if is_one]
-        self._replicas = _by_replica(receivers, ranks_per_replica)
 
     def publish(self, *, version: int) -> PublishReport:
         """Syncs the weights to the engine as `version`. Raises CheckFailed, on all ranks, if data
@@ -310,7 +302,7 @@ class Publisher:
             is_staged = self.is_atomic and self._count(has_version)
             problem = self._parameter_fault(parameters)
             if is_staged:
-                problem = problem or self.executor.memory_fault(self._ranks_per_node)
+                problem = problem or self.executor.memory_fault(self.plan.placement.ranks_per_node)
             self._raise_on_all_ranks(problem)
             staged = self._stage(parameters) if is_staged else None
         prove = not self._is_proven or (self.probe is not None and self.probe.always)
@@ -463,7 +455,7 @@ class Publisher:
         if self.receiver:
             checksums = self.receiver.positional_checksums()
             received = sums_by_tensor(shapes, self.receiver.slices, checksums)
-        check_placement(self.transport, shapes, self._replicas, sent, received)
+        check_placement(self.transport, shapes, self.plan.placement.replicas, sent, received)
 
     def _raise_on_all_ranks(self, problem: str | None) -> None:
         """Raises CheckFailed on every rank if any rank has a problem."""

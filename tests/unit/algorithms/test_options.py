@@ -346,7 +346,7 @@ def test_tokens_are_selected_among_those_of_the_update(loss):
     rules = algorithm(loss=loss, token_selection_options=options, advantage="rloo")
     scored = scored_by(batch, rules)
     rows = range(8, 16)  # the second update
-    plan = MicrobatchPlan((((tuple(rows),),),), (1,), 1.0)
+    plan = MicrobatchPlan((((tuple(rows),),),), 1.0)
     chosen = Objective(rules).select(scored, scored.old_logprobs, plan, seed=3)
     in_rows = torch.zeros(batch.num_rows, dtype=torch.bool)
     in_rows[list(rows)] = True

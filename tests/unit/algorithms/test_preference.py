@@ -200,12 +200,12 @@ def test_the_loss_is_the_mean_over_all_pairs_however_they_are_packed() -> None:
         (((0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10),),),
         (((9, 10), (2, 3, 4, 5)), ((6, 7, 8, 0, 1), ())),
     ]:
-        loss, metrics = total(batch, MicrobatchPlan((rows,), (1,), 1.0), policy_T, reference_N)
+        loss, metrics = total(batch, MicrobatchPlan((rows,), 1.0), policy_T, reference_N)
         torch.testing.assert_close(loss, expected)
         torch.testing.assert_close(
             torch.autograd.grad(loss, policy_T)[0], torch.where(batch.mask, gradient, 0)
         )
-        plan = MicrobatchPlan((rows,), (1,), 1.0)
+        plan = MicrobatchPlan((rows,), 1.0)
         torch.testing.assert_close(
             total(batch, plan, policy_T, reference_N, by_prompt=True)[0], of_prompts
         )
@@ -227,7 +227,7 @@ def test_every_pair_or_every_prompt_counts_equally() -> None:
     """Nine ranked responses have 36 pairs (K = 9 in arXiv 2203.02155)."""
     batch = ranked_batch([9, 2, 2])
     assert len(batch.pairs) == 38
-    plan = MicrobatchPlan(((((*range(9), 9, 10),),), (((11, 12),),)), (1, 1), 1.0)
+    plan = MicrobatchPlan(((((*range(9), 9, 10),),), (((11, 12),),)), 1.0)
     for by_prompt, expected in ((False, [1 / 37, 1 / 37, 1]), (True, [1 / 72, 1 / 2, 1])):
         weights_T = pair_weights(batch, plan, by_prompt=by_prompt)
         of_prompt = [weights_T[batch.cu_seqlens[row]].item() for row in (0, 9, 11)]

@@ -78,7 +78,6 @@ def test_ranks_are_evenly_loaded():
             batch, layout, Train(max_tokens_per_microbatch=8192, updates_per_step=2)
         )
         assert plan.efficiency > 0.95, f"dp={dp}"
-        assert sum(plan.num_tokens) == int(batch.mask.sum())
         for update in plan.rows:
             loads = [sum(lengths[row] for bin in rank for row in bin) for rank in update]
             assert max(loads) < 1.03 * min(loads)
@@ -174,7 +173,6 @@ def test_efficiency_is_real_over_held():
     batch = batch_of(sample(".xxx"), sample(".x"))  # 4 and 2 tokens on two ranks
     plan = plan_microbatches(batch, Layout.of(Parallel(), 2, 0), Train(max_tokens_per_microbatch=8))
     assert plan.efficiency == 6 / 8
-    assert plan.num_tokens == (4,)
 
 
 def test_rows_of_a_unit_stay_in_one_micro_batch() -> None:

@@ -104,7 +104,7 @@ def test_merged_weights_are_those_of_each_projection(family: str, spec: Any) -> 
             chunk = chunk_of(slices, tensors)
             groups: Any = SimpleNamespace(expert_tensor=None)
             found = Adapters([chunk], table, shape, layout, lora, groups=groups, seed=0)
-            for part in found.slices:
+            for part in found.tensors.slices:
                 view(found.parameters[part.param], part).copy_(cut(tensors[part.name], part))
             weights = {name: x for name, x in chunk.named_parameters() if "lora_" not in name}
             result = Merged(weights, found.layers)
@@ -112,7 +112,7 @@ def test_merged_weights_are_those_of_each_projection(family: str, spec: Any) -> 
                 torch.testing.assert_close(
                     view(result[part.param], part), cut(merged[part.name], part)
                 )
-            assert {part.name for part in found.slices} <= of_adapters.keys()
+            assert {part.name for part in found.tensors.slices} <= of_adapters.keys()
             assert not any(x.requires_grad for x in weights.values())
     assert any(".experts." in name for name in of_adapters) == (
         shape.is_moe and family != "gpt_oss"

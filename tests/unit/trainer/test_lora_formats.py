@@ -84,14 +84,14 @@ def test_a_quantised_base_is_adapted_as_the_weights_that_it_stands_for(
                 tmp_path / "hf",
                 origin=folder,
                 weights=WeightFormat(
-                    trainer.hf_shapes(), torch.bfloat16, fp32_tensors(trainer.shape)
+                    trainer.tensors.shapes, torch.bfloat16, fp32_tensors(trainer.shape)
                 ),
-                sources=trainer.slices_by_rank(),
+                sources=trainer.tensors.by_rank(),
                 parameters=trainer.merged_parameters,
                 transport=Transport(),
                 storage=storage,
             )
-            for part in trainer.local_slices():
+            for part in trainer.tensors.slices:
                 if part.name in whole and part.shape == whole[part.name].shape:
                     x = merged[part.param]
                     sent[part.name] = x.as_strided(

@@ -17,7 +17,6 @@ from megarl.config.schema import Lora, Train
 from megarl.config.validate import check_config
 from megarl.layout import Layout, Parallel
 from megarl.models.registry import read_model
-from megarl.models.shards import slices_by_rank
 from megarl.platform.env import Env
 from megarl.stages.sft import train_supervised
 from megarl.trainer.reference import FrozenBase, reference_of
@@ -44,8 +43,8 @@ def write_peft(trainer: Trainer, folder: Path, base: Path) -> None:
     export_hf(
         folder,
         origin=None,
-        weights=WeightFormat(adapters.shapes, torch.float32),
-        sources=slices_by_rank(adapters.table, trainer.shape, trainer.layout),
+        weights=WeightFormat(adapters.tensors.shapes, torch.float32),
+        sources=adapters.tensors.by_rank(),
         parameters=lambda: adapters.parameters,
         transport=Transport(),
         changes={"adapter_config.json": adapters.peft_config(str(base))},

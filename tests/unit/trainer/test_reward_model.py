@@ -273,8 +273,8 @@ def test_transformers_scores_every_token(tmp_path: Path, head: RewardHead) -> No
     is_read, lengths = head.positions(batch), batch.cu_seqlens.diff().tolist()
     with torch.no_grad():
         logits = torch.cat([theirs(row[None]).logits[0] for row in batch.tokens.split(lengths)])
-    assert logits.shape[1] == head.outputs == len(head.fields(entropy=False))
-    for name, expected in zip(head.fields(entropy=False), logits.T, strict=True):
+    assert logits.shape[1] == head.outputs == len(head.fields)
+    for name, expected in zip(head.fields, logits.T, strict=True):
         torch.testing.assert_close(
             getattr(outputs, name), torch.where(is_read, expected, 0.0), rtol=0, atol=1e-5
         )

@@ -226,7 +226,6 @@ def test_a_sync_in_fp8_is_verified_and_a_wrong_scale_is_noticed():
         engine,
         Transport(),
         job.weights,
-        ranks_per_replica=1,
         table=table,
     )
     report = publisher.publish(version=1)

@@ -77,7 +77,6 @@ class Job:
             self.engine,
             Transport(),
             WeightFormat(SHAPES, torch.float32),
-            ranks_per_replica=1,
             table=self.engine.slices if table is None else table,
             probe=probe,
             is_atomic=is_atomic,
@@ -156,9 +155,7 @@ def test_pairs_and_tensors_that_stay_fp32_arrive_bit_for_bit(family):
         shape, FLEET, padded_vocab=PADDED, itemsize=2, round_bytes=4096, spec="local"
     )
     sender = WeightSender(slices, lambda: parameters)
-    publisher = Publisher(
-        plan, sender, engine, Transport(), weights, ranks_per_replica=1, table=table
-    )
+    publisher = Publisher(plan, sender, engine, Transport(), weights, table=table)
     publisher.publish(version=1)
     moved = {name: tensor.view(torch.bfloat16).view(torch.int16) for name, tensor in full.items()}
     memory = {name: tensor.view(torch.int16) for name, tensor in engine.memory.items()}
