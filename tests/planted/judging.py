@@ -188,7 +188,7 @@ JUDGED = [
     (
         "jail/workers.py",
         "                raise\n            self._process = child, connection\n",
-        "",
+        "                raise\n",
         f"{WORKERS}::test_a_worker_is_used_again_and_tells_what_was_raised",
     ),
     (
