@@ -182,8 +182,8 @@ SPLIT = [
     ),
     (
         "processes/children.py",
-        "psutil.Process(pid).children(recursive=True)]",
-        "psutil.Process(pid).children()]",
+        "this.children(recursive=True)",
+        "this.children()",
         CHILDREN,
     ),
     ("processes/children.py", "Path(name).unlink()", "pass", CHILDREN),
