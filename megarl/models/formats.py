@@ -128,9 +128,12 @@ FORMATS = {
         replace(_FP4, name="mxfp4", values="_blocks", scale="_scales", is_transposed=True),
     )
 }
+# scales are powers of two, as DeepGEMM's kernels need them: with others, vLLM on a GPU would
+# quantise the weights a second time after the sync has verified them
+_ENGINE_FP8 = replace(FORMATS["fp8_block"], power_of_2=True)
 # rollout.quantization -> formats of vLLM's linear layers; GPUs and experts need the first one
 ENGINE_FORMATS = {
-    "fp8": [replace(FORMATS["fp8_block"], block=(rows, 128)) for rows in (128, 64, 32)],
+    "fp8": [replace(_ENGINE_FP8, block=(rows, 128)) for rows in (128, 64, 32)],
 }
 
 

@@ -108,4 +108,16 @@ GPU = [
         "if False:",
         f"{LIBRARY}::test_a_misspelt_option_is_an_error_even_if_unsafe",
     ),
+    (
+        "models/formats.py",
+        'replace(FORMATS["fp8_block"], power_of_2=True)\n# rollout',
+        'FORMATS["fp8_block"]\n# rollout',
+        "unit/weights/test_quantize.py::test_the_engines_scales_are_powers_of_two",
+    ),
+    (
+        "rollout/vllm/weight_loader.py",
+        "            set_default_quant_scales(module)",
+        "            continue",
+        "unit/rollout/vllm/test_weight_loader.py::test_scales_of_the_cache_are_those_of_a_model_that_was_loaded",
+    ),
 ]

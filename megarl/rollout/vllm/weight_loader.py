@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.attention.attention import set_default_quant_scales
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
@@ -47,6 +48,7 @@ class LayerReceiver:
     def __init__(
         self, model: nn.Module, weights: WeightFormat, reset_cache: Callable[[], object]
     ) -> None:
+        reset_cache_scales(model)
         trace = trace_loader(model, weights.shapes, weights.dtype)
         self.slices = weights.moved_slices(trace.slices)
         self._aliases = trace.aliases
@@ -199,3 +201,13 @@ def _process(layer: nn.Module, device: torch.device) -> None:
             kernel.fused_experts.process_weights_after_loading(layer)
     if hasattr(layer, "update_param_tp_status"):
         layer.update_param_tp_status()  # type: ignore[operator]
+
+
+def reset_cache_scales(model: nn.Module) -> None:
+    """Sets the scales of the KV cache to 1, as vLLM does when it loads a model from files.
+
+    Its dummy loader leaves random scales in a model with FP8 weights, and no sync moves them.
+    """
+    for module in model.modules():
+        if hasattr(module, "_k_scale"):
+            set_default_quant_scales(module)
