@@ -121,8 +121,11 @@ class ValueHead:
     """
 
     is_tensor_parallel: ClassVar[bool] = False
-    outputs: ClassVar[Any] = 1
     architecture: ClassVar[Any] = "ForTokenClassification"  # ending of the HF architecture's name
+
+    @property
+    def outputs(self) -> int:
+        return 1
 
     @property
     def fields(self) -> tuple[str, ...]:
