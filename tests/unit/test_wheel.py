@@ -67,6 +67,7 @@ def test_a_wheel_has_all_files_and_starts(wheel: Path, tmp_path: Path) -> None:
     assert said.startswith(f"{unpacked}/megarl/__init__.py") and "processes  2" in said
 
 
+@pytest.mark.long
 @pytest.mark.exhaustive
 def test_an_installed_wheel_runs_the_quickstart(wheel: Path, tmp_path: Path) -> None:
     """In an environment of its own, which takes the other packages from this one."""
@@ -75,7 +76,7 @@ def test_an_installed_wheel_runs_the_quickstart(wheel: Path, tmp_path: Path) -> 
     (packages,) = environment.glob("lib/python*/site-packages")
     (packages / "others.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n")
     python = str(environment / "bin" / "python")
-    run([python, "-m", "pip", "install", "--no-deps", "--no-index", str(wheel)], tmp_path)
+    run([python, "-m", "pip", "install", "--no-deps", "--no-index", "-I", str(wheel)], tmp_path)
     folder = user_folder(tmp_path / "outside")
     where = run([python, "-c", "import megarl; print(megarl.__file__)"], folder, PYTHONPATH="")
     assert where.startswith(str(packages))

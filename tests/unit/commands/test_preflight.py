@@ -107,7 +107,7 @@ def test_a_tokenizer_that_cannot_be_loaded_is_refused_before_a_process_starts(
         (
             "task.answer=box",
             "task.answer='box' on the command line is invalid: it should be 'auto', 'tag', 'boxed', 'last_line', "
-            "'last_number' or 'whole'",
+            "'last_number' or 'whole'; see `megarl explain task.answer`",
         ),
     ],
 )
