@@ -45,6 +45,10 @@ class Rows:
 
     @classmethod
     def of(cls, mask_T: Tensor, cu_seqlens: Tensor) -> "Rows":
+        """Splits N packed rows into R runs of equal mask, over whose lengths segments are reduced.
+
+        `first_run_N` [N + 1] also holds R, the end.
+        """
         mask_T = mask_T.bool()
         cu_seqlens = cu_seqlens.to(mask_T.device).long()
         changes = (mask_T[1:] != mask_T[:-1]).nonzero().flatten() + 1
@@ -153,14 +157,18 @@ class Groups:
         return centred_V * self.size_V / (self.size_V - 1).clamp(min=1)
 
     def std(self, centred_V: Tensor, *, biased: bool, leave_one_out: bool = False) -> Tensor:
-        """Returns the group's standard deviation, from centred values; 0 for fewer than two values.
+        """Returns, for each of V centred values, the standard deviation of its group.
 
-        With `leave_one_out`, it is that of the group's other values.
+        It is 0 in a group of fewer than two values.
+
+        With `leave_one_out`, it is that of the group's other values, and 0 if what is left of the
+        sum of squares is rounding.
         """
         squares_V = centred_V.square()
         total_V = self.sum(squares_V)
         size_V = self.size_V
-        # without x the mean moves by (x - mean) / (n - 1), the squares by (x - mean)^2 n / (n - 1)
+        # without x, the mean moves by (x - mean) / (n - 1), and the sum of squares by
+        # (x - mean)^2 n / (n - 1)
         if leave_one_out:
             rest_V = total_V - squares_V * size_V / (size_V - 1).clamp(min=1)
             total_V = torch.where(rest_V > 1e-12 * total_V, rest_V, 0)

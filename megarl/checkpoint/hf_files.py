@@ -270,8 +270,9 @@ def drop_format(folder: Path) -> None:
 
 
 def _inside(tensor: Tensor, box: ShardSlice, lead: int = 0) -> Tensor:
-    """Returns the slice as a view of `tensor`: its HF tensor, or a part without the first `lead`
-    dims.
+    """Returns the values of slice `box` as a view of `tensor`, with the shape of the slice.
+
+    `tensor` is the slice's HF tensor, or one index of its first `lead` dims (an expert, say).
     """
     start, shape = without_pairs(box, lead + tensor.dim())
     ranges = map(slice, start[lead:], map(add, start[lead:], shape[lead:]))

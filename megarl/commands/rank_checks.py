@@ -26,6 +26,7 @@ RANDOM_TOKENS = 8  # random tokens after the prompt in rows without an answer to
 def sync(rank: RankContext) -> None:
     """Runs `megarl check --sync` on this rank: one weight sync, verified like a run's first one."""
     _, _, gate, report = synced(rank)
+    # a collective; the engine's rank with the largest difference, relative to rounding
     worst = max(gate.probe()[1], key=lambda excess: excess.statistic)
     if not rank.env.is_main:
         return

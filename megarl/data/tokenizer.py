@@ -265,6 +265,10 @@ class HfTokenizer:
 
     @cached_property
     def _around(self) -> list[Ids]:
+        """Tokens that the chat template puts before the first user text, and after the last answer.
+
+        Both are empty without a template, or if it refuses the two messages that are tried.
+        """
         if self.is_plain or not self.chat_template:
             return [(), ()]
         turns = [("user", "question"), ("assistant", "answer")]

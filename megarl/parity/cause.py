@@ -186,7 +186,9 @@ class CauseSearch:
         """Returns the fault of softmax, logit scale or output head; "" if log-probs agree.
 
         It compares the log-probs of the label and of the likeliest token, whose difference does not
-        depend on the softmax's sum.
+        depend on the sum of exponentials in the softmax, and may have twice the rounding error.
+
+        replaced: the engine's hidden states, by the name of the trainer's sublayer that has them
         """
         rows = _rows(batch)
         scores_T = _padded(self._of_engine(rank, lambda engine: engine.score(rows)))

@@ -127,6 +127,7 @@ def rounding_errors(trainer: Trainer, eps: float, *, draw: int) -> Iterator[None
     )
 
     def plant(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+        """A forward hook: multiplies the output by 1 + u, u uniform in [-eps, eps]."""
         x, *rest = output if isinstance(output, tuple) else (output,)
         u = torch.empty(x.shape, dtype=torch.float32, device=x.device).uniform_(
             -eps, eps, generator=random

@@ -242,6 +242,7 @@ class Telemetry:
         facts: roles.Values,
         **recorders: Any,
     ) -> None:
+        """Opens the files of a run that begins at step `start`; drops lines from that step on."""
         folder = config.run_dir
         self._passes = config.train.epochs_per_batch
         self._facts = facts

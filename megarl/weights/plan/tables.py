@@ -256,6 +256,11 @@ class TablePlacement:
                     yield rank, part
 
     def instances(self, group: int) -> Instances:
+        """Returns the tensors of a group of templates, one for each layer (and expert).
+
+        `number` counts the experts of a layer; of a tensor without experts there is one instance
+        a layer, whose `expert` is -1.
+        """
         section, count, start, numel = self._places[group]
         layer = np.repeat(section.layers, count)
         number = np.tile(np.arange(count), len(section.layers))
