@@ -77,10 +77,9 @@ class Place:
                 code = process.wait(timeout=self.seconds)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
-                text = last_lines(log)
-                raise Failed(
-                    f"{name} did not end within {self.seconds:.0f} s: {text}", remedy
-                ) from None
+                seen = f"{name} did not end within {self.seconds:.0f} s: {last_lines(log)}"
+                todo = "raise --limit, or look in the log for what it waits for"
+                raise Failed(seen, todo) from None
         if code:
             raise Failed(f"{name} ended with {code}: {last_lines(log)}", remedy)
         return log.read_text()
