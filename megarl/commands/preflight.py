@@ -35,8 +35,9 @@ READ = {
 MAX_TOKENIZED = 200  # number of problems per source, evenly spaced, that are tokenized
 
 
-def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
-    """Checks the config for `command`; returns the job, with warnings.
+def preflight(config: Config, env: Env, *, command: str = "train", is_dry: bool = True) -> Job:
+    """Checks the config for `command`; returns the job, with warnings. With `is_dry`, a model
+    may be a config.json alone.
 
     Raises ValueError or FileNotFoundError, with a one-line message, for an invalid config.
     """
@@ -59,7 +60,7 @@ def preflight(config: Config, env: Env, *, command: str = "train") -> Job:
         if engine:
             check_architectures(folder)
         # weights of a hub model are not downloaded yet; Megatron checkpoints have no safetensors
-        is_remote = is_hub_id(model.path or "") or _is_config_alone(folder)
+        is_remote = is_hub_id(model.path or "") or (is_dry and _is_config_alone(folder))
         if not is_remote and not (folder / ".metadata").is_file():
             files = {tensor.file for tensor in check_weights(folder, job.model).values()}
             others = sorted({*folder.glob("*.safetensors")} - files)
@@ -222,11 +223,11 @@ def describe(config: Config, job: Job) -> str:
     samples = engine = ""
     if config.stage_spec.needs_engine:
         samples = f" x {config.rollout.samples_per_prompt} samples"
-        engine = f"; vLLM: {job.replicas} replicas of {config.rollout.layout}"
+        engine = f"; vLLM: {job.replicas} replicas of tp{config.rollout.ranks_per_replica}"
     experts = ""
     if shape.is_moe:
         experts = f", {shape.experts} experts"
-    where = "on CPU"
+    where = "(no GPU here)"
     if job.gpus:
         where = f"on {job.gpus} GPUs per node"
     if config.launch.is_split:

@@ -30,7 +30,7 @@ def start(command: str, args: argparse.Namespace) -> int:
     try:
         config = pin_revisions(config, env, hub_models)
         config = pin_revisions(config, env, hub_datasets)
-        job = preflight(config, env, command=command)
+        job = preflight(config, env, command=command, is_dry=args.dry_run)
         if not args.dry_run:
             download_weights(config, env, command)
             make_run_dir(config)

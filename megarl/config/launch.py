@@ -44,8 +44,8 @@ class Launch(Section):
     topology: Literal["colocated", "split"] = "colocated"
     """Placement of trainer and engine: on the same devices, or on separate ones (Ray)."""
     processes: PositiveInt | None = None
-    """Number of ranks on this node, or of trainer ranks in the split topology; null: all GPUs, or
-    on a CPU the smallest number that fits the layout."""
+    """Number of ranks on all nodes, or of trainer ranks in the split topology; null: all GPUs, or
+    on a CPU the smallest number that fits the layout. Ignored under torchrun: WORLD_SIZE counts."""
     processes_per_node: PositiveInt | None = None
     """Number of ranks per node; null: LOCAL_WORLD_SIZE in a run, 8 in a plan of more than 8."""
     timeout_s: PositiveInt = 600
@@ -71,11 +71,12 @@ def check_topology(config: Config, env: Env, shape: ModelShape, command: str) ->
     """
     if not config.launch.is_split:
         usual = type(config)()
-        remedy = "launch.topology=split; remove it, or set the topology"
         for key in SPLIT_ONLY.split():
             value = attrgetter(key)(config)
             if value != attrgetter(key)(usual):
-                raise ValueError(f"{key}={value} is for {remedy}")
+                raise ValueError(
+                    f"{key}={value} is for launch.topology=split; remove it, or set the topology"
+                )
         return
     remedy = "set launch.topology=colocated"
     rollout = config.rollout

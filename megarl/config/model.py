@@ -83,16 +83,18 @@ class ParallelSizes(Section):
 
 
 def check_model(config: Config, shape: ModelShape) -> None:
-    """Raises ValueError if the model does not fit the parallel layout of the trainer or engine."""
+    """Raises ValueError if a size of the model is not divisible by the parallel sizes of the
+    trainer or engine.
+    """
     sizes = config.parallel
     virtual = sizes.virtual_pipeline
     engine = config.rollout.tensor
     for axis, ranks in (("parallel.tensor", sizes.tensor), ("rollout.tensor", engine)):
-        _check_divides("heads", shape.heads, axis, ranks)
-        _check_divides("shared experts' intermediate", shape.shared_intermediate, axis, ranks)
+        check_divides("heads", shape.heads, axis, ranks)
+        check_divides("shared experts' intermediate", shape.shared_intermediate, axis, ranks)
         if not all(kind.has_experts for kind in shape.layer_kinds):
-            _check_divides("intermediate", shape.intermediate, axis, ranks)
-    _check_divides("kv_heads", shape.kv_heads, "parallel.tensor", sizes.tensor)
+            check_divides("intermediate", shape.intermediate, axis, ranks)
+    check_divides("kv_heads", shape.kv_heads, "parallel.tensor", sizes.tensor)
     refuse(
         # vLLM can replicate key-value heads
         (
@@ -128,11 +130,11 @@ def _check_experts(config: Config, shape: ModelShape) -> None:
     tensor = config.rollout.tensor
     expert = config.rollout.expert
     width = shape.moe_intermediate
-    _check_divides("experts", shape.experts, "parallel.expert", sizes.expert)
-    _check_divides("moe_intermediate", width, "parallel.expert_tensor", sizes.expert_tensor)
+    check_divides("experts", shape.experts, "parallel.expert", sizes.expert)
+    check_divides("moe_intermediate", width, "parallel.expert_tensor", sizes.expert_tensor)
     if expert == 1:
-        _check_divides("moe_intermediate", width, "rollout.tensor", tensor)
-    _check_divides("experts", shape.experts, "rollout.expert", expert)
+        check_divides("moe_intermediate", width, "rollout.tensor", tensor)
+    check_divides("experts", shape.experts, "rollout.expert", expert)
     router = shape.router
     chosen = shape.experts_per_token
     refuse(
@@ -171,7 +173,8 @@ def _check_experts(config: Config, shape: ModelShape) -> None:
     )
 
 
-def _check_divides(name: str, size: int, by: str, count: int) -> None:
+def check_divides(name: str, size: int, by: str, count: int) -> None:
+    """Raises ValueError, listing the divisors of `size`, if `count` is not one."""
     if size % count == 0:
         return
     divisors = [str(n) for n in range(1, min(size, 64) + 1) if size % n == 0]

@@ -20,8 +20,8 @@ class Rollout(Section):
     """Expert-parallel size of an engine replica (vLLM: over its data x tensor ranks); only for
     `megarl plan`."""
     replicas: PositiveInt | None = None
-    """Number of engine replicas, only in the split topology; colocated: processes / ranks per
-    replica."""
+    """Number of engine replicas, only in the split topology, where null means 1; colocated:
+    processes / ranks per replica."""
     samples_per_prompt: PositiveInt = 8
     """Number of responses to a prompt; they form a group."""
     max_tokens: PositiveInt = 256
@@ -63,10 +63,6 @@ class Rollout(Section):
     pass before the updates."""
     engine_options: Options = {}
     """Fields of vLLM's EngineArgs (megarl.config.library_options)."""
-
-    @property
-    def layout(self) -> str:
-        return f"tp{self.tensor}"
 
     @property
     def ranks_per_replica(self) -> int:

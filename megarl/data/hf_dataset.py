@@ -114,8 +114,7 @@ def _read(name: str, options: DatasetOptions, split: str) -> Any:
         files: Any = builder.config.data_files
         separator = getattr(builder.config, "sep", ",")
         read_cells = partial(read_table, columns=options, separator=separator)
-        readers = {"json": read_rows, "csv": read_cells}
-        read = readers.get(builder.name)
+        read = {"json": read_rows, "csv": read_cells}.get(builder.name)
         if read:
             return _read_files(read, files, datasets.ReadInstruction.from_spec(split))
         builder.download_and_prepare()

@@ -51,9 +51,11 @@ def moe_table(
 
 def decoder_table(shape: ModelShape, padded_vocab: int, **groups: Any) -> Table:
     """Returns a Table with embedding, last norm and head. `groups`: the other fields of Table."""
-    size = (shape.vocab, shape.hidden)
     embedding = ShardDim0(
-        "model.embed_tokens.weight", "embedding.word_embeddings.weight", size, padded_vocab
+        "model.embed_tokens.weight",
+        "embedding.word_embeddings.weight",
+        (shape.vocab, shape.hidden),
+        padded_vocab,
     )
     norm = Replicated("model.norm.weight", "decoder.final_layernorm.weight", (shape.hidden,))
     output = replace(embedding, param="output_layer.weight")

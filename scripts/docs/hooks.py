@@ -24,6 +24,7 @@ from scripts.docs.generated import SECTIONS  # noqa: E402
 
 MARKER = re.compile(r"<!-- generated: ([\w ]+) -->")
 LINK = re.compile(r"(?<=\]\()(?P<target>\.\./[^)#\s]+)(?P<anchor>#[^)\s]*)?(?=\))")
+SHORT = re.compile(r"<code>([^<\n]{1,32})</code>")
 LANGUAGES = {
     ".py": "python",
     ".sh": "bash",
@@ -69,6 +70,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
     filled = MARKER.sub(lambda marker: SECTIONS[marker[1]](), markdown)
     return plain(LINK.sub(relink, filled))
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Marks short code in prose, which docs/assets/site.css keeps on one line."""
+    return SHORT.sub(r'<code class="short">\1</code>', html)
 
 
 def _outside(page: str, target: str) -> Path | None:

@@ -67,7 +67,7 @@ def test_dry_run_says_what_would_run_and_writes_nothing(folder: Path) -> None:
     assert (code, err) == (0, "")
     assert "prompts_per_step: 4" in out, "an override behind an option counts too"
     assert "4 prompts x 8 samples = 32 rows of at most 1040 tokens" in out
-    assert "2 on CPU; Megatron-Core: tp2 (data 1); vLLM: 2 replicas of tp1" in out
+    assert "2 (no GPU here); Megatron-Core: tp2 (data 1); vLLM: 2 replicas of tp1" in out
     assert not (folder / "runs").exists()
 
 

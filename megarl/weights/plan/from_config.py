@@ -56,7 +56,7 @@ def plan_weights(config: Config, *, gpu: str = "h100") -> tuple[Plan, dict[str, 
         figures[name] = getattr(plan, name)
     figures |= vars(cost)
     del figures["bytes_out"], figures["bytes_in"]  # arrays, not JSON values
-    if not config.sync.atomic:
+    if not config.sync.atomic or config.rollout.sleep_level == 2:
         figures["staged_bytes"] = 0
     figures["predicted_over_floor"] = 1.0
     if cost.floor_seconds:

@@ -62,6 +62,17 @@ def test_problems_are_held_out_where_they_are_asked_for(task: dict[str, Any]) ->
         preflight(made(only), ALONE, command="eval")
 
 
+def test_only_a_dry_run_needs_no_weights(task: dict[str, Any], tmp_path: Path) -> None:
+    file = create_model(Create(), tmp_path / "whole") / "config.json"
+    folder = tmp_path / "alone"
+    folder.mkdir()
+    file.rename(folder / "config.json")
+    config = parse_config({"model": {"path": str(folder)}, "task": {**task, "template": "plain"}})
+    assert preflight(config, ALONE)
+    with pytest.raises(ValueError, match=re.escape("alone has no *.safetensors")):
+        preflight(config, ALONE, is_dry=False)
+
+
 def test_a_tokenizer_that_cannot_be_loaded_is_refused_before_a_process_starts(
     task: dict[str, Any], tmp_path: Path
 ) -> None:

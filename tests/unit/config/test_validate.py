@@ -215,6 +215,11 @@ def test_torchrun_sets_the_world() -> None:
             ["processes_per_node=3", "the 4 processes"],
         ),
         (
+            {"launch": {"processes": 4, "processes_per_node": 2}, "rollout": {"tensor": 4}},
+            {},
+            ["within one node", "processes_per_node", "=2 is not divisible by rollout.tensor=4"],
+        ),
+        (
             {"model": {"revision": "v1"}},
             {},
             ["model.revision=v1", "not to model.create", "remove it"],
@@ -607,6 +612,15 @@ def test_refusals(sections: dict[str, Any], create: dict[str, Any], parts: list[
 def test_torchrun_world_that_does_not_fit() -> None:
     with pytest.raises(ValueError, match=r"^3 processes .*WORLD_SIZE.* = 2; use a multiple of 2"):
         check_config(made({"parallel": {"tensor": 2}}), torchrun(3))
+
+
+def test_torchrun_nodes_that_hold_no_replica() -> None:
+    nodes = Env(world_size=8, local_world_size=2, has_launcher=True)
+    assert check_config(made({"rollout": {"tensor": 2}}), nodes).replicas == 4
+    config = made({"rollout": {"tensor": 4}})
+    with pytest.raises(ValueError, match=r"one node.*LOCAL_WORLD_SIZE=2 .*tensor from 1, 2$"):
+        check_config(config, nodes)
+    assert check_config(config, torchrun(8)).replicas == 2, "all on one node"
 
 
 def test_model_directories(tmp_path: Path) -> None:

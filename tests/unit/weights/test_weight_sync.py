@@ -174,6 +174,17 @@ def test_messages_file_lists_what_crosses_ranks(tmp_path: Path) -> None:
     assert sum(line[3] for line in listed) == figures["bytes_received"]
 
 
+def test_nothing_is_staged_where_no_version_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("model: {create: {}}\nlaunch: {processes: 2}\n")
+    for override, is_staged in (
+        ("rollout.sleep_level=1", True),
+        ("rollout.sleep_level=2", False),
+        ("sync.atomic=false", False),
+    ):
+        config = load_config(tmp_path / "c.yaml", [override, "parallel.tensor=2"])
+        assert bool(plan_weights(config)[1]["staged_bytes"]) == is_staged, override
+
+
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(
         "model: {create: {family: qwen3_moe, experts: 4, tied: false, layers: 4}}\n"
