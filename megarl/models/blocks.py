@@ -45,8 +45,8 @@ def moe_table(
     padded_vocab: int,
     names: ExpertNames = ExpertNames(),
 ) -> Table:
-    mlp = (*expert_mlp(shape, names), *experts(shape, spec, names))
-    return decoder_table(shape, padded_vocab, layers={EXPERTS: (*attention(shape, spec), *mlp)})
+    rules = (*attention(shape, spec), *expert_mlp(shape, names), *experts(shape, spec, names))
+    return decoder_table(shape, padded_vocab, layers={EXPERTS: rules})
 
 
 def decoder_table(shape: ModelShape, padded_vocab: int, **groups: Any) -> Table:

@@ -389,8 +389,7 @@ def without_pairs(box: ShardSlice, dims: int) -> tuple[Shape, Shape]:
     if len(box.shape) != dims + 1:
         return box.start, box.shape
     start = (*box.start[:-2], 2 * box.start[-2])
-    shape = (*box.shape[:-2], 2 * box.shape[-2])
-    return start, shape
+    return start, (*box.shape[:-2], 2 * box.shape[-2])
 
 
 # --- a sync counts in units: the size of the smallest elements, but at least a byte. The last dim
