@@ -245,7 +245,7 @@ def start(folder: Path, fmt_name: str) -> Synced:
         ranks_per_replica=1,
         round_bytes=64 << 20,
     )
-    publisher = Publisher(plan, sender, engine.receiver, Transport(), weights, ranks_per_replica=1)
+    publisher = Publisher(plan, sender, engine.receiver, Transport(), weights)
     return Synced(engine, publisher, change)
 
 

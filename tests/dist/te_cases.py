@@ -439,7 +439,7 @@ def _lora(bench: Bench, model: str) -> dict[str, Any]:
         plan = plan_microbatches(batch, trainer.layout, trainer.train)
         trainer.backward(batch, plan, supervised_loss, loss_weights(batch, plan))
         gradients: Any = {name: x.main_grad for name, x in adapters.parameters.items()}
-        seen.append((logprobs_T, tensors_by_name(adapters.slices, gradients)))
+        seen.append((logprobs_T, tensors_by_name(adapters.tensors.slices, gradients)))
         trainer.close()
     (local, local_gradients), (te, te_gradients) = seen
     return {"logprobs": relative(te, local), "gradients": worst(te_gradients, local_gradients)}
