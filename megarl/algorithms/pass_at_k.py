@@ -48,14 +48,11 @@ def mean_interval(scores: Sequence[float], samples: int | None) -> tuple[float, 
         half = Z_95 * math.sqrt(spread / n)
         return mean - half, mean + half
     of_one = mean * (1 - mean)  # variance of a single independent sample
-    size = (
-        n
-        if of_one == 0
-        else n * samples
-        if spread == 0
-        else min(max(n * of_one / spread, n), n * samples)
-    )
-    centre = (mean + Z_95**2 / (2 * size)) / (1 + Z_95**2 / size)
-    half = Z_95 / (1 + Z_95**2 / size) * math.sqrt(of_one / size + Z_95**2 / (4 * size**2))
+    size = n
+    if of_one:
+        size = min(max(n * of_one / spread, n), n * samples) if spread else n * samples
+    added = Z_95**2 / size
+    centre = (mean + added / 2) / (1 + added)
+    half = Z_95 / (1 + added) * math.sqrt(of_one / size + added / (4 * size))
     # rounding must not leave the bounds
     return max(0.0, min(centre - half, mean)), min(1.0, max(centre + half, mean))

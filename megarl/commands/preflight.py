@@ -159,8 +159,8 @@ class ProblemCheck:
         if names - self.unread:
             readers = "only rewards read" if learns == "prompts" else "nothing reads"
             self.notes.append(
-                f"{problem.where}: {readers} {', '.join(sorted(names))}; if they are parts of the "
-                "prompt, list all columns of it in task.options.prompt"
+                f"{problem.where}: {readers} {', '.join(sorted(names))}; this is fine unless they "
+                "are parts of the prompt, all columns of which task.options.prompt must list"
             )
         self.unread |= names
 

@@ -35,8 +35,10 @@ def start(command: str, args: argparse.Namespace) -> int:
             download_weights(config, env, command)
             make_run_dir(config)
             config = materialize_model(config)
-            if command == "train" and not args.resume_changed:
-                check_resumed(config)
+            is_checked = command == "train" and not args.resume_changed
+            if is_checked and check_resumed(config) and not env.has_launcher:
+                say(f"{config.run_dir} is complete; raise train.steps, or set another run.name")
+                return DONE
     except (ValueError, FileNotFoundError) as error:
         if env.has_launcher and env.is_main:  # torchrun turns every exit code into 1
             write_exit(config.run_dir, USER, Failure(0, USER, str(error), "start-up"))

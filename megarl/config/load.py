@@ -67,7 +67,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     if not file.is_file():
         neighbours = [each.name for each in file.parent.glob("*.yaml")]
         hint = did_you_mean(file.name, neighbours, "pass a YAML file", most=3)
-        raise FileNotFoundError(f"config {file} does not exist; {hint}")
+        raise FileNotFoundError(f"config {file} is not a file; {hint} (of a run: its config.yaml)")
     values, lines = _read_yaml(file)
     assignments = [_parse_override(text) for text in overrides]
     _drop_replaced(values, dict(assignments))

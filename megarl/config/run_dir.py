@@ -56,11 +56,14 @@ def resumed_run(config: Config) -> Path | None:
     return folder if resume == "auto" and any((folder / "checkpoints").glob("step_*")) else None
 
 
-def check_resumed(config: Config) -> None:
-    """Raises ValueError if `config` would resume a run that has different settings, except FREE."""
+def check_resumed(config: Config) -> bool:
+    """Returns True if `config` would resume a run that is complete, with exactly its settings.
+
+    Raises ValueError if it would resume a run that has different settings, except FREE.
+    """
     run = resumed_run(config)
     if run is None or (file := _newest(run)) is None:
-        return
+        return False
     try:
         old = load_config(file)
     except ValueError as error:
@@ -68,15 +71,17 @@ def check_resumed(config: Config) -> None:
             f"cannot compare with the run to be resumed: {error}; pass --resume-changed"
         ) from None
     free = tuple(f"{key}." for key in FREE.split())
-    found = _changes(old, config).items()
-    changes = {key: values for key, values in found if not f"{key}.".startswith(free)}
+    found = _changes(old, config)
+    changes = {key: found[key] for key in found if not f"{key}.".startswith(free)}
     if changes:
         raise ValueError(
             f"the run to be resumed began with other settings ({file}): {_text(changes)}; pass "
-            "--resume-changed to "
-            "continue with the new ones, or start over with checkpoint.resume=never or another "
-            "run.name"
+            "--resume-changed to continue with the new ones, or start over with "
+            "checkpoint.resume=never or another run.name"
         )
+    end = run / "exit.json"
+    is_same = config.checkpoint.resume == "auto" and not found
+    return is_same and end.is_file() and read_json(end)["code"] == 0
 
 
 def prepare_run_dir(config: Config, command: str) -> Path:

@@ -82,8 +82,8 @@ def ranked_responses(
     else:
         raise ValueError(
             f"{where} has {' and '.join(keys) or 'no responses'}, but preferences are learned from "
-            "`chosen` and `rejected`, or from `responses`; write one or the other in every row of "
-            "the task"
+            "`chosen` and `rejected`, or from `responses`; write one or the other in every row (a "
+            f"null is no response; this row's columns: {', '.join(extra) or 'none'})"
         )
     texts = [
         _response(value, f"{where}: {key}", prompt=text, ignore_media=ignore_media)

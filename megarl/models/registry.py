@@ -39,8 +39,8 @@ def read_model(path: str | Path) -> ModelShape:
     if not file.is_file():
         problem = "has no config.json" if folder.is_dir() else "is not a directory"
         raise FileNotFoundError(
-            f"model.path={path} {problem}; set it to the folder of a Hugging Face model, or to an "
-            "id on the hub such as Qwen/Qwen3-8B"
+            f"model.path={path} {problem}; set it to the folder of a Hugging Face model, or a hub "
+            f"id; a checkpoint becomes such a folder with `megarl convert {path} OUT --to hf`"
         )
     if (folder / CONFIG).is_file():
         raise ValueError(

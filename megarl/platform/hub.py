@@ -77,13 +77,13 @@ class Repository:
             case errors.LocalEntryNotFoundError() if constants.HF_HUB_OFFLINE:
                 kind = "" if self.kind == "model" else f"--repo-type {self.kind} "
                 return (
-                    f"is neither local nor completely in {cache}, and HF_HUB_OFFLINE is set; unset "
-                    f"it, or run `hf download {kind}{self.id}` where there is a network"
+                    f"is no folder in {Path.cwd()} and not completely in {cache}, and "
+                    f"HF_HUB_OFFLINE is set; unset it, or run `hf download {kind}{self.id}` online"
                 )
             case errors.LocalEntryNotFoundError():
                 return (
-                    f"is neither local nor completely in {cache}, and {constants.ENDPOINT} cannot "
-                    f"be used ({cause}); check network and HF_ENDPOINT, or correct the name"
+                    f"is no folder in {Path.cwd()} and not completely in {cache}, and "
+                    f"{constants.ENDPOINT} cannot be used ({cause}); check network and HF_ENDPOINT"
                 )
             case errors.HfHubHTTPError() if error.response.status_code in (401, 403):
                 return (

@@ -21,7 +21,7 @@ from megarl.run.data import make_exchange, make_prompts
 from megarl.run.models import make_reward_model
 from megarl.run.sync import synced
 from megarl.telemetry.log import NodeTelemetry
-from megarl.telemetry.metrics import append_line, forget_steps
+from megarl.telemetry.metrics import forget_steps
 from megarl.types import Prompt, Request, Sample
 
 
@@ -80,8 +80,8 @@ class Evaluation:
         result: dict[str, Any] = {"step": step}
         for measure in self.measures:
             result |= measure(step)
-        if self.file is not None:
-            append_line(self.file, result)
+        if self.file:
+            forget_steps(self.file, step, result)
             print(describe(result))
         self.evaluated(step, result)
         return result
@@ -128,8 +128,7 @@ def with_interval(name: str, scores: Sequence[float], samples: int | None = 1) -
 
 def describe(result: Mapping[str, Any]) -> str:
     """Formats an evaluation as a table: metric, value, 95% interval, number of problems."""
-    step = f"step {result['step']}"
-    lines = [f"{step:<24} value  95% interval    problems"]
+    lines = [f"step {result['step']:<19} value  95% interval    problems"]
     for name, value in result.items():
         if f"{name}/low" in result:
             interval = f"{result[f'{name}/low']:.3f} .. {result[f'{name}/high']:.3f}"
@@ -159,8 +158,13 @@ def evaluation_of(
     sets = []
     if config.eval.size:
         held_out = problems(config.eval.size, config.task)
-        sets.append(ProblemSet("accuracy", held_out, config.eval.temperature))
-        sets.append(ProblemSet("sampled_accuracy", held_out, config.rollout.temperature))
+        score = "reward"
+        if "accuracy" in [reward.name for reward in config.rewards]:
+            score = "accuracy"
+        sets = [
+            ProblemSet(score, held_out, config.eval.temperature),
+            ProblemSet(f"sampled_{score}", held_out, config.rollout.temperature),
+        ]
     for part in config.eval.sets:
         temperature = part.temperature
         if temperature is None:
@@ -178,13 +182,13 @@ def make_evaluation(
 ) -> Evaluation:
     """Returns an evaluation that runs `measures`; `start` is the number of steps already done.
 
-    Rank 0 writes the results to eval.jsonl and prints them. On resume, the lines of steps that
-    will be evaluated again are removed from eval.jsonl.
+    Rank 0 writes the results to eval.jsonl and prints them. On resume, the lines of steps after
+    `start` are removed from eval.jsonl; a line of step `start` stays until its replacement.
     """
     config = rank.config
     file = None
     if rank.env.is_main:
         file = config.run_dir / "eval.jsonl"
         if file.exists():  # a resumed run evaluates these steps again
-            forget_steps(file, start)
+            forget_steps(file, start + 1)
     return Evaluation(measures, config.eval.every, config.train.steps, file, evaluated)

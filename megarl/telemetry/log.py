@@ -63,6 +63,7 @@ SHOWN = """
     reward/accuracy/mean   {:.3f}   accuracy
     accuracy/sampled       {:.3f}   accuracy
     loss                   {:.4f}   loss
+    rewards/margin         {:.4f}   margin
     logprob_diff/max       {:.1e}   log-prob diff
     tokens_per_second      {:,.0f}  tokens/s
 """

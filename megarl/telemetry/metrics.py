@@ -152,15 +152,16 @@ def append_line(file: Path, values: NamedValues) -> None:
         out.write(_json_line(values))
 
 
-def forget_steps(file: Path, start: int) -> None:
-    """Removes the lines of step `start` and later steps, which a resumed run repeats.
+def forget_steps(file: Path, start: int, *lines: NamedValues) -> None:
+    """Replaces the lines of step `start` and later steps, which a resumed run repeats, by `lines`.
 
-    Creates the file if it does not exist.
+    The replacement is atomic. Creates the file if it does not exist.
     """
     with replacing(file) as staging, staging.open("w", encoding="utf-8") as out:
-        for row in iterate_jsonl(file, step=int) if start else ():
+        for row in iterate_jsonl(file, step=int):
             if row["step"] < start:
                 out.write(_json_line(row))
+        out.writelines(map(_json_line, lines))
 
 
 def read_metrics(file: Path, most: int = sys.maxsize) -> list[Row]:

@@ -62,16 +62,18 @@ def write_report(folder: Path) -> Path:
     with replacing(folder / "report.png") as staging:
         draw_png(panels, f"{folder.name}: {summary}", staging)
     config = folder / "config.yaml"
+    files = sample_files(folder / "rollouts")
+    sampled = max(files, default=0)
     sections = {
         "summary": summary,
         "rows": rows,
         "evaluations": evaluations[-MAX_EVALUATIONS:],
         "measured": _keys(evaluations),
-        "samples": _samples(folder),
+        "samples": _samples(files.get(sampled, folder)),
         "most": MAX_SAMPLES,
-        "sampled": max(sample_files(folder / "rollouts"), default=0),
+        "sampled": sampled,
         "weight_sync": _weight_sync(folder),
-        "peaks": [key for key in _keys(rows) if key.endswith("/peak_gb")],
+        "recorded": _keys(rows),
     }
     if config.is_file():
         sections["config"] = config.read_text(encoding="utf-8", errors="replace")
@@ -153,19 +155,11 @@ def _warn_left_out(file: Path, error: Exception) -> None:
     say(f"warning: {file} cannot be read and is left out: {type(error).__name__} {text!r}")
 
 
-def _samples(folder: Path) -> list[tuple[str, JsonRows]]:
-    """Returns the samples of the latest sample file by reward, or by range of rewards, the best
-    first.
+def _samples(file: Path) -> list[tuple[str, JsonRows]]:
+    """Returns the samples of a sample file by reward, or by range of rewards, the best first. Empty
+    if `file` is not a file.
     """
-    files = sample_files(folder / "rollouts")
-    if not files:
-        return []
-    # samples of one prompt are often equal
-    unique = {
-        (sample["prompt"], sample["response"]): sample
-        for sample in iterate_jsonl([*files.values()][-1], prompt=str, response=str)
-    }
-    samples = sorted(unique.values(), key=_reward, reverse=True)
+    samples = sorted(iterate_jsonl(file, prompt=str, response=str), key=_reward, reverse=True)
     least = 1  # samples of a group
     if len(set(map(_reward, samples))) > MAX_GROUPS:
         least = -(-len(samples) // MAX_GROUPS)
@@ -227,8 +221,12 @@ def _write_page(file: Path, title: str, panels: Sequence[Panel], sections: Named
     page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     template = Template(page, autoescape=True, finalize=_shown)
     left_out = []
-    values = {**sections, "title": title, "figures": [svg(panel) for panel in panels]}
-    values["left_out"] = left_out
+    values = {
+        **sections,
+        "title": title,
+        "figures": [svg(panel) for panel in panels],
+        "left_out": left_out,
+    }
     text = template.render(values).encode(errors="replace")
     for section in LARGE:
         if len(text) > MAX_BYTES:

@@ -200,8 +200,8 @@ ALGORITHMS = [
     ),
     (
         "algorithms/pass_at_k.py",
-        "        n\n",
-        "        n * samples\n",
+        "    size = n\n",
+        "    size = n * samples\n",
         f"{PASS_AT_K}::test_intervals_stay_within_0_and_1_and_never_shrink_to_a_point",
     ),
 ]

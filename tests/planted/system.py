@@ -526,14 +526,14 @@ SYSTEM = [
     ),
     (
         "stages/evaluation.py",
-        "append_line(self.file, result)",
+        "forget_steps(self.file, step, result)",
         "self.file.write_text(str(result))",
         f"{EVALUATION}",
     ),
     (
         "telemetry/report.py",
-        "unique.values(), key=_reward, reverse=True",
-        "unique.values(), key=_reward, reverse=False",
+        "str), key=_reward, reverse=True",
+        "str), key=_reward, reverse=False",
         f"{REPORT}::test_samples_are_grouped_by_reward",
     ),
     (

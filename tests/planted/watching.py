@@ -60,6 +60,24 @@ WATCHING = [
         f"{REPORT}::test_no_curve_of_a_term_that_the_run_does_not_have",
     ),
     (
+        "stages/evaluation.py",
+        "forget_steps(file, start + 1)",
+        "forget_steps(file, start)",
+        "unit/stages/test_evaluation.py::test_a_line_stays_until_its_replacement",
+    ),
+    (
+        "stages/evaluation.py",
+        'score = "reward"',
+        'score = "accuracy"',
+        "unit/stages/test_evaluation.py::test_a_weighted_sum_of_rewards_is_not_called_accuracy",
+    ),
+    (
+        "config/run_dir.py",
+        'config.checkpoint.resume == "auto" and not found',
+        "not found",
+        "unit/config/test_run_dir.py::test_a_complete_run_is_told_from_one_that_resumes",
+    ),
+    (
         "telemetry/report.py",
         "if len(text) > MAX_BYTES:",
         "if False:",

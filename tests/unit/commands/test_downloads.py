@@ -201,6 +201,7 @@ def test_each_mistake_is_one_line(folder: Path, hub: Hub) -> None:
         ("model.path=~nobody-here/model",): "model.path=~nobody-here/model is not a directory",
         ("model.path=a/b/c",): "model.path=a/b/c is not a directory",
         ("model.path=empty",): "model.path=empty has no config.json",
+        ("model.path=./empty",): "a checkpoint becomes such a folder with `megarl convert empty OUT --to hf`",
         ("model.path=empty", "model.revision=v1"): "model.revision=v1 applies to a hub id, not to model.path=empty",
         ("model.path=null", "model.create={}", "model.revision=v1"): "applies to a hub id, not to model.create",
         ("teacher.model=org/none", DISTILL): f"teacher.model=org/none is neither local nor a model that {hub.base}",

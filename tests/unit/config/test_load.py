@@ -383,3 +383,8 @@ def test_config_imports_no_heavy_package() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()
     assert not {"torch", "vllm", "megatron", "ray", "transformers", "matplotlib"} & set(loaded)
+
+
+def test_a_folder_as_config_is_refused_with_the_file_to_pass(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"is not a file; .* its config\.yaml"):
+        load_config(tmp_path)

@@ -102,6 +102,22 @@ def test_each_part_leaves_its_config(tmp_path: Path) -> None:
     ) == afresh
 
 
+def test_a_complete_run_is_told_from_one_that_resumes(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    end = run / "exit.json"
+    assert not check_resumed(config(tmp_path)), "it has not ended"
+    end.write_text('{"code": 143}')
+    assert not check_resumed(config(tmp_path)), "it was stopped"
+    end.write_text('{"code": 0}')
+    assert check_resumed(config(tmp_path))
+    assert not check_resumed(config(tmp_path, train__steps=9)), "it has more to do"
+    for resume in ("never", str(run / "checkpoints" / "step_2")):
+        again = config(tmp_path, checkpoint__resume=resume)
+        prepare_run_dir(again, "train")
+        end.write_text('{"code": 0}')
+        assert not check_resumed(again), "asked for explicitly"
+
+
 def test_another_runs_checkpoint_and_another_model(tmp_path: Path) -> None:
     run = begun(tmp_path)
     for width in (64, 128):

@@ -136,6 +136,11 @@ def test_equal_responses_have_the_rank_of_the_first() -> None:
 ERRORS = [
     ({}, "has no responses, but preferences are learned from `chosen` and `rejected`"),
     ({"chosen": "3"}, "has chosen, but"),
+    ({"chosen": "3", "rejcted": "4"}, "this row's columns: chosen, rejcted)"),
+    (
+        {"rejected": None},
+        "(a null is no response; this row's columns: rejected)",
+    ),
     (
         {"chosen": "3", "rejected": "4", "responses": ["3", "4"]},
         "has chosen and rejected and responses, but",

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from megarl.stages.evaluation import Evaluation, ProblemSet, correctness, describe, sampled
+from megarl.config.load import parse_config
+from megarl.stages.evaluation import (
+    Evaluation,
+    Measure,
+    ProblemSet,
+    correctness,
+    describe,
+    evaluation_of,
+    make_evaluation,
+    sampled,
+)
 from megarl.telemetry.metrics import forget_steps
-from megarl.types import Prompt, Request, Sample
+from megarl.types import Prompt, Request, Sample, Terminated
 
 
 def sample(prompt_id: int = 0, **fields: Any) -> Sample:
@@ -67,6 +79,51 @@ def test_a_run_is_one_line_of_shares(tmp_path: Path) -> None:
     assert len({request.seed for request in asked}) == 2, "the same random streams at every step"
     forget_steps(file, 4)
     assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "names"),
+    [
+        (["accuracy", "format"], ["accuracy", "sampled_accuracy"]),
+        (["format", "code"], ["reward", "sampled_reward"]),
+    ],
+)
+def test_a_weighted_sum_of_rewards_is_not_called_accuracy(
+    tmp_path: Path, rewards: list[str], names: list[str]
+) -> None:
+    config = parse_config({"rewards": [{"name": name} for name in rewards], "eval": {"size": 2}})
+    env = SimpleNamespace(is_main=False)
+    rank: Any = SimpleNamespace(config=config, env=env)
+    evaluation = evaluation_of(rank, lambda requests, version: [], 0, lambda step, results: None)
+    measures: Any = evaluation.measures
+    assert [measure.args[-1].metric for measure in measures] == names
+
+
+def test_a_line_stays_until_its_replacement(tmp_path: Path) -> None:
+    """A run of 4 steps, resumed at its end, is stopped while it evaluates, then evaluates again."""
+    config = parse_config(
+        {
+            "run": {"dir": str(tmp_path), "name": "run"},
+            "train": {"steps": 4},
+            "eval": {"every": 2},
+        }
+    )
+    rank: Any = SimpleNamespace(config=config, env=SimpleNamespace(is_main=True))
+    file = config.run_dir / "eval.jsonl"
+    file.parent.mkdir()
+    file.write_text("".join(f'{{"step": {step}, "size": 1}}\n' for step in (0, 2, 4, 6)))
+
+    def stopped(step: int) -> dict[str, float]:
+        raise Terminated("stopped by SIGTERM")
+
+    def lines(measure: Measure) -> list[dict[str, float]]:
+        with suppress(Terminated):
+            make_evaluation(rank, [measure], 4, lambda step, results: None).maybe_run(4)
+        return [json.loads(line) for line in file.read_text().splitlines()]
+
+    before = [{"step": step, "size": 1} for step in (0, 2, 4)]
+    assert lines(stopped) == before
+    assert lines(lambda step: {"size": 9}) == [*before[:2], {"step": 4, "size": 9}]
 
 
 def test_a_set_with_several_samples_has_pass_at_k_and_intervals_of_problems(

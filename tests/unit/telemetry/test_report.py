@@ -100,17 +100,21 @@ def sample(index: int, text: str) -> dict[str, Any]:
 
 
 def test_samples_are_grouped_by_reward(tmp_path: Path) -> None:
-    """Twelve samples with rewards of their own: six ranges of two, the best first."""
+    """Twelve samples with rewards of their own, two of them twice: ranges of three, the best first."""
     page = write_report(write_run(tmp_path / "a")).read_text()
     assert "<h2>Samples of step 5</h2>" in page
     shown = [int(index) for index in re.findall(r"<pre>said 5/(\d+)\.</pre>", page)]
     assert shown == [*range(11, -1, -1)], "each once"
     links = re.findall(r'<a href="#(reward-\d)">(.*?) <small>\((\d+)\)</small></a>', page)
-    labels = ["1 to 1.1", "0.8 to 0.9", "0.6 to 0.7", "0.4 to 0.5", "0.2 to 0.3", "0 to 0.1"]
-    assert links == [(f"reward-{i}", label, "2") for i, label in enumerate(labels, 1)]
-    groups = re.findall(r"<details( open)?><summary>reward (.*?) <small>2 samples</small>", page)
-    assert [label for _, label in groups] == labels
-    assert [bool(is_open) for is_open, _ in groups] == [True, *[False] * 4, True]
+    labels = ["1 to 1.1", "0.7 to 0.9", "0.4 to 0.6", "0.1 to 0.3", "0"]
+    counts = ["3 samples, 2 different", *["3 samples"] * 3, "2 samples, 1 different"]
+    assert links == [
+        (f"reward-{i}", label, count[0])
+        for i, (label, count) in enumerate(zip(labels, counts, strict=True), 1)
+    ]
+    groups = re.findall(r"<details( open)?><summary>reward (.*?) <small>(.*?)</small>", page)
+    assert [group[1:] for group in groups] == [*zip(labels, counts, strict=True)]
+    assert [bool(is_open) for is_open, *_ in groups] == [True, *[False] * 3, True]
     assert all(f'<div class=samples id="{name}">' in page for name, *_ in links)
     assert (
         "reward 1.1</b>" in page
@@ -130,10 +134,14 @@ def test_rewards_that_look_equal_keep_their_samples(tmp_path: Path) -> None:
 def test_few_rewards_are_a_group_each(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a")
     lines = [sample(0, f"text {i}") | {"reward": float(i % 5 == 0)} for i in range(30)]
+    lines += lines[:5] * 2 + lines[5:6]  # two more of each of five, and one
     (run / "rollouts" / "step_000005.jsonl").write_text("\n".join(map(json.dumps, lines)))
     page = write_report(run).read_text()
     summaries = re.findall(r"<summary>reward (.*?) <small>(.*?)</small>", page)
-    assert summaries == [("1", "6 samples"), ("0", "24 samples, 8 of them shown")]
+    assert summaries == [
+        ("1", "9 samples, 6 different"),
+        ("0", "32 samples, 24 different, 8 shown"),
+    ]
     assert len(re.findall(r"<pre>text \d+</pre>", page)) == 6 + 8
 
 

@@ -417,6 +417,7 @@ def test_the_report_survives_odd_runs(tmp_path: Path) -> None:
 
 def test_brief_prefers_reward_to_loss() -> None:
     assert brief({"loss": 1.0, "accuracy/sampled": 0.5}) == "accuracy 0.500  loss 1.0000"
+    assert brief({"loss": 0.5, "rewards/margin": -0.25}) == "loss 0.5000  margin -0.2500"
     assert "loss" not in brief({"loss": 1.0, "reward/mean": 0.5})
 
 
