@@ -122,7 +122,7 @@ def metrics(folder: Path) -> Rows:
 
 
 def packages(place: Place) -> str:
-    seen = place.process("packages", remedy="scripts/install.sh --gpu, in a new environment")
+    seen = place.process("packages", remedy="scripts/install.sh, in a new environment")
     broken = seen.pop("does not import")
     if broken:
         raise Failed(
