@@ -5,8 +5,8 @@ The bound is what rounding explains for this model on these tokens, unless check
 sets one.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
@@ -27,6 +27,7 @@ from megarl.parity.statistics import (
 )
 from megarl.parity.sublayers import rounding_errors
 from megarl.roles import Engine
+from megarl.trainer.heads import VocabularyHead
 from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, ScoredBatch, TokenBatch, TrainBatch
 from megarl.weights.encode.blocks import BlockEncoder
@@ -92,7 +93,7 @@ def measure_logprobs(
     with as_in_engine(trainer, encoder):
         seen_K = trained_K if encoder is None else trainer.logprobs(batch)[batch.mask]
         for draw in range(min(DRAWS, ceil(ENOUGH / max(1, len(seen_K))))):
-            with rounding_errors(trainer, eps, draw=draw):
+            with rounding_errors(trainer, eps, draw=draw), engine_logits(trainer):
                 noise.append(trainer.logprobs(batch)[batch.mask] - seen_K)
     noise_DK = torch.stack(noise)
     policy_DK = noise_DK + (seen_K - trained_K) / 2**0.5  # rounding_floor doubles the variance
@@ -108,6 +109,22 @@ def as_in_engine(trainer: Trainer, encoder: BlockEncoder | None) -> AbstractCont
     if encoder is None:
         return nullcontext()
     return encoder.applied(trainer.parameters_by_name())
+
+
+@contextmanager
+def engine_logits(trainer: Trainer) -> Iterator[None]:
+    """Context: in bf16, adds the rounding error of the engine's logits to the trainer's.
+
+    vLLM's output layer returns logits in bf16, whatever its sampler converts them to; the trainer's
+    are fp32. Only one side rounds them, but `rounding_floor` doubles the variance.
+    """
+    head = trainer.head
+    if isinstance(head, VocabularyHead) and trainer.train.dtype == "bf16":
+        trainer.head = replace(head, rounding=2**-0.5)
+    try:
+        yield
+    finally:
+        trainer.head = head
 
 
 @dataclass

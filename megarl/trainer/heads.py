@@ -77,6 +77,7 @@ class VocabularyHead(Head):
 
     vocab: int
     chunk: int  # tokens whose fp32 logits exist at once
+    rounding: float = 0.0  # share of the error of rounding to bf16 that is added to the logits
     is_tensor_parallel: ClassVar[bool] = True
     fields: ClassVar[tuple[str, ...]] = ("logprobs_T",)
 
@@ -108,6 +109,7 @@ class VocabularyHead(Head):
             temperature=options.temperature,
             chunk=self.chunk,
             entropy=options.entropy,
+            rounding=self.rounding,
         )
         return replace(outputs, extra_labels_TK=top_SK)
 

@@ -49,13 +49,15 @@ def token_outputs(
     temperature: float,
     chunk: int,
     entropy: bool,
+    rounding: float = 0.0,
 ) -> TokenOutputs:
     """Returns log-probs of `labels` and, with `entropy`, entropy in nats.
 
     Both are differentiable in hidden states and weight. Labels are [T] int64, or [T, 1 + K] with K
     extra labels, which may repeat the first. Every tensor rank passes all of `hidden_TH` and gets a
     partial gradient, to be summed over ranks. `chunk` tokens are processed at once. If the weight
-    has Megatron's fp32 `main_grad`, its gradient is added there and not returned.
+    has Megatron's fp32 `main_grad`, its gradient is added there and not returned. `rounding` is the
+    share of the error of rounding to bf16 that is added to the logits; 1 rounds them.
     """
     has_extra = labels.ndim > 1
     labels_KT = labels.T if has_extra else labels[None]
@@ -63,7 +65,7 @@ def token_outputs(
         hidden_TH,
         weight_VH,
         labels_KT,
-        (shard, temperature, chunk),
+        (shard, temperature, chunk, rounding),
         entropy,
     )
     extra_TK = logprobs_KT[1:].T if has_extra else None
@@ -154,7 +156,7 @@ class _VocabLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden_TH, weight_VH, labels_KT, max_T, sums_nT[0], entropy_T)
         ctx.main_grad = getattr(weight_VH, "main_grad", None)
         ctx.must_have_grad = getattr(weight_VH, "must_have_grad", False)
-        ctx.options = options  # shard, temperature, chunk
+        ctx.options = options  # shard, temperature, chunk, rounding
         return sums_nT[2:] - max_T - logsum_T, entropy_T
 
     @staticmethod
@@ -225,6 +227,7 @@ class _Tiles:
     shard: VocabShard
     temperature: float
     chunk: int
+    rounding: float = 0.0
 
     def __post_init__(self) -> None:
         self.dtype = torch.promote_types(self.hidden_TH.dtype, torch.float32)
@@ -240,6 +243,8 @@ class _Tiles:
                 z_CV = self.buffer(0, (tokens.stop - tokens.start, columns.stop - columns.start))
                 weight_HV = self.weight_VH[columns].T
                 _add_product(z_CV, hidden_CH, weight_HV, beta=0.0, alpha=1 / self.temperature)
+                if self.rounding:
+                    z_CV.lerp_(z_CV.bfloat16().to(z_CV.dtype), self.rounding)
                 row_CK = self.labels_KT[:, tokens].T - (self.shard.start + columns.start)
                 here_CK = (row_CK >= 0) & (row_CK < z_CV.shape[1])
                 yield tokens, columns, z_CV, row_CK.where(here_CK, 0), here_CK

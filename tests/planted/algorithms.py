@@ -187,6 +187,12 @@ ALGORITHMS = [
         "unit/parity/test_statistics.py::test_by_hand",
     ),
     (
+        "parity/gate.py",
+        "rounding=2**-0.5",
+        "rounding=0.0",
+        "unit/parity/test_rounding.py::test_rounded_logits_of_a_bf16_engine_are_below_the_bound",
+    ),
+    (
         "algorithms/pass_at_k.py",
         "math.comb(samples - correct, k) / math.comb(samples, k)",
         "(1 - correct / samples) ** k",  # biased

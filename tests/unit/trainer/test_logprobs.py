@@ -55,6 +55,29 @@ def test_values_and_gradients(chunk: int, temperature: float) -> None:
     assert mine[1][VOCAB:].abs().max() == 0, "padding rows never learn"
 
 
+@pytest.mark.parametrize("chunk", [4, 13])
+def test_logits_are_rounded_to_bf16_by_a_share(chunk: int) -> None:
+    hidden, weight, labels = draw()
+    shard = VocabShard.of(VOCAB, ROWS, dist.group.WORLD)
+    logits = hidden @ weight[:VOCAB].T
+    rounded = logits.lerp(logits.bfloat16().float(), 0.7)
+    with torch.no_grad():
+        ours = token_outputs(
+            hidden,
+            weight,
+            labels,
+            shard,
+            temperature=1.0,
+            chunk=chunk,
+            entropy=False,
+            rounding=0.7,
+        )
+    assert_close(ours.logprobs_T, rounded.log_softmax(-1).gather(1, labels[:, None])[:, 0])
+    assert (
+        ours.logprobs_T - logits.log_softmax(-1).gather(1, labels[:, None])[:, 0]
+    ).abs().max() > 1e-3
+
+
 def test_without_entropy_and_without_tokens() -> None:
     hidden, weight, labels = draw()
     shard = VocabShard.of(VOCAB, ROWS, dist.group.WORLD)
