@@ -22,7 +22,9 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from math import isfinite
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal
@@ -113,7 +115,7 @@ def python_path() -> str:
 def last_lines(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     said = [line for line in lines if "Error" in line or line.startswith("error")]
-    return " | ".join((said or lines)[-2:])[-600:] + f" ({log})"
+    return (" | ".join((said or lines)[-2:])[-600:] or "it printed nothing") + f" ({log})"
 
 
 def metrics(folder: Path) -> Rows:
@@ -179,7 +181,7 @@ def te_layers(place: Place) -> str:
 
 
 def engine(place: Place) -> str:
-    remedy = "set rollout.enforce_eager=true; with VLLM_USE_V2_MODEL_RUNNER=0, vLLM uses its older runner"
+    remedy = "the log has the first error: VLLM_LOGGING_LEVEL=INFO shows what comes before it; with VLLM_USE_V2_MODEL_RUNNER=0, vLLM uses its older runner"
     rows = place.train(
         "engine", "tiny_dense", "train.steps=1", "rollout.enforce_eager=true", remedy=remedy
     )
@@ -193,8 +195,9 @@ def synced(place: Place, name: str, cases: Sequence[str]) -> str:
     for case, found in seen.items():
         error = f", error {found['relative error']}" if "relative error" in found else ""
         texts.append(f"{case}: {found['tensors']} tensors{error}, {found['seconds'][-1]} s")
-        if found["differ"] or found["moved"]:
-            wrong.append(f"{case}: differ {found['differ'][:4]}, moved {found['moved'][:4]}")
+        for what, names in (("differ", found["differ"]), ("have moved", found["moved"])):
+            if names:
+                wrong.append(f"{case}: {len(names)} of the tensors {what}: {', '.join(names[:4])}")
         if found.get("relative error", 0) > 0.03:
             wrong.append(
                 f"{case}: the kernel's weights are off by {found['relative error']}, as rounded twice"
@@ -239,7 +242,8 @@ def sleep(place: Place) -> str:
 
 def parity(place: Place, name: str, *settings: str) -> str:
     remedy = (
-        "megarl check --parity names the first layer that differs; see the guide's page on the gate"
+        "the log names the first layer that differs, unless it ended before; a figure above the bound"
+        " is not rounding: do not train with it"
     )
     command = (sys.executable, "-m", "megarl.cli", "check", "--parity", "configs/tiny_dense.yaml")
     folder = f"run.dir={place.out / name}"
@@ -282,6 +286,8 @@ def replay(place: Place) -> str:
         "replay", "tiny_moe", "rollout.router_replay=engine", "train.steps=2", remedy=remedy
     )
     last = rows[-1]
+    if not last["routing/missing"] < 1:
+        raise Failed("the engine recorded no route (routing/missing 1)", remedy)
     return (
         f"2 steps, {last['routing/differs']:.2%} of choices replayed that differ, {last['routing/missing']:.2%} missing;"
         f" mean difference of log-probs {last['logprob_diff/mean']:.4f}"
@@ -292,6 +298,8 @@ def training_fp8(place: Place) -> str:
     remedy = "set precision.fp8=null; NVTE_DEBUG=1 names the kernel"
     setting = "precision.fp8={recipe: blockwise" + ("}" if place.gpus else ", emulate: true}")
     rows = place.train("training_fp8", "tiny_dense", setting, "train.steps=2", remedy=remedy)
+    if not isfinite(rows[-1]["grad_norm"]):
+        raise Failed(f"grad_norm {rows[-1]['grad_norm']} after 2 steps", remedy)
     return f"2 steps of recipe blockwise, grad_norm {rows[-1]['grad_norm']:.3f}"
 
 
@@ -305,6 +313,8 @@ def memory(place: Place) -> str:
     parts = {
         key.split("/")[1]: value for key, value in rows[-1].items() if key.startswith("memory/")
     }
+    if not any(parts.values()):
+        raise Failed("no phase has a peak in metrics.jsonl", remedy)
     return ", ".join(
         f"{name} {value:.2f} GB" for name, value in sorted(parts.items()) if value is not None
     )
@@ -336,7 +346,7 @@ def speed(place: Place) -> str:
 
 
 def kill_resume(place: Place) -> str:
-    remedy = "the log of the resumed run names the checkpoint and what differs"
+    remedy = "do not rely on a resume; report it with killed.log, which names the checkpoint, and both metrics.jsonl"
     settings = ["train.steps=4", "checkpoint.every=1", "checkpoint.asynchronous=false"]
     whole = place.train("whole", "tiny_dense", *settings, remedy=remedy)
     folder = place.out / "killed"
@@ -358,6 +368,8 @@ def kill_resume(place: Place) -> str:
         saved = folder / "tiny_dense" / "checkpoints" / "step_2" / "metadata.json"
         while not saved.exists():
             if process.poll() is not None or time.monotonic() > end:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
                 raise Failed(
                     f"no checkpoint of step 2: {last_lines(place.out / 'killed.log')}", remedy
                 )
@@ -458,7 +470,9 @@ def commit() -> str:
 def write(place: Place, results: Sequence[Result]) -> None:
     ok = not any(result.status == "failed" for result in results)
     rows = [{k: v for k, v in asdict(result).items() if k != "extra"} for result in results]
-    record = {"schema": 1, "commit": commit(), "host": platform.node(), "ok": ok, "steps": rows}
+    record = {
+        "schema": 1, "commit": commit(), "host": platform.node(), "gpus": place.gpus, "ok": ok, "steps": rows,
+    }  # fmt: skip
     (place.out / "gpu_check.json").write_text(json.dumps(record, indent=1) + "\n")
     (place.out / "gpu_check.html").write_text(page(record))
 
@@ -469,7 +483,7 @@ def page(record: dict[str, Any]) -> str:
         seen = f"<p>{html.escape(step['seen'])}</p>"
         return (
             f"<tr class={step['status']}><th>{html.escape(step['name'])}</th><td class=status>{step['status']}</td>"
-            f"<td class=num>{step['seconds']:.0f} s</td><td><p class=expected>{html.escape(step['expected'])}</p>"
+            f"<td class=num>{step['seconds']:.0f} s</td><td><p class=expected>Expected: {html.escape(step['expected'])}</p>"
             f"{seen}{todo}</td></tr>"
         )
 
@@ -478,8 +492,12 @@ def page(record: dict[str, Any]) -> str:
         s: sum(x["status"] == s for x in record["steps"]) for s in ("passed", "failed", "skipped")
     }
     summary = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    where = {0: "the CPU", 1: "one GPU"}.get(record["gpus"], f"{record['gpus']} GPUs")
     return TEMPLATE.format(
-        summary=summary, commit=record["commit"][:12], host=html.escape(record["host"]), rows=rows
+        summary=f"{summary}, on {where}",
+        commit=record["commit"][:12],
+        host=html.escape(record["host"]),
+        rows=rows,
     )
 
 
