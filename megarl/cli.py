@@ -5,7 +5,6 @@ needs torch runs in the ranks.
 """
 
 import argparse
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from megarl.commands import (
     train,
 )
 from megarl.platform.env import Env, clean_logs, get_env, log_text
-from megarl.processes.exit_codes import DONE, REFUSED, STOPPED, USER, classify
+from megarl.processes.exit_codes import DONE, REFUSED, STOPPED, USER, classify, leave
 from megarl.processes.files import full_disk
 
 DESCRIPTION = "Reinforcement learning for language models: Megatron-Core trains, vLLM samples."
@@ -100,10 +99,7 @@ def run() -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     code = main()
     if Env.read().has_launcher:
-        # skip destructors, as in run/rank_process.py
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        leave(code)
     sys.exit(code)
 
 

@@ -11,8 +11,10 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 from megarl.platform.env import log_text
 from megarl.processes.files import full_disk, write_atomic
@@ -115,6 +117,18 @@ def first_failure(failures: Iterable[Failure]) -> Failure | None:
 def say(text: str) -> None:
     """Prints a line to stderr at once."""
     print(f"megarl: {log_text(text)}", file=sys.stderr, flush=True)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends a rank's process at once, without destructors and exit handlers.
+
+    Those of a process group whose peers are gone can hang or abort, and so can those of vLLM and of
+    CUDA graphs. Files must be closed before.
+    """
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with suppress(OSError):  # for example if the disk is full or the terminal is closed
+            stream.flush()
+    os._exit(code)
 
 
 def write_exit(run_dir: Path, code: int, failure: Failure | None = None, **facts: float) -> None:

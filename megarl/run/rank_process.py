@@ -31,6 +31,7 @@ from megarl.processes.exit_codes import (
     CurrentPhase,
     Failure,
     failure_of,
+    leave,
     to_record,
     write_exit,
 )
@@ -90,10 +91,6 @@ def run_rank(config: Config, env: Env, command: str) -> int:
         if watch is not None:
             watch.broadcast(failure)
         return failure.code
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError):  # for example if the disk is full or the terminal is closed
-                stream.flush()
     if env.is_main and not env.launched:
         write_exit(folder, DONE, world=env.world_size)
     return DONE
@@ -151,6 +148,4 @@ def redirect_output(log: Path) -> TextIO:
 
 
 if __name__ == "__main__":
-    code = main(*sys.argv[1:])
-    # skip destructors: that of a process group whose peers are gone can hang or abort
-    os._exit(code)
+    leave(main(*sys.argv[1:]))

@@ -100,6 +100,15 @@ def wait_for_steps(folder: Path, count: int) -> None:
         time.sleep(0.05)
 
 
+# In ranks, not in what they start: a library aborts as it is torn down.
+ABORTS = """
+import atexit, os, sys, threading
+if "megarl.cli" in sys.orig_argv and "RANK" in os.environ:
+    atexit.register(os.abort)
+    threading.Thread(target=lambda: (threading.main_thread().join(), os.abort()), daemon=True).start()
+"""
+
+
 def exit_file(folder: Path) -> dict[str, object]:
     return json.loads((folder / "exit.json").read_text())
 
@@ -119,11 +128,13 @@ def sums(folder: Path) -> list[str]:
 def test_sigterm_under_slurm_saves_requeues_and_resumes(tmp_path: Path) -> None:
     values = [*sums(tmp_path), "parallel.tensor=2"]
     assert run(tmp_path, "whole", values).returncode == 0
+    (tmp_path / "at_start").mkdir()
+    (tmp_path / "at_start/sitecustomize.py").write_text(ABORTS)
     for name, text in SLURM.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     env = child_env(
-        PATH=f"{tmp_path}:{os.environ['PATH']}", CLUSTER=str(tmp_path), PYTHON=sys.executable, PYTHONPATH=str(ROOT),
+        PATH=f"{tmp_path}:{os.environ['PATH']}", CLUSTER=str(tmp_path), PYTHON=sys.executable, PYTHONPATH=f"{ROOT}:{tmp_path}/at_start",
         SLURM_SUBMIT_DIR=str(ROOT), SLURM_JOB_ID=os.getpid(), SLURM_JOB_NODELIST="n[0-1]", SLURM_NNODES=2, NPROC=1,
         OMP_NUM_THREADS=1,
     )  # fmt: skip
@@ -151,6 +162,9 @@ def test_sigterm_under_slurm_saves_requeues_and_resumes(tmp_path: Path) -> None:
     (saved,) = (path.name for path in (tmp_path / "slurm" / "checkpoints").glob("step_*"))
     again = subprocess.run(batch, cwd=ROOT, env=env, capture_output=True, text=True)
     assert again.returncode == 0, again.stdout + again.stderr
+    assert exit_file(tmp_path / "slurm") == {"code": 0, "world": 2}
+    reports = [(tmp_path / name / "report.html").read_text() for name in ("whole", "slurm")]
+    assert reports[0].splitlines()[-1] == reports[1].splitlines()[-1], "it is complete"
     first = json.loads((tmp_path / "slurm" / "metrics.jsonl").read_text().splitlines()[0])["step"]
     print(f"{saved} saved, metrics from step {first}")
     assert 3 <= int(saved.removeprefix("step_")) < 20 and is_equal(tmp_path, "whole", "slurm")

@@ -149,18 +149,34 @@ def test_plan_needs_neither_torch_nor_weights(folder: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("is_launched", [True, False])
-def test_a_rank_of_torchrun_leaves_without_teardown(is_launched: bool) -> None:
-    program = "import atexit, megarl.cli as cli; atexit.register(print, 'teardown'); cli.main = lambda: 3; cli.run()"
-    ranks = (
-        {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        if is_launched
-        else {}
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, **ranks}, capture_output=True, text=True
-    )
-    assert (done.returncode, done.stdout) == (3, "" if is_launched else "teardown\n"), done.stderr
+# a library that aborts as it is torn down, by an exit handler and by a thread that waits for the end
+ABORTS = """
+import atexit, os, sys, threading
+import megarl.cli as cli
+atexit.register(os.abort)
+threading.Thread(target=lambda: (threading.main_thread().join(), os.abort()), daemon=True).start()
+def main():
+    print("last words " * 100)
+    print("on stderr " * 100, file=sys.stderr, end="")
+    return 3
+cli.main = main
+"""
+CLOSED = "os.close(1)\n"  # the terminal is gone: flushing fails
+
+
+@pytest.mark.parametrize("closed", ["", CLOSED])
+def test_a_rank_of_torchrun_leaves_without_teardown(closed: str) -> None:
+    """Its exit code is that of the run, and what it printed is complete."""
+    program = [sys.executable, "-c", f"{ABORTS}{closed}cli.run()"]
+    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    env = {**os.environ, **ranks, "PYTHONUNBUFFERED": ""}
+    done = subprocess.run(program, env=env, capture_output=True, text=True)
+    assert done.returncode == 3, done.stderr
+    assert done.stdout == ("" if closed else "last words " * 100 + "\n")
+    assert done.stderr == "on stderr " * 100
+    if not closed:
+        done = subprocess.run(program, env=os.environ, capture_output=True, text=True)
+        assert done.returncode == -signal.SIGABRT, "without a launcher, exit handlers run"
 
 
 def test_an_ignored_sigchld_is_reset(monkeypatch):
