@@ -36,6 +36,7 @@ from megarl.models.shape import ModelShape
 from megarl.models.shards import Table
 from megarl.models.weights import check_weights
 from megarl.platform.device import DTYPES, gpu_name, to_device
+from megarl.platform.env import set_env
 from megarl.trainer.bridged import Bridged
 from megarl.trainer.forward import LossSums, forward_backward, global_sums
 from megarl.trainer.fp8 import MULTIPLES, Emulation, megatron_settings
@@ -442,6 +443,8 @@ def _build_model(
         config = bridged.provider
     recompute(config, train.recompute, train.recompute_modules)
     vars(config).update(fusions(config, te_kernels() if use_te else frozenset()) | options)
+    if config.deterministic_mode:  # Transformer Engine reads a variable instead
+        set_env(NVTE_ALLOW_NONDETERMINISTIC_ALGO=0)
     if bridged is None:
         return build_model(shape, layout, config, use_te=use_te), None
     chunks = bridged.build()

@@ -27,6 +27,7 @@ from megarl.layout import Layout
 from megarl.layout import Parallel as Sizes
 from megarl.models.registry import read_model
 from megarl.parity.sublayers import record_outputs, trainer_sublayers
+from megarl.platform.env import set_env
 from megarl.trainer.fp8 import RECIPES, _Product, megatron_settings
 from megarl.trainer.parallel_groups import destroy_parallel
 from megarl.trainer.trainer import Trainer
@@ -397,11 +398,14 @@ OFFLOAD = ("gradients", "optimizer", "weights")
 
 
 def check_features(bench: Bench) -> dict[str, Any]:
-    """Recomputation, offload and LoRA with Transformer Engine's layers, against plain local ones."""
+    """Recomputation, deterministic mode, offload and LoRA with Transformer Engine's layers, against plain local ones."""
     found: dict[str, Any] = {}
     if bench.number == 0:
         for name, (model, train) in RECOMPUTED.items():
             found[f"recompute {name}"] = compare(bench, model, {}, te_train=train)
+        options = TE | {"deterministic_mode": True}
+        found["deterministic"] = compare(bench, "qwen3", {}, options=options)
+        set_env(NVTE_ALLOW_NONDETERMINISTIC_ALGO=None)  # other cases run in this process
         return found
 
     def offload(trainer: Trainer) -> None:

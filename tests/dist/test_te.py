@@ -177,6 +177,11 @@ def test_recomputation_and_offload_change_nothing(found: Found) -> None:
     assert features["recompute selective"]["calls"][attention] > plain[attention]
 
 
+def test_deterministic_mode_builds(found: Found) -> None:
+    """Transformer Engine demands a variable with it, which the trainer sets."""
+    agree("deterministic", found["features"][0]["deterministic"])
+
+
 def test_lora_is_that_of_the_local_layers(found: Found) -> None:
     cases = {name: case for name, case in found["features"][1].items() if name.startswith("lora")}
     assert len(cases) == 3
