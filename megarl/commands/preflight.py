@@ -5,9 +5,12 @@ trackers. Neither imports torch, except to load a tokenizer: always for a model 
 needed for a random model.
 """
 
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, cached_property
+from importlib.metadata import version
 from pathlib import Path
 
 from megarl.config.load import resolved_yaml
@@ -54,8 +57,9 @@ def preflight(config: Config, env: Env, *, command: str = "train", is_dry: bool 
     require(f"megarl {command}", "torch", "megatron.core", *engine)
     if config.launch.is_split:
         require("launch.topology=split", "ray")
-    if config.precision.fp8 and job.gpus:
-        require("precision.fp8", "transformer_engine")
+    uses_te = config.trainer.megatron_options.get("transformer_impl") != "local"
+    if job.gpus and uses_te and env.local_rank == 0:
+        check_transformer_engine()
     if folder is not None:
         if engine:
             check_architectures(folder)
@@ -76,6 +80,23 @@ def preflight(config: Config, env: Env, *, command: str = "train", is_dry: bool 
     if command == "train" and env.is_main:
         check_trackers(config.telemetry)
     return replace(job, warnings=(*job.warnings, *notes))
+
+
+def check_transformer_engine() -> None:
+    """Raises ValueError if Transformer Engine does not load; it must be built for this torch.
+
+    Imports it in another process, because an import may create a CUDA context.
+    """
+    require("training on a GPU", "transformer_engine")
+    command = [sys.executable, "-c", "import transformer_engine.pytorch"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = done.stderr.strip().split("\n")[-1]
+        raise ValueError(
+            f"Transformer Engine does not load beside torch {version('torch')}: {reason}; build "
+            "it for this torch: pip install --no-build-isolation --no-cache-dir --force-reinstall "
+            f"--no-deps transformer-engine-torch=={version('transformer-engine')}"
+        )
 
 
 def _is_config_alone(folder: Path) -> bool:

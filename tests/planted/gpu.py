@@ -7,6 +7,9 @@ DEVICES = "dist/test_devices.py"
 SYNCS = "unit/trainer/test_host_syncs.py::test_no_microbatch_waits_for_the_device"
 FUSIONS, LIBRARY = "unit/trainer/test_fusions.py", "unit/config/test_library_options.py"
 SINKS = "unit/trainer/test_layers.py::test_gradient_norms_count_the_sinks_of_all_tensor_ranks"
+ENGINE = (
+    "unit/commands/test_preflight.py::test_transformer_engine_built_for_another_torch_is_refused"
+)
 LAYERS = "unit/trainer/test_fusions.py::test_the_device_chooses_the_layers"
 
 GPU = [
@@ -24,6 +27,9 @@ GPU = [
         "contract/test_signatures.py::test_settings_of_every_family_are_fields",
     ),
     ("trainer/model.py", "parameter.tensor_model_parallel = True", "pass", SINKS),
+    ("commands/preflight.py", "    if done.returncode:\n", "    if done.returncode > 0:\n", ENGINE),
+    ("commands/preflight.py", "uses_te and env.local_rank == 0", "uses_te", ENGINE),
+    ("commands/preflight.py", "if job.gpus and uses_te", "if job.gpus", ENGINE),
     ("trainer/megatron_config.py", '"transformer_impl": default, **options', "**options", LAYERS),
     (
         "weights/sync/publish.py",

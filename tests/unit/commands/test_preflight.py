@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -166,3 +167,49 @@ def test_trackers_are_checked_for_the_runs_that_use_them(
         preflight(config, ALONE)
     assert preflight(config, ALONE, command="eval"), "it has no metrics"
     assert preflight(config, Env(rank=1, world_size=2), command="train"), "rank 0 writes"
+
+
+UNDEFINED = "transformer_engine_torch.so: undefined symbol: _ZN3c105ErrorC2E"
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("", None),
+        (f"raise ImportError({UNDEFINED!r})", f"ImportError: {UNDEFINED}"),
+        ("import os; os.abort()", ""),
+    ],
+)
+def test_transformer_engine_built_for_another_torch_is_refused(
+    task: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    source: str,
+    reason: str | None,
+) -> None:
+    """Before ranks start, by one process of a node, and only if its layers are used."""
+    monkeypatch.setattr("megarl.config.validate.count_gpus", lambda: 1)
+    with pytest.raises(ValueError, match="a GPU needs Transformer Engine: pip install megarl"):
+        preflight(made(task), ALONE)
+    package = tmp_path / "transformer_engine"
+    (package / "pytorch").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "pytorch/__init__.py").write_text(source)
+    metadata = tmp_path / "transformer_engine-2.20.2.dist-info/METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: transformer-engine\nVersion: 2.20.2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    local = {"transformer_impl": "local", "unsafe": True}
+    assert preflight(made(task, trainer={"megatron_options": local}), ALONE)
+    assert preflight(made(task), Env(rank=1, world_size=2, local_rank=1, local_world_size=2))
+    if reason is None:
+        assert preflight(made(task), ALONE)
+        return
+    with pytest.raises(ValueError, match="does not load beside torch") as refused:
+        preflight(made(task), ALONE)
+    assert f"torch {version('torch')}: {reason}; build it for this torch" in str(refused.value)
+    assert str(refused.value).endswith(
+        "--no-build-isolation --no-cache-dir --force-reinstall --no-deps "
+        "transformer-engine-torch==2.20.2"
+    )
