@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from megarl.commands.random_model import create_model
 from megarl.config.load import load_config
 from megarl.config.schema import Create
 from megarl.layout import Layout
-from megarl.models.registry import megatron_table, padded_vocab, read_model
+from megarl.models.registry import hf_shapes, megatron_table, padded_vocab, read_model
 from megarl.models.shards import slices_of
 from megarl.rewards.catalog import make_rewards
 from megarl.rewards.interface import ScoreRequest
@@ -143,15 +144,44 @@ def test_the_problems_of_the_code_reward_can_be_solved() -> None:
     assert [score.value for score in scores] == [1.0, 0.0] * len(rows)
 
 
-@pytest.mark.parametrize(
-    "file",
-    [
-        ROOT / "examples/math_8gpu/math_8gpu.yaml",
-        ROOT / "configs/gpu/qwen3_30b_a3b_8gpu.yaml",
-        ROOT / "configs/gpu/qwen3_235b_a22b_64gpu.yaml",
-    ],
-    ids=lambda file: file.stem,
-)
+LARGE = [
+    "examples/math_8gpu/math_8gpu.yaml",
+    "configs/gpu/qwen3_30b_a3b_8gpu.yaml",
+    "configs/gpu/qwen3_235b_a22b_64gpu.yaml",
+]
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_host_memory_of_the_page_is_that_of_the_configs(name: str) -> None:
+    """Per node: what is offloaded of 8 of the largest ranks; and once of each parameter, what a checkpoint has."""
+    config = load_config(ROOT / name, [])
+    assert config.model.path is not None and config.launch.processes is not None
+    shape = read_model(ROOT / "configs" / "models" / MODELS[config.model.path])
+    world = config.launch.processes
+    table = megatron_table(
+        shape, spec="te", padded_vocab=padded_vocab(shape.vocab, config.parallel.tensor)
+    )
+    offloaded = 0.0
+    for rank in range(world):
+        layout = Layout.of(config.parallel.sizes, world, rank)
+        slices = slices_of(table, shape, layout)
+        experts = sum(part.numel for part in slices if ".experts." in part.name)
+        others = sum(part.numel for part in slices) - experts
+        adam = 12 * (experts / layout.edp.size + others / (layout.dp.size * layout.cp.size))
+        weights = 2 * (experts + others) * ("weights" in config.train.offload)
+        offloaded = max(offloaded, 8 * (adam + weights) / 1e9)
+    total = sum(math.prod(size) for size in hf_shapes(shape).values())
+    copied = (2 + 4 + 4 + 4) * total / (world / 8) / 1e9  # weights, fp32 weights, two moments
+    page = (ROOT / "docs/guides/large_models.md").read_text()
+    row = re.search(rf"^\| `{name}` \| (\d+) \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
+    assert row
+    written = [int(number) for number in row.groups()]
+    # sums are of rounded numbers, as in the configs
+    assert written[:2] == pytest.approx([offloaded, copied], rel=0.003), (offloaded, copied)
+    assert written[0] + written[1] == written[2]
+
+
+@pytest.mark.parametrize("file", [ROOT / name for name in LARGE], ids=lambda file: file.stem)
 def test_memory_of_the_comment_adds_up(file: Path) -> None:
     config, text = load_config(file, []), file.read_text()
     assert config.model.path is not None
