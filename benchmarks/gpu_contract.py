@@ -10,8 +10,8 @@ engine    vLLM's CUDA model on meta, as on an H100, first and last tensor rank o
 Large models keep their widths and lose layers. It needs gcc and, in Python 3.12, the packages pinned in pyproject.toml
 (9.4 GB; Transformer Engine's compiled part for torch, which is built against CUDA, is replaced by a stub):
 
-    python3.12 -m venv gpu && gpu/bin/pip install torch==2.14.0 vllm==0.33.0 megatron-core==0.19.2 \\
-        transformer-engine==2.20.2 transformer-engine-cu13==2.20.2 onnxscript nvdlfw-inspect
+    python3.12 -m venv gpu && gpu/bin/pip install -c docker/constraints-gpu.txt torch vllm megatron-core \\
+        transformer-engine transformer-engine-cu13 onnxscript nvdlfw-inspect
     gpu/bin/pip install -e . && gpu/bin/python -m benchmarks.gpu_contract
 
 With --megatron DIR, the unpacked wheel of another Megatron-Core, the trainer is built with that one too.

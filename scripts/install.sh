@@ -21,8 +21,9 @@ fi
 say() { echo "[install $((SECONDS))s] $*"; }
 fail() { echo "[install] $1" >&2; echo "[install] what to do: $2" >&2; exit 1; }
 
-# Python 3.12 first: Megatron-Core 0.19, and on a GPU the pinned Transformer Engine, need it; 3.11 has 0.16
+# Python 3.12 first: Megatron-Core 0.19 needs it; 3.11 has 0.16, on a CPU only
 versions="python3.12 python3.11 python3.13"
+if [ "$extra" = gpu ]; then versions="python3.12 python3.13 python3.11"; fi
 find_python() { # the first interpreter that runs; a command may exist but fail to start
   local name
   for name in ${MEGARL_PYTHON:-} $versions python3; do
@@ -33,10 +34,17 @@ find_python() { # the first interpreter that runs; a command may exist but fail 
   return 1
 }
 python=$(find_python) || fail "no Python 3.11 to 3.13 with venv found" \
-  "install python3.11 and python3.11-venv, or set MEGARL_PYTHON to an interpreter"
+  "install python3.12 and python3.12-venv, or set MEGARL_PYTHON to an interpreter"
+if [ "$extra" = gpu ] && ! "$python" -c 'import sys; raise SystemExit(sys.version_info < (3, 12))'; then
+  fail "$("$python" --version) on a machine with a GPU: the pinned Megatron-Core and Transformer Engine need Python 3.12" \
+    "install python3.12 and python3.12-venv, or set MEGARL_PYTHON to its path; scripts/install.sh --cpu installs the CPU build"
+fi
 
 stamp=".venv/.megarl" # what is installed: cpu or gpu, with or without test tools, from which files
-state="$("$python" --version) $(cat pyproject.toml scripts/install.sh | cksum)"
+constraints="docker/constraints-gpu.txt"
+sources=(pyproject.toml scripts/install.sh)
+if [ "$extra" = gpu ]; then sources+=("$constraints"); fi
+state="$("$python" --version) $(cat "${sources[@]}" | cksum)"
 installed=$(cat "$stamp" 2>/dev/null || true)
 if [ "$installed" = "$extra$dev $state" ] || [ "$installed" = "$extra,dev $state" ]; then
   say ".venv is up to date ($extra$dev)"
@@ -90,18 +98,22 @@ install_gpu() {
   .venv/bin/python -c 'import pathlib, sysconfig; assert (pathlib.Path(sysconfig.get_path("include")) / "Python.h").is_file()' 2>/dev/null ||
     fail "no Python.h, which Triton and Transformer Engine need" "install the headers of $python (${python}-dev), or use docker/Dockerfile"
   say "torch and vLLM for CUDA"
-  local packages=(torch==2.14.0 vllm==0.33.0 setuptools wheel ninja)
+  local packages=(torch vllm setuptools wheel ninja) # versions: $constraints
+  install_pinned() { install --constraint "$constraints" "$@"; }
   # vLLM 0.33 asks for the certifi of its day, which mirrors may lack; any certifi will do
-  install_any_certifi() { uv_install --override .venv/overrides.txt "$@"; }
-  local with=install
-  if ! install "${packages[@]}"; then
+  install_any_certifi() { uv_install --override .venv/overrides.txt --constraint .venv/constraints.txt "$@"; }
+  local with=install_pinned
+  if ! $with "${packages[@]}"; then
     say "retrying with any version of certifi"
     with=install_any_certifi
     echo certifi >.venv/overrides.txt
+    grep -v "^certifi==" "$constraints" >.venv/constraints.txt
     install uv && $with "${packages[@]}" || explain "torch or vLLM cannot be installed" "$online"
   fi
   say "Megatron-Core and Transformer Engine, whose PyTorch extension is compiled here (takes many minutes)"
-  $with --no-build-isolation -e ".[gpu$dev]" ||
+  # Without isolation, it is compiled for the torch just installed, with the headers of torch's CUDA packages. In a
+  # container of NGC, it would otherwise look for a build for the container's torch.
+  NVIDIA_PRODUCT_NAME="" NVTE_FRAMEWORK=pytorch NVTE_BUILD_USE_NVIDIA_WHEELS=1 $with --no-build-isolation -e ".[gpu$dev]" ||
     explain "Transformer Engine cannot be built" "use docker/Dockerfile, which includes it, or run on the CPU: scripts/quickstart.sh --cpu"
 }
 
@@ -112,5 +124,10 @@ imports="megarl.cli, torch"
 if [ "$extra" = cpu ]; then imports+=", megarl.stages.rl, vllm.entrypoints.llm, vllm.v1.worker.cpu_worker"; fi
 env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -c "import $imports" >>"$log" 2>&1 ||
   explain "megarl does not start" "delete .venv and run this again"
+if [ "$extra" = gpu ]; then
+  say "importing CUDA's vLLM, Megatron-Core and Transformer Engine"
+  env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m benchmarks.gpu_packages --import >>"$log" 2>&1 ||
+    explain "the GPU packages do not work together" "delete .venv and run this again; see docs/install.md"
+fi
 echo "$extra$dev $state" >"$stamp"
 say "done"

@@ -43,7 +43,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = Path(__file__).with_name("signatures.json")
-PYTHONS = ("3.11", "3.12")
+EXTRAS = {"3.11": ("cpu", "ray"), "3.12": ("gpu", "ray")}  # Python -> what is installed with it
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux2014_x86_64", "manylinux_2_24_x86_64", "any")
 
 
@@ -367,16 +367,16 @@ def _from_torch(name: str) -> object:
 
 
 def pins(text: str) -> list[tuple[Requirement, str]]:
-    """The requirements of the extras `gpu` and `ray` for each Python version, of packages that megarl may import."""
+    """The requirements of EXTRAS for each Python version, of packages that megarl may import."""
     extras = tomllib.loads(text)["project"]["optional-dependencies"]
-    requirements = [Requirement(line) for line in (*extras["gpu"], *extras["ray"])]
-    return [
-        (requirement, python)
-        for requirement in requirements
-        for python in PYTHONS
-        if requirement.name in PROVIDES
-        and (requirement.marker is None or requirement.marker.evaluate({"python_version": python}))
-    ]
+    found = []
+    for python, names in EXTRAS.items():
+        for requirement in (Requirement(line) for name in names for line in extras[name]):
+            marker = requirement.marker
+            applies = marker is None or marker.evaluate({"python_version": python})
+            if requirement.name in PROVIDES and applies:
+                found.append((requirement, python))
+    return found
 
 
 def download(requirement: Requirement, python: str, folder: Path) -> Path:
