@@ -115,4 +115,5 @@ class GpuMonitor:
             for device in self._devices:
                 for name, read in self._quantities.items():
                     with suppress(self._nvml.NVMLError):  # not supported, or the GPU is lost
-                        self._readings[name].append(read(device))
+                        value = read(device)
+                        self._readings[name].append(value)

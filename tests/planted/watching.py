@@ -47,6 +47,13 @@ WATCHING = [
         "fmean(values)",
         f"{TELEMETRY}::test_every_node_has_a_timeline_and_its_gpus_are_counted",
     ),
+    (  # a quantity that no GPU reports would have a list without readings
+        "telemetry/gpus.py",
+        "                        value = read(device)\n"
+        "                        self._readings[name].append(value)\n",
+        "                        self._readings[name].append(read(device))\n",
+        "unit/telemetry/test_gpus.py::test_what_no_gpu_reports_is_left_out",
+    ),
     (
         "telemetry/curves.py",
         "if index + 3 >= len(others):",

@@ -72,6 +72,12 @@ def test_two_gpus(library: Path) -> None:
     assert second.keys() == first.keys() and "shutdown" in stderr
 
 
+def test_what_no_gpu_reports_is_left_out(library: Path) -> None:
+    (first, _), _ = read(library, "bbb")
+    assert first["gpu/memory_gb/mean"] == first["gpu/memory_gb/max"] == 30.0
+    assert not [key for key in first if "ecc" in key]
+
+
 def test_without_a_gpu_or_a_driver_there_is_nothing(library: Path, tmp_path: Path) -> None:
     assert read(library, "ccc") == (None, "")
     assert read(library) == (None, "")
