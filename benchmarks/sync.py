@@ -30,6 +30,7 @@ from megarl.models.registry import hf_shapes, megatron_table, parse_model
 from megarl.models.shape import ModelShape
 from megarl.models.shards import ShardSlice, slices_of
 from megarl.weights.sync import execute
+from megarl.weights.sync.copies import copy_all
 from megarl.weights.sync.publish import Publisher, WeightFormat, WeightSender, plan_slices
 from megarl.weights.sync.transports import Transport
 from megarl.weights.sync.transports.collective import Collective
@@ -90,9 +91,9 @@ class Memory(execute.MemoryReceiver):
         self.begun.append(check_placement)
 
 
-def copy_unchecked(part: Tensor, into: Tensor) -> Tensor:
-    into.copy_(part)
-    return torch.zeros((), dtype=torch.int64)
+def copy_unchecked(flat: Tensor, parts: list[Tensor], into: list[Tensor]) -> Tensor:
+    copy_all(into, parts)
+    return torch.zeros((), dtype=torch.bool)
 
 
 def room_for(slices: Sequence[ShardSlice], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -160,7 +161,7 @@ def _rank(
     shapes = hf_shapes(shape)
     trainer, tensor = (TRAINER, ENGINE) if world > 1 else (Parallel(), 1)
     if not is_checked:
-        execute.checksum = lambda flat: torch.zeros((), dtype=torch.int64)
+        execute.checksums = lambda flats: torch.zeros(len(flats), dtype=torch.int64)
         execute.copy_and_verify = copy_unchecked
     sources = [slices_of_rank(shape, trainer, world, r) for r in range(world)]
     generator = torch.Generator().manual_seed(0)

@@ -28,9 +28,9 @@ FREE = """
     eval.every eval.size eval.temperature checkpoint telemetry
     checks model.trust_remote_code
     parallel launch sync rollout.tensor rollout.expert rollout.replicas moe.dispatcher
-    train.max_tokens_per_microbatch train.logprob_chunk train.recompute train.recompute_modules
-    train.offload train.optimizer_cpu_offload rollout.gpu_memory_utilization
-    rollout.cpu_kv_cache_gb rollout.enforce_eager rollout.sleep_level
+    train.max_tokens_per_microbatch train.max_tokens_per_logprob_batch train.logprob_chunk
+    train.recompute train.recompute_modules train.offload train.optimizer_cpu_offload
+    rollout.gpu_memory_utilization rollout.cpu_kv_cache_gb rollout.enforce_eager rollout.sleep_level
 """
 
 

@@ -38,6 +38,10 @@ class Train(Section):
     """Maximum norm of the gradient; 0: no clipping."""
     max_tokens_per_microbatch: PositiveInt = 16384
     """Maximum number of tokens in a micro-batch; a longer row forms its own micro-batch."""
+    max_tokens_per_logprob_batch: PositiveInt | None = None
+    """Maximum number of tokens in a micro-batch of passes without gradients: log-probs, values and
+    scores. null: `max_tokens_per_microbatch`. Larger ones are faster, keep no activations, and
+    change log-probs by rounding only; they give a pipeline fewer micro-batches to overlap."""
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Dtype of weights and activations in trainer and engine; main weights and moments are fp32."""
     logprob_chunk: PositiveInt = 1024
@@ -67,7 +71,21 @@ def check_train(config: Config, shape: ModelShape, gpus: int) -> None:
     betas = list(train.betas)
     offloads = train.optimizer_cpu_offload
     context = config.parallel.context
+    tokens = train.max_tokens_per_logprob_batch
+    recipe = config.precision.recipe
     refuse(
+        (
+            tokens and tokens < train.max_tokens_per_microbatch,
+            f"train.max_tokens_per_logprob_batch={tokens} is below train.max_tokens_per_microbatch="
+            f"{train.max_tokens_per_microbatch}, although a pass without gradients needs less "
+            "memory; raise it, or set it to null",
+        ),
+        (
+            tokens and recipe in ("tensorwise", "delayed"),
+            f"train.max_tokens_per_logprob_batch={tokens} would change log-probs: "
+            f"precision.fp8.recipe={recipe} scales a micro-batch as a whole; set the first to "
+            "null, or the recipe to blockwise",
+        ),
         (
             train.updates_per_step > train.prompts_per_step,
             f"train.updates_per_step={train.updates_per_step} exceeds "

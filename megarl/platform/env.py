@@ -256,6 +256,22 @@ def count_gpus() -> int:
     )
 
 
+def compute_capability() -> tuple[int, int]:
+    """Returns that of the node's first GPU, without creating a CUDA context; (0, 0) if NVML or
+    nvidia-ml-py is missing.
+    """
+    try:
+        import pynvml
+    except ImportError:
+        return (0, 0)
+    with suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        first = pynvml.nvmlDeviceGetHandleByIndex(0)
+        major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(first)
+        return (major, minor)
+    return (0, 0)
+
+
 def has_bf16_products(cpuinfo: str = "/proc/cpuinfo") -> bool:
     """Returns True if the CPU has instructions for bf16 products, or if that is unknown."""
     with suppress(OSError):

@@ -24,7 +24,15 @@ from megarl.config.run_dir import prepare_run_dir
 from megarl.config.schema import Config
 from megarl.config.stages import program
 from megarl.jail.jailed import die_with
-from megarl.platform.env import LOOPBACK, Env, clean_logs, get_env, log_text, set_env
+from megarl.platform.env import (
+    LOOPBACK,
+    Env,
+    clean_logs,
+    compute_capability,
+    get_env,
+    log_text,
+    set_env,
+)
 from megarl.processes.exit_codes import (
     DONE,
     STOPPED,
@@ -36,6 +44,8 @@ from megarl.processes.exit_codes import (
     write_exit,
 )
 from megarl.processes.heartbeat import FailureWatch, Slots
+
+BLACKWELL = (10, 0)  # compute capability
 
 
 def main(config_path: str, command: str = "train") -> int:
@@ -64,6 +74,7 @@ def run_rank(config: Config, env: Env, command: str) -> int:
     faulthandler.enable()
     clean_logs()
     _set_variables(env)
+    set_env(**trainer_variables(config))
     say = partial(print, "megarl:", file=terminal)
     note_exit = partial(_note_exit, folder, env)
     watch = None
@@ -104,12 +115,24 @@ def _set_variables(env: Env) -> None:
         TOKENIZERS_PARALLELISM="false",
         # entries of torch's flight recorder of collectives
         TORCH_FR_BUFFER_SIZE=get_env("TORCH_FR_BUFFER_SIZE", "256"),
-        # run kernels in launch order, which Megatron's overlap of communication and computation
-        # requires
-        CUDA_DEVICE_MAX_CONNECTIONS=get_env("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
     )
     if env.world_size == env.local_world_size:
         set_env(**LOOPBACK)
+
+
+def trainer_variables(config: Config) -> dict[str, str | None]:
+    """Returns the variables of a process that trains, to be set before it uses a GPU.
+
+    With tensor or context parallelism on GPUs before Blackwell, Megatron's overlap of communication
+    and computation needs kernels to run in the order of their launch (Megatron-LM 0.19,
+    training/arguments.py). CUDA reads the variable once per process, so a colocated engine gets it
+    too. A value that the user has set stays.
+    """
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    parallel = config.parallel
+    if max(parallel.tensor, parallel.context) == 1 or compute_capability() >= BLACKWELL:
+        return {}
+    return {name: get_env(name, "1")}
 
 
 def _run(config: Config, env: Env, phase: CurrentPhase, command: str) -> None:

@@ -29,7 +29,7 @@ from megarl.config.schema import Config
 from megarl.platform.env import LOOPBACK, Env, get_env, log_text, set_env
 from megarl.processes.children import Children
 from megarl.processes.exit_codes import DEFECT, REFUSED, Failure, failure_of, first_failure
-from megarl.run.rank_process import redirect_output
+from megarl.run.rank_process import redirect_output, trainer_variables
 from megarl.split.proxy import Proxy
 from megarl.split.ray_cluster import Cluster
 from megarl.split.stopped_processes import Watch
@@ -83,6 +83,7 @@ class _Actor:
 class RankActor(_Actor):
     def start(self, config: Config, env: Env, store: str, name: str) -> Outcome:
         try:
+            set_env(**trainer_variables(config))
             from megarl.split.trainer_rank import TrainerRank
 
             self._number = env.rank

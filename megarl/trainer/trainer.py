@@ -320,11 +320,12 @@ class Trainer:
 
     def _rows(self, batch: TokenBatch) -> RowsByRank:
         """Returns the rows of each micro-batch of each data-parallel rank, for a forward pass."""
+        train = self.train
         (ranks,) = plan_rows(
             batch.lengths_N.tolist(),
             dp=self.layout.dp.size,
             updates=1,
-            max_tokens=self.train.max_tokens_per_microbatch,
+            max_tokens=train.max_tokens_per_logprob_batch or train.max_tokens_per_microbatch,
             multiple=microbatch_multiple(self.layout),
         )
         return ranks

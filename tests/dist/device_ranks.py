@@ -30,7 +30,7 @@ from megarl.models.shards import ShardSlice, slices_of
 from megarl.rollout.exchange import Exchange
 from megarl.types import Prompt, Request, Sample
 from megarl.weights.plan.plan import plan_transfers
-from megarl.weights.sync.checksum import copy_and_verify
+from megarl.weights.sync.copies import copy_and_verify
 from megarl.weights.sync.execute import split_message, strided_view
 from megarl.weights.sync.publish import Publisher, WeightFormat, WeightSender
 from megarl.weights.sync.transports.collective import Collective
@@ -59,12 +59,13 @@ class DeviceMemory(Memory):
         )
 
     def write(self, message, flat):
-        wrong = torch.zeros((), dtype=torch.int64, device=flat.device)
+        parts, views = [], []
         for transfer, part in split_message(message, flat):
             into = transfer.destination
-            wrong += copy_and_verify(part, strided_view(self.memory[into.param], into, flat.dtype))
+            parts.append(part)
+            views.append(strided_view(self.memory[into.param], into, flat.dtype))
             self.loaded[into.name] += into.numel
-        return wrong
+        return copy_and_verify(flat, parts, views)
 
 
 class Staged(Publisher):

@@ -17,7 +17,8 @@ from megarl.models.shards import ShardSlice, slices_of
 from megarl.rollout.sampling import check_new, check_running, unsampled
 from megarl.run.context import RankContext
 from megarl.types import Request, Sample, SampleKey
-from megarl.weights.sync.checksum import copy_and_verify, positional_checksum
+from megarl.weights.sync.checksum import positional_checksum
+from megarl.weights.sync.copies import copy_and_verify
 from megarl.weights.sync.execute import split_message
 
 
@@ -35,11 +36,12 @@ class Receiver:
         self.abort()
 
     def write(self, message: Any, flat: Tensor) -> Tensor:
-        wrong = torch.zeros((), dtype=torch.int64)
+        parts, views = [], []
         for transfer, part in split_message(message, flat):
-            wrong += copy_and_verify(part, self.view(transfer.destination))
+            parts.append(part)
+            views.append(self.view(transfer.destination))
             self.loaded[transfer.destination.name] += part.numel()
-        return wrong
+        return copy_and_verify(flat, parts, views)
 
     def view(self, part: ShardSlice) -> Tensor:
         ends = zip(part.start, part.shape, strict=True)

@@ -30,7 +30,7 @@ FP8 = [
         "            if rank >= 0:\n",
         SENT,
     ),
-    ("weights/sync/execute.py", "None if transfer.is_relay", "None if not transfer.is_relay", SENT),
+    ("weights/sync/execute.py", " and not transfer.is_relay", " and transfer.is_relay", SENT),
     (
         "models/shards.py",
         "any(count * bits % unit for count in (first, size, part.offset, *strides))",

@@ -4,6 +4,9 @@ LAYOUT = "unit/test_layout.py"
 SHARDS = "unit/models/test_shards.py"
 ENGINE = "unit/models/test_engine.py"
 CHECKSUM = "unit/weights/test_checksum.py"
+COPIES = "unit/weights/test_copies.py"
+DEVICES = "dist/test_devices.py"
+TRANSPORTS = "dist/test_transports.py"
 PLAN = "unit/weights/test_plan.py"
 COST = "unit/weights/test_weight_sync.py"
 KINDS = "unit/trainer/test_layer_kinds.py"
@@ -79,27 +82,99 @@ MODELS = [
     ),
     (
         "weights/sync/execute.py",
-        "split_message(message, flat.to(CPU))",
-        "split_message(message, flat)",
+        "flat = flat.to(CPU)",
+        "pass",
         "unit/checkpoint/test_hf.py::test_parameters_on_another_device_are_exported_from_there",
     ),
     (
         "weights/sync/checksum.py",
-        "_weigh_halves(columns, 1) + data.numel()",
-        "_weigh_halves(columns, 1)",
+        "    torch._foreach_add_(result.unbind(), list(map(len, data)))\n",
+        "",
         f"{CHECKSUM}::test_length_counts",
     ),
     (
         "weights/sync/checksum.py",
-        "return (halves * _weights_at(0, halves.numel(), table, sums.device)).sum()",
-        "return halves.sum()",
-        f"{CHECKSUM}::test_moved_slices",
+        "running = (_halves(torch.cat(rows)) * weights)",
+        "running = _halves(torch.cat(rows))",
+        f"{CHECKSUM}::test_the_checksum_of_a_known_message",
+    ),
+    (
+        "weights/sync/copies.py",
+        "    return not np.array_equal(_integers(read).numpy(), _integers(part).numpy())",
+        "    return False",
+        f"{COPIES}::test_memory_that_does_not_keep_what_is_written_is_seen",
+    ),
+    (  # a batch compared with itself
+        "weights/sync/copies.py",
+        "copy_all(back, into[batch])",
+        "copy_all(back, parts[batch])",
+        f"{COPIES}::test_one_piece_among_many_that_overwrites_another_is_seen",
+    ),
+    (
+        "weights/sync/copies.py",
+        "(_integers(read) != _integers(region))",
+        "(_integers(read) != _integers(read))",
+        f"{COPIES}::test_memory_that_does_not_keep_what_is_written_is_seen",
+    ),
+    (  # only the last batch counts
+        "weights/sync/copies.py",
+        "return reduce(torch.logical_or, wrong)",
+        "return wrong[-1]",
+        f"{COPIES}::test_one_piece_among_many_that_overwrites_another_is_seen",
+    ),
+    (  # the last piece of a batch is skipped
+        "weights/sync/copies.py",
+        "    yield slice(first, len(pieces))",
+        "    yield slice(first, len(pieces) - 1)",
+        f"{COPIES}::test_pieces_are_copied_whatever_their_strides_and_dtypes",
+    ),
+    (
+        "weights/sync/copies.py",
+        "            first = number\n",
+        "            first = number + 1\n",
+        f"{COPIES}::test_every_piece_of_a_message_arrives_in_its_place",
+    ),
+    (  # transposed pieces
+        "weights/sync/copies.py",
+        "piece.dtype, target.is_contiguous(), rest",
+        "piece.dtype, True, rest",
+        f"{COPIES}::test_every_piece_of_a_message_arrives_in_its_place",
+    ),
+    (  # columns of other widths, which only other devices than a CPU join
+        "weights/sync/copies.py",
+        "else piece.shape[1:]",
+        "else ()",
+        DEVICES,
     ),
     (
         "weights/sync/checksum.py",
-        "    return not np.array_equal(_integers(read).numpy(), _integers(part).numpy())",
-        "    return False",
-        f"{CHECKSUM}::test_memory_that_is_written_twice_is_seen",
+        "running[end - 1] for end",
+        "running[end - 2] for end",
+        f"{CHECKSUM}::test_the_checksum_of_a_known_message",
+    ),
+    (  # messages that are summed together share the sums of their rows
+        "weights/sync/checksum.py",
+        "totals.diff(prepend=totals.new_zeros(1))",
+        "totals",
+        f"{CHECKSUM}::test_messages_that_are_summed_together_have_their_own_checksums",
+    ),
+    (
+        "weights/sync/checksum.py",
+        "zip(tails.view(torch.uint8), rests, strict=True)], rests",
+        "zip(tails.view(torch.uint8), rests, strict=True)], [x * 0 for x in rests]",
+        f"{CHECKSUM}::test_one_bit_anywhere",
+    ),
+    (
+        "weights/sync/execute.py",
+        "            add_checksums(sums[1], incoming)\n",
+        "            add_checksums(sums[1], incoming[:1])\n",
+        DEVICES,
+    ),
+    (
+        "weights/sync/execute.py",
+        "            add_checksums(sums[1], incoming)\n",
+        "            sums[1] = sums[0]\n",
+        TRANSPORTS,
     ),
     (
         "weights/sync/checksum.py",

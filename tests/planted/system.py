@@ -9,6 +9,7 @@ GPUS = "unit/telemetry/test_gpus.py"
 TOLERANCE = "unit/telemetry/test_tolerance.py"
 REPORT = "unit/telemetry/test_report.py"
 STATE = "unit/checkpoint/test_state.py"
+VARIABLES = "unit/run/test_rank_process.py"
 SPAWN = "unit/processes/test_spawn.py"
 CONFIGS = "unit/config/test_run_dir.py"
 EVALUATION = "unit/stages/test_evaluation.py"
@@ -310,9 +311,22 @@ SYSTEM = [
     ("run/rank_process.py", "set_env(**LOOPBACK)", "pass", f"{SPAWN}::test_done"),
     (
         "run/rank_process.py",
-        "CUDA_DEVICE_MAX_CONNECTIONS=get_env(",
-        "_=get_env(",
+        "max(parallel.tensor, parallel.context) == 1",
+        "parallel.tensor == 1",
+        VARIABLES,
+    ),
+    ("run/rank_process.py", "compute_capability() >= BLACKWELL", "False", VARIABLES),
+    (
+        "run/rank_process.py",
+        "max(parallel.tensor, parallel.context) == 1",
+        "False",
         f"{SPAWN}::test_done",
+    ),
+    (
+        "split/ray_actors.py",
+        "            set_env(**trainer_variables(config))\n",
+        "",
+        "unit/split/test_engines.py::test_only_ranks_that_train_run_kernels_in_launch_order",
     ),
     (
         "run/rank_process.py",

@@ -12,6 +12,18 @@ RANKS = "dist/test_trainer.py"
 
 TRAINER = [
     (
+        "trainer/trainer.py",
+        "max_tokens=train.max_tokens_per_logprob_batch or train.max_tokens_per_microbatch,",
+        "max_tokens=train.max_tokens_per_microbatch,",
+        f"{LEARNER}::test_passes_without_gradients_may_have_larger_micro_batches",
+    ),
+    (
+        "trainer/trainer.py",
+        "max_tokens=train.max_tokens_per_logprob_batch or train.max_tokens_per_microbatch,",
+        "max_tokens=train.max_tokens_per_logprob_batch or 2 * train.max_tokens_per_microbatch,",
+        f"{LEARNER}::test_passes_without_gradients_may_have_larger_micro_batches",
+    ),
+    (
         "algorithms/objective.py",
         "advantages_M - algorithm.distill_coef * log_ratio_M",
         "advantages_M + algorithm.distill_coef * log_ratio_M",

@@ -32,7 +32,8 @@ from megarl.rollout.vllm.loader_trace import (
 from megarl.types import CheckFailed
 from megarl.weights.encode.quantize import DTYPES
 from megarl.weights.plan.plan import Message
-from megarl.weights.sync.checksum import copy_and_verify, positional_checksum
+from megarl.weights.sync.checksum import positional_checksum
+from megarl.weights.sync.copies import copy_and_verify
 from megarl.weights.sync.execute import split_message, strided_view
 from megarl.weights.sync.publish import WeightFormat
 
@@ -84,19 +85,25 @@ class LayerReceiver:
     @torch.no_grad()
     def write(self, message: Message, flat: Tensor) -> Tensor:
         assert self.state == "writing", f"write() in state {self.state}"
-        wrong = torch.zeros((), dtype=torch.int64, device=flat.device)
+        modules = {}
+        parts = []
+        views = []
         for transfer, part in split_message(message, flat):
             into = transfer.destination
             module = module_of(into.param)
+            modules[module] = None
             if not self._is_open(self._modules[module]):
                 self._open(module)
-            # read back before the layer closes: packed bytes cannot be compared
             view = self._view(into)
             if view.dtype != part.dtype:
                 part = part.view(self._weights.dtype)
-            wrong += copy_and_verify(part, view)
+            parts.append(part)
+            views.append(view)
             self._loaded[into.name] += into.numel
             self._left[module] -= into.numel
+        # read back before layers close: packed bytes cannot be compared
+        wrong = copy_and_verify(flat, parts, views)
+        for module in modules:
             if not self._left[module]:
                 self._close(module)
         return wrong

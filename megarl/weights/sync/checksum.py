@@ -5,18 +5,20 @@ Plain integer sums and xor miss swapped slices, a typical resharding bug. These 
 cryptographic."""
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
+from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megarl.weights.sync.copies import copy_all
+
 ROW = 1 << 10  # 64-bit words per row
+ROW_BYTES = 8 * ROW
 ROWS = 1 << 5  # rows summed along both dims while they are in a CPU core's cache: 256 KiB
 STRIP_WORDS = 1 << 23  # 32-bit words that a GPU converts to int64 at once
-STRIP_BYTES = 1 << 18
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(flat: Tensor) -> Tensor:
@@ -24,51 +26,46 @@ def checksum(flat: Tensor) -> Tensor:
     words form rows of 1024; each half of a row's or column's sum mod 2^64 is multiplied by a fixed
     random 64-bit weight. Changed, moved or swapped words are detected unless four or more cancel
     out in rows and columns."""
-    data = flat.contiguous().view(torch.uint8)
-    whole = data.numel() - data.numel() % (8 * ROW)
-    # zero words add nothing; the length is added at the end
-    tail = pad(data[whole:], (0, -data.numel() % (8 * ROW)))
+    return checksums([flat])[0]
+
+
+def checksums(flats: Sequence[Tensor]) -> Tensor:
+    """Returns the `checksum` of each message, [messages] int64. Only the sums of whole rows take
+    kernels of their own for each message on a GPU."""
+    data = [flat.contiguous().view(torch.uint8) for flat in flats]
+    device = data[0].device
+    wholes = [x[: x.numel() // ROW_BYTES * ROW_BYTES] for x in data]  # whole rows
+    rests = [x[len(whole) :] for x, whole in zip(data, wholes, strict=True)]
+    # zeros after the rest of a message add nothing, as the length is added below
+    tails = torch.zeros(len(data), ROW, dtype=torch.int64, device=device)
+    copy_all(
+        [tail[: len(x)] for tail, x in zip(tails.view(torch.uint8), rests, strict=True)], rests
+    )
     rows = []
-    columns = torch.zeros(ROW, dtype=torch.int64, device=flat.device)
-    for part in (data[:whole], tail):
-        words = part.view(torch.int64).view(-1, ROW)
-        strips = (words,)
-        if flat.device.type == "cpu":
-            strips = words.split(ROWS)
-        for strip in strips:
+    columns = []
+    counts = []  # halves of rows
+    for whole, tail in zip(wholes, tails.sum(1).split(1), strict=True):
+        words = whole.view(torch.int64).view(-1, ROW)
+        sums = []
+        for strip in words.split(ROWS) if device.type == "cpu" else (words,):
             rows.append(strip.sum(1))
-            columns += strip.sum(0)
-    return _weigh_halves(torch.cat(rows), 0) + _weigh_halves(columns, 1) + data.numel()
+            sums.append(strip.sum(0))
+        rows.append(tail)
+        columns.append(reduce(torch.add, sums))
+        counts.append(2 * len(words) + 2)
+    weights = torch.cat([_weights_at(0, count, 0, device) for count in counts])
+    running = (_halves(torch.cat(rows)) * weights).cumsum(0)
+    totals = torch.stack([running[end - 1] for end in accumulate(counts)])
+    column_sums = _halves(torch.stack(columns) + tails) * _weights_at(0, 2 * ROW, 1, device)
+    result = totals.diff(prepend=totals.new_zeros(1)) + column_sums.sum(1)
+    torch._foreach_add_(result.unbind(), list(map(len, data)))
+    return result
 
 
-def _weigh_halves(sums: Tensor, table: int) -> Tensor:
-    """Returns the weighted sum (int64 scalar) of the 32-bit halves of `sums` [n] int64. Weighting
-    whole sums would hide a top bit that is flipped in two of them."""
-    halves = sums.view(torch.int32).to(torch.int64)
-    return (halves * _weights_at(0, halves.numel(), table, sums.device)).sum()
-
-
-def copy_and_verify(part: Tensor, into: Tensor) -> Tensor:
-    """Copies `part` into `into`, of the same shape. Returns (int64 scalar) 1 if any bit reads back
-    differently, else 0. If `into` has a wider dtype (a router that the engine keeps in fp32), it is
-    read back in the dtype of `part`. A CPU compares while the data is in its cache; a GPU is not
-    synchronized."""
-    if part.device.type == "cpu" and part.dim() and part.numel():
-        lines = max(1, STRIP_BYTES * part.shape[0] // part.nbytes)
-        return torch.tensor(sum(map(_write_strip, part.split(lines), into.split(lines))))
-    read = into.copy_(part).to(part.dtype)
-    return (_integers(read) != _integers(part)).any().to(torch.int64)
-
-
-def _write_strip(part: Tensor, into: Tensor) -> bool:
-    read = into.copy_(part).to(part.dtype)
-    # faster than torch.equal
-    return not np.array_equal(_integers(read).numpy(), _integers(part).numpy())
-
-
-def _integers(x: Tensor) -> Tensor:
-    """Returns the bits of `x` as integers: NaN equals NaN, and -0 differs from 0."""
-    return x.view(INTEGERS[x.element_size()])
+def _halves(sums: Tensor) -> Tensor:
+    """Returns the 32-bit halves of `sums` [..., n] int64 as int64 [..., 2n]. Weighting whole sums
+    would hide a top bit that is flipped in two of them."""
+    return sums.view(torch.int32).to(torch.int64)
 
 
 def positional_checksum(part: Tensor, start: Sequence[int]) -> Tensor:

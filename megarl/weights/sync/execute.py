@@ -9,7 +9,7 @@ At most two rounds of buffers are alive at a time, unless the callback keeps the
 until all ranks have verified their messages."""
 
 from collections import ChainMap, Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Protocol, cast
@@ -22,7 +22,8 @@ from megarl.models.shards import ShardSlice, Slices, without_pairs
 from megarl.platform.device import device_bytes, free_host_bytes, host_bytes
 from megarl.types import CheckFailed
 from megarl.weights.plan.plan import Message, Plan, Transfer, relay_buffer
-from megarl.weights.sync.checksum import checksum, copy_and_verify, positional_checksum
+from megarl.weights.sync.checksum import checksums, positional_checksum
+from megarl.weights.sync.copies import copy_all, copy_and_verify
 from megarl.weights.sync.transports import Transport
 
 CPU = torch.device("cpu")
@@ -44,7 +45,9 @@ class Encoder(Protocol):
 
 def strided_view(tensor: Tensor, part: ShardSlice, dtype: torch.dtype | None = None) -> Tensor:
     """Returns a view of `part` in a contiguous `tensor`, as `dtype` (None: the tensor's dtype)."""
-    data = tensor.detach().view(dtype or tensor.dtype)
+    data = tensor.detach()
+    if dtype is not None and dtype != data.dtype:
+        data = data.view(dtype)
     # as_strided takes absolute offsets, and parameters may be views of one large buffer
     return data.as_strided(part.shape, part.strides, data.storage_offset() + part.offset)
 
@@ -81,6 +84,13 @@ def split_message(message: Message, flat: Tensor) -> Iterator[tuple[Transfer, Te
     parts = flat.split([transfer.source.numel for transfer in message.transfers])
     for transfer, part in zip(message.transfers, parts, strict=True):
         yield transfer, part.view(transfer.source.shape)
+
+
+def add_checksums(sums: Tensor, buckets: Sequence[tuple[Message, Tensor]]) -> None:
+    """Sets the checksums of messages in `sums` [messages of the plan]."""
+    if buckets:
+        found = checksums([flat for _, flat in buckets])
+        torch._foreach_copy_([sums[message.index] for message, _ in buckets], found.unbind())
 
 
 class PlanExecutor:
@@ -146,8 +156,8 @@ class PlanExecutor:
                 raise CheckFailed(
                     f"{error}; in flight: {self._in_flight(number, str(error))}"
                 ) from error
+            add_checksums(sums[1], incoming)
             for message, flat in incoming:
-                sums[1, message.index] = checksum(flat)
                 on_bucket(message, flat)
             arrived = {relay_buffer(message.sender): flat for message, flat in incoming}
             memory = ChainMap(arrived, cast(Any, parameters))
@@ -194,12 +204,23 @@ class PlanExecutor:
     def pack(self, message: Message, memory: Parameters) -> Tensor:
         """Returns the message's buffer, [numel]: its transfers end to end, each in row-major order
         of its HF tensor."""
-        flat = self._empty(message)
-        for transfer, part in split_message(message, flat):
-            encoder = None if transfer.is_relay else self._encoder
+        return self._pack([message], memory)[0]
+
+    def _pack(self, messages: Sequence[Message], memory: Parameters) -> list[Tensor]:
+        flats = [self._empty(message) for message in messages]
+        into = []
+        pieces = []
+        for transfer, part in chain.from_iterable(map(split_message, messages, flats)):
             source = transfer.source
-            part.copy_(read_slice(memory[source.param], source, self._dtype, encoder))
-        return flat
+            tensor = memory[source.param]
+            encoder = self._encoder
+            if encoder and source.name in encoder.names and not transfer.is_relay:
+                part.copy_(encoder.encode(source, tensor))
+            else:
+                into.append(part)
+                pieces.append(strided_view(tensor, source, self._dtype))
+        copy_all(into, pieces)
+        return flats
 
     def describe(self, message: Message) -> str:
         """Returns a message's number, round, ranks and tensors, for errors."""
@@ -218,14 +239,14 @@ class PlanExecutor:
     ) -> list[tuple[Message, Tensor]]:
         """Packs the messages that this rank sends in round `number`, if there is such a round: with
         `relays` only relays, otherwise all other messages."""
-        packed = [
-            (message, self.pack(message, memory))
+        messages = [
+            message
             for message in chain.from_iterable(self.rounds[number : number + 1])
             if message.sender == self._transport.rank != message.receiver
             and message.is_relay == relays
         ]
-        for message, flat in packed:
-            sums[0, message.index] = checksum(flat)
+        packed = list(zip(messages, self._pack(messages, memory), strict=True))
+        add_checksums(sums[0], packed)
         return packed
 
     def _empty(self, message: Message) -> Tensor:
@@ -256,12 +277,12 @@ class MemoryReceiver:
         self.version = None
 
     def write(self, message: Message, flat: Tensor) -> Tensor:
-        wrong = torch.zeros((), dtype=torch.int64, device="cpu")
-        for transfer, part in split_message(message, flat.to(CPU)):
-            into = transfer.destination
-            wrong += copy_and_verify(part, self._view(into))
-            self.loaded[into.name] += into.numel
-        return wrong
+        flat = flat.to(CPU)
+        into = [transfer.destination for transfer in message.transfers]
+        for part in into:
+            self.loaded[part.name] += part.numel
+        parts = [part for _, part in split_message(message, flat)]
+        return copy_and_verify(flat, parts, list(map(self._view, into)))
 
     def _view(self, part: ShardSlice) -> Tensor:
         return strided_view(self.memory[part.param], part, self.dtype)

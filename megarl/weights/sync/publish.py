@@ -138,8 +138,8 @@ class WeightReceiver(Protocol):
         """Starts a sync; with `check_placement`, `positional_checksums` is called after `seal`."""
 
     def write(self, message: Message, flat: Tensor) -> Tensor:
-        """Writes the buffer [numel] of a message. Returns the number of its transfers that read
-        back differently, an int64 scalar."""
+        """Writes the buffer [numel] of a message. Returns True (bool scalar) if part of it reads
+        back differently."""
         ...
 
     def seal(self) -> Mapping[str, int]:
@@ -366,13 +366,13 @@ class Publisher:
         """Writes every message into the engine, on arrival or from `staged`, which it empties.
         Returns a description of the first problem, or None."""
         written = []
-        counts = []  # per written message: transfers that read back differently
+        faults = []  # per written message: it reads back differently
         errors = []  # reported after all rounds, because peers wait for every round
 
         def write(message: Message, flat: Tensor) -> None:
             if self.receiver and not errors:
                 try:
-                    counts.append(self.receiver.write(message, flat))
+                    faults.append(self.receiver.write(message, flat))
                     written.append(message)
                 except Exception as error:  # noqa: BLE001 (raised on all ranks later)
                     where = self.executor.describe(message)
@@ -391,7 +391,7 @@ class Publisher:
         if not written:
             return None
         # synchronizes the device once
-        wrong = list(compress(written, torch.stack(counts).tolist()))
+        wrong = list(compress(written, torch.stack(faults).tolist()))
         if not wrong:
             return None
         return (

@@ -118,6 +118,19 @@ def test_torchrun_sets_the_world() -> None:
         ({"rollout": {"max_model_len": 1000}}, {}, ["1280", "max_model_len=1000"]),
         ({"train": {"updates_per_step": 64}}, {}, ["updates_per_step=64", "prompts_per_step=32"]),
         ({"train": {"min_lr": 1.0}}, {}, ["min_lr=1.0", "lr=1e-06"]),
+        (
+            {"train": {"max_tokens_per_logprob_batch": 512}},
+            {},
+            ["max_tokens_per_logprob_batch=512 is below", "max_tokens_per_microbatch=16384"],
+        ),
+        (
+            {
+                "train": {"max_tokens_per_logprob_batch": 32768},
+                "precision": {"fp8": {"recipe": "delayed", "emulate": True}},
+            },
+            {},
+            ["max_tokens_per_logprob_batch=32768", "fp8.recipe=delayed", "blockwise"],
+        ),
         ({"rewards": []}, {}, ["rewards is empty"]),
         ({"algorithm": {"advantage": "nope"}}, {}, ["algorithm.advantage='nope'", "grpo"]),
         ({"moe": {"aux_loss": 0.01}}, {}, ["moe.aux_loss=0.01", "qwen3", "no experts"]),

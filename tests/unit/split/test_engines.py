@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +13,11 @@ import pytest
 import torch
 
 from megarl.config.load import parse_config
+from megarl.platform.env import Env
 from megarl.processes import exit_codes
 from megarl.processes.exit_codes import Failure
 from megarl.rollout.exchange import pack
+from megarl.run import rank_process
 from megarl.split import controller, engines, ray_actors
 from megarl.split.controller import RemoteWeights
 from megarl.split.engines import EngineLost, Engines
@@ -448,3 +453,36 @@ def test_after_the_ranks_are_lost_no_sample_of_before_is_taken(
     assert len(job.names("join")) == 4
     job.engines.submit(requests(1))
     assert len(job.engines.poll()) == 2
+
+
+def test_only_ranks_that_train_run_kernels_in_launch_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each actor is a process of its own; its variables are set before it imports torch."""
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.setattr(rank_process, "compute_capability", lambda: (9, 0))
+    seen = []
+
+    def made(*_: Any) -> Any:
+        seen.append(os.environ.get(name))
+        raise RuntimeError("far enough")
+
+    trainer = SimpleNamespace(TrainerRank=made)
+    engine = SimpleNamespace(AsyncEngine=SimpleNamespace(start=made))
+    monkeypatch.setitem(sys.modules, "megarl.split.trainer_rank", trainer)
+    monkeypatch.setitem(sys.modules, "megarl.rollout.vllm.async_engine", engine)
+    for kind in (ray_actors.EngineActor, ray_actors.RankActor):
+        actor: Any = object.__new__(kind.__ray_metadata__.modified_class)
+        actor._number = 0
+        for parallel in ({"tensor": 2}, {}):
+            monkeypatch.setenv(name, "")  # is restored
+            monkeypatch.delenv(name)
+            config = parse_config({"model": {"create": {}}, "parallel": parallel})
+            monkeypatch.setattr(
+                actor, "_failed", lambda error: {"failure": str(error)}, raising=False
+            )
+            outcome = (
+                actor.start(config, Env(0, 1, 0, 1), "store", "name")
+                if (kind is ray_actors.RankActor)
+                else asyncio.run(actor.start(config, None, ()))
+            )
+            assert outcome == {"failure": "far enough"}
+    assert seen == [None, None, "1", None]

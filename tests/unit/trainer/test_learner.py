@@ -277,6 +277,23 @@ def test_an_updates_own_log_probs_are_those_of_a_pass_before_it(tmp_path: Path) 
     assert difference_T.max() < 4 * ulp, "more than the order of sums explains"
 
 
+def test_passes_without_gradients_may_have_larger_micro_batches(tmp_path: Path) -> None:
+    """null is the update's own number of tokens, bit for bit; more differ by the order of sums."""
+    seen, counts = {}, {}
+    for tokens in (None, 64, 1000):
+        learner, scored = make_learner(tmp_path, max_tokens_per_logprob_batch=tokens)
+        trainer = learner.trainer
+        counts[tokens] = len(trainer.microbatches(scored))
+        seen[tokens] = trainer.forward(scored).logprobs_T
+        plan = plan_microbatches(scored, trainer.layout, trainer.train)
+        assert len(plan.rows[0][0]) == counts[None] > 1, "updates keep theirs"
+        trainer.close()
+    assert counts == {None: counts[64], 64: counts[64], 1000: 1}, counts
+    assert torch.equal(seen[None], seen[64])
+    ulp = torch.finfo(torch.float32).eps * float(seen[64].abs().max())
+    assert (seen[1000] - seen[64]).abs().max() < 4 * ulp, "more than the order of sums explains"
+
+
 def test_an_entropy_bonus_is_computed_where_entropy_is_not_reported(tmp_path: Path) -> None:
     norms = []
     for coef in (0.0, 0.3):

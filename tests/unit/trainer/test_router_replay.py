@@ -346,3 +346,25 @@ def test_256_experts_fit_a_byte() -> None:
         [256.0, 257.0],
     ]
     assert layer.counts.tolist() == [2, 2]
+
+
+def test_routes_are_recorded_and_replayed_in_larger_micro_batches(folder: Path) -> None:
+    found = []
+    for tokens in (None, 1000):
+        trainer = build(folder, max_tokens_per_logprob_batch=tokens)
+        own = trainer.forward(BATCH, record=True).choices
+        assert (len(trainer.microbatches(BATCH)) == 1) == (tokens is not None)
+        found.append((own, trainer.logprobs(planted(BATCH))))
+        trainer.close()
+    (few, few_T), (many, many_T) = found
+    for one, other in zip(few, many, strict=True):
+        assert torch.equal(one.experts, other.experts)
+    assert (few_T - many_T).abs().max() < 1e-5
+    assert (few_T - build_logprobs(folder)).abs().max() > 1e-3, "the planted routes were taken"
+
+
+def build_logprobs(folder: Path) -> Tensor:
+    trainer = build(folder)
+    logprobs_T = trainer.logprobs(BATCH)
+    trainer.close()
+    return logprobs_T

@@ -56,7 +56,7 @@ def run(rank) -> None:
     print(f"noise from rank {rank}", file=sys.stderr)
     os.write(1, b"c++ chatter\n")
     seen = [
-        os.environ[name]
+        os.environ.get(name, "unset")
         for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_DEVICE_MAX_CONNECTIONS")
     ]
     (folder / f"up_{rank}").write_text(
