@@ -58,7 +58,7 @@ def checksums(flats: Sequence[Tensor]) -> Tensor:
     totals = torch.stack([running[end - 1] for end in accumulate(counts)])
     column_sums = _halves(torch.stack(columns) + tails) * _weights_at(0, 2 * ROW, 1, device)
     result = totals.diff(prepend=totals.new_zeros(1)) + column_sums.sum(1)
-    torch._foreach_add_(result.unbind(), list(map(len, data)))
+    torch._foreach_add_(result.unbind(), list(map(len, data)))  # type: ignore[attr-defined]
     return result
 
 

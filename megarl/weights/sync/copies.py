@@ -34,7 +34,7 @@ def copy_all(into: Sequence[Tensor], pieces: Sequence[Tensor]) -> None:
             if is_dense and rest is None:  # the same strides in both lists
                 targets = [target.flatten() for target in targets]
                 sources = [source.flatten() for source in sources]
-            torch._foreach_copy_(targets, sources)
+            torch._foreach_copy_(targets, sources)  # type: ignore[attr-defined]
 
 
 def copy_and_verify(flat: Tensor, parts: Sequence[Tensor], into: Sequence[Tensor]) -> Tensor:

@@ -90,7 +90,8 @@ def add_checksums(sums: Tensor, buckets: Sequence[tuple[Message, Tensor]]) -> No
     """Sets the checksums of messages in `sums` [messages of the plan]."""
     if buckets:
         found = checksums([flat for _, flat in buckets])
-        torch._foreach_copy_([sums[message.index] for message, _ in buckets], found.unbind())
+        places = [sums[message.index] for message, _ in buckets]
+        torch._foreach_copy_(places, found.unbind())  # type: ignore[attr-defined]
 
 
 class PlanExecutor:
