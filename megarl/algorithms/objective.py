@@ -219,7 +219,8 @@ class Objective:
             )
             sums["kl/ref"] = KL["k3"](new_M.detach(), ref_M)
         if algorithm.kl.coef and algorithm.kl.where == "loss":
-            loss_M = loss_M + batch.kl_coef * _kl_loss(new_M, old_M, ref_M, algorithm.kl)
+            sums["kl/loss"] = batch.kl_coef * _kl_loss(new_M, old_M, ref_M, algorithm.kl)
+            loss_M = loss_M + sums["kl/loss"]
         if algorithm.distill_top_k:
             assert outputs.extra_logprobs_TK is not None and batch.teacher_top_logprobs is not None
             top = outputs.extra_logprobs_TK, rows.select(batch.teacher_top_logprobs), mask_M

@@ -92,7 +92,7 @@ def compare_layouts(config: "Config", layouts: Sequence[str], env: Env) -> int:
     rows = json.loads((folder / "check.json").read_text())
     print(
         f"{world} ranks, one update, {config.train.dtype}; "
-        f"each layout compared with {rows[0]['layout']}"
+        f"compared with {rows[0]['layout']}, where nothing is recomputed or offloaded"
     )
     code = DONE
     for row in rows:

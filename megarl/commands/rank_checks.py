@@ -3,18 +3,26 @@
 import json
 import math
 from dataclasses import replace
-from functools import partial
 
 from megarl.config.load import changed
 from megarl.data.collate import collate, supervised_batch
+from megarl.layout import Layout
 from megarl.parity.gate import difference
-from megarl.parity.layouts import check_layouts, prompt_rows
+from megarl.parity.layouts import (
+    SUPERVISED,
+    Learner,
+    check_layouts,
+    prompt_rows,
+    random_routes,
+    with_rewards,
+)
 from megarl.rewards.scorer import make_scorer
 from megarl.rollout.vllm.engine import Engine
 from megarl.run.context import RankContext
 from megarl.run.data import make_exchange, make_prompts, make_rollouts
-from megarl.run.models import make_trainer
+from megarl.run.models import make_learner, make_objective, make_trainer
 from megarl.run.sync import synced
+from megarl.trainer.learner import PolicyLearner
 from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, TrainBatch
 
@@ -89,18 +97,57 @@ def parity_batch(rank: RankContext, engine: Engine) -> TrainBatch:
 
 def layouts(rank: RankContext) -> None:
     """Runs `megarl check --layouts` on this rank: compares the layouts listed in layouts.json, one
-    after another. Rank 0 writes the results to check.json.
+    after another, with the run's objective or, in stages without one, with the supervised loss.
+    Rank 0 writes the results to check.json.
     """
-    config = changed(rank.config, "train", updates_per_step=1, epochs_per_batch=1)
-    rank = replace(rank, config=config)
-    prompts = make_prompts(rank).take(CHECKED_ROWS)
-    if config.stage_spec.learns == "answers":
-        batch = supervised_batch(rank.tokenizer, prompts)
-    else:
-        batch = prompt_rows(prompts, num_tokens=RANDOM_TOKENS, vocab=rank.shape.vocab)
+    stage = rank.config.stage_spec
+    has_objective = stage.needs_engine and not stage.compares
+    batch = layout_batch(rank, has_objective=has_objective)
+    lengths_N = batch.lengths_N
+    # at least two micro-batches per rank
+    limit = max(int(lengths_N.max()), batch.num_tokens // (2 * rank.env.world_size))
+    once = {"updates_per_step": 1, "epochs_per_batch": 1}
+    train = once | {
+        "max_tokens_per_microbatch": min(limit, rank.config.train.max_tokens_per_microbatch)
+    }
+    config = changed(rank.config, "train", **train)
+    plain = changed(
+        rank.config,
+        "train",
+        **once,
+        max_tokens_per_microbatch=batch.num_tokens,
+        recompute="none",
+        offload=(),
+        optimizer_cpu_offload=False,
+    )
+
+    def build(layout: Layout, is_plain: bool) -> Learner:
+        local = replace(rank, layout=layout, config=plain if is_plain else config)
+        trainer = make_trainer(local)
+        if has_objective:
+            return make_learner(local, trainer, make_objective(config))
+        return PolicyLearner(trainer, SUPERVISED)
+
     folder = config.run_dir
     names = json.loads((folder / "layouts.json").read_text())
-    build = partial(make_trainer, rank)
     rows = check_layouts(names, batch, build, world=rank.env.world_size, rank=rank.env.rank)
     if rank.env.is_main:
         (folder / "check.json").write_text(json.dumps(rows))
+
+
+def layout_batch(rank: RankContext, *, has_objective: bool) -> TrainBatch:
+    """Returns the rows to compare layouts on, at least two per rank."""
+    config = rank.config
+    prompts = make_prompts(rank).take(2 * max(CHECKED_ROWS // 2, rank.env.world_size))
+    if config.stage_spec.learns == "answers":
+        return with_rewards(supervised_batch(rank.tokenizer, prompts))
+    if has_objective:  # two samples per prompt
+        prompts = sorted(2 * prompts[::2], key=lambda prompt: prompt.prompt_id)
+    rows = prompt_rows(prompts, num_tokens=RANDOM_TOKENS, vocab=rank.shape.vocab)
+    batch = with_rewards(rows)
+    if not has_objective:
+        return batch
+    batch = replace(batch, temperature=config.rollout.temperature)
+    if config.rollout.router_replay == "none":
+        return batch
+    return replace(batch, choices=random_routes(rank.shape, batch))

@@ -1,43 +1,76 @@
-"""Trains one batch in several layouts: loss, gradient norm, and the first layer whose hidden states
-differ.
+"""Trains one batch in several layouts; names the layers, terms and gradients that differ.
 
-    layouts, one after another --> LayoutResult of each --> first difference from the first layout
+    first layout, plain --> reference; again with rounding errors planted --> floor
+    layouts, one after another, as configured --> difference from the reference, over the floor
+
+The plain layout recomputes and offloads nothing, and has one micro-batch per rank. Log-probs are
+moved before the update, as if other policies had sampled the tokens and were the reference:
+otherwise every ratio would be 1, and KL 0.
+
+V = values of an item, here 8 projections of a hidden state or a gradient.
 """
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from math import isfinite, prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megarl.algorithms.objective import loss_weights, supervised_loss
+from megarl.algorithms.objective import Objective
+from megarl.config.schema import Algorithm
 from megarl.data.collate import token_batch
-from megarl.data.packing import plan_microbatches
 from megarl.layout import AXES, Layout, Parallel
-from megarl.parity.sublayers import record_outputs, transformer_layers
+from megarl.models.shape import ModelShape
+from megarl.models.shards import without_pairs
+from megarl.parity.gate import rounding_of
+from megarl.parity.statistics import FORMAT_EPS, MAX_EXCESS, Quantiles, rounding_floor
+from megarl.parity.sublayers import (
+    NUM_PROJECTIONS,
+    fixed_projections,
+    record_outputs,
+    rounding_errors,
+    transformer_layers,
+)
+from megarl.trainer.actor_critic import ActorCritic
+from megarl.trainer.learner import PolicyLearner, batch_plans
+from megarl.trainer.reference import Reference
 from megarl.trainer.trainer import Trainer
-from megarl.types import Prompt, TokenBatch
+from megarl.types import (
+    Choices,
+    Prompt,
+    Routes,
+    ScoredBatch,
+    TokenBatch,
+    TokenScores,
+    TrainBatch,
+    route_dtype,
+)
+from megarl.weights.plan.plan import first_few
+from megarl.weights.sync.checksum import row_checksums
+from megarl.weights.sync.execute import strided_view
 
-# precision -> tolerance of hidden states, loss and gradient norm, relative to the largest; scales
-# that are powers of two round alike in any block
-TOLERANCE = {
-    "fp32": 1e-4,
-    "bf16": 5e-2,
-    "blockwise": 0.1,
-    "mxfp8": 0.1,
-    "tensorwise": 0.2,
-    "delayed": 0.2,
-}
+DRAWS = 2  # runs with planted rounding errors
+# nats that log-probs are moved by, up or down: far from the usual bounds of ratios, at which
+# rounding would decide
+MOVED = torch.tensor([-0.8, -0.1, 0.1, 0.8])
+SCORES = ("ref_logprobs", "teacher_logprobs", "old_values", "advantages")
+LayoutValues = dict[str, Tensor]  # name -> [items, V]
+Learner = PolicyLearner | ActorCritic
+# cross-entropy of the labels
+SUPERVISED = Objective(Algorithm(loss="sft", aggregation="token-mean"))
 
 
 @dataclass(frozen=True)
 class LayoutResult:
-    loss: float
-    grad_norm: float
-    layers: Tensor  # [layers, T, 8] fp64
-    logprobs: Tensor  # [T] fp32
+    forward: LayoutValues  # hidden states of each layer, log-probs, scores, advantages
+    update: LayoutValues  # metrics, loss, gradient norm, gradients
+    scored: ScoredBatch
+    level: str  # the quantile to judge: max or p90
 
 
 def parse_layout(text: str) -> Parallel:
@@ -74,58 +107,221 @@ def prompt_rows(prompts: Sequence[Prompt], *, num_tokens: int, vocab: int) -> To
     return token_batch(rows, temperature=1.0)
 
 
+def with_rewards(batch: TokenBatch) -> TrainBatch:
+    """Returns the rows as samples with random rewards, two samples per prompt."""
+    random = torch.Generator().manual_seed(1)
+    zeros_T = torch.zeros(batch.num_tokens)
+    ends_N = batch.cu_seqlens[1:] - 2  # the last token is the label of the position before
+    rewards_N = torch.rand(batch.num_rows, generator=random)
+    group_N = torch.arange(batch.num_rows) // 2
+    return TrainBatch(
+        **vars(batch),
+        rollout_logprobs=zeros_T,
+        token_rewards=zeros_T.index_put((ends_N,), rewards_N),
+        step_ends=zeros_T.bool().index_fill(0, ends_N, True),
+        outcome_at=ends_N,
+        rewards=rewards_N,
+        baseline=torch.zeros_like(rewards_N),
+        group=group_N,
+        prompt_id=group_N,
+        finish=torch.zeros_like(group_N),
+        versions=zeros_T.int(),
+    )
+
+
+def random_routes(shape: ModelShape, batch: TokenBatch) -> Choices:
+    """Returns routes of each row that no router chose; rank 0 sends them."""
+    layers = sum(kind.has_experts for kind in shape.layer_kinds)
+    random = torch.Generator().manual_seed(1)
+    choices = []
+    for length in batch.lengths_N.tolist():
+        scores = torch.rand(layers, length, shape.experts, generator=random)
+        experts = scores.topk(shape.experts_per_token).indices.to(route_dtype(shape.experts))
+        choices.append(Routes((0,) * layers, tuple(row_checksums(experts).tolist()), experts))
+    return tuple(choices)
+
+
 def check_layouts(
     layouts: Sequence[str],
-    batch: TokenBatch,
-    build: Callable[[Layout], Trainer],
+    batch: TrainBatch,
+    build: Callable[[Layout, bool], Learner],
     *,
     world: int,
     rank: int,
 ) -> list[dict[str, Any]]:
-    """Builds a trainer with `build` in each layout, and runs one update.
+    """Builds a learner with `build(layout, is_plain)` in each layout, and runs one update.
 
-    Returns a dict for each layout: layout, loss, grad_norm, and the first difference from the first
-    layout ("": none). Every rank must call it, and gets the same results.
+    Returns a dict for each layout: layout, loss, grad_norm, and the difference from the first
+    layout, plain ("": none). Every rank must call it, and gets the same results.
     """
-    results = []
+
+    def run(
+        text: str, first: LayoutResult | None, *, plain: bool = False, draw: int | None = None
+    ) -> LayoutResult:
+        learner = build(Layout.of(parse_layout(text), world, rank), plain)
+        result = _measure(learner, batch, first, draw)
+        for trainer in reversed(learner.trainers):
+            trainer.close()
+        return result
+
+    reference = run(layouts[0], None, plain=True)
+    draws = [run(layouts[0], reference, plain=True, draw=n) for n in range(DRAWS)]
     rows = []
     for text in layouts:
-        trainer = build(Layout.of(parse_layout(text), world, rank))
-        numbers = [str(number) for number in range(trainer.shape.layers)]
-        with record_outputs(trainer, batch, transformer_layers(trainer), numbers) as layers:
-            logprobs_T = trainer.logprobs(batch)
-        plan = plan_microbatches(batch, trainer.layout, trainer.train)
-        update = trainer.step(batch, plan, supervised_loss, loss_weights(batch, plan))
-        precision = trainer.precision.recipe or trainer.train.dtype
-        trainer.close()
-        results.append(LayoutResult(update.loss, update.grad_norm, layers, logprobs_T))
+        result = run(text, reference)
         rows.append(
             {
                 "layout": text,
-                "loss": update.loss,
-                "grad_norm": update.grad_norm,
-                "difference": _first_difference(results[-1], results[0], TOLERANCE[precision]),
+                "loss": float(result.update["loss"]),
+                "grad_norm": float(result.update["gradient norm"]),
+                "difference": _difference(result, reference, draws),
             }
         )
     return rows
 
 
-def _first_difference(x: LayoutResult, first: LayoutResult, tolerance: float) -> str:
-    for number, (values_T8, expected_T8) in enumerate(zip(x.layers, first.layers, strict=True)):
-        off = (values_T8 - expected_T8).abs().amax(1) / expected_T8.abs().max()
-        if not (off <= tolerance).all():
-            where = f"layer {number}" + (", or the embedding" if number == 0 else "")
-            token = f"token {int(off.argmax())} of the batch"
-            return f"{where}: hidden states are {float(off.max()):.1e} off ({token})"
-    off = (x.logprobs - first.logprobs).abs()
-    if not off.max() <= tolerance * first.logprobs.abs().max():
-        return f"output head: log-probs are {float(off.max()):.1e} off, but hidden states agree"
-    for name, value, expected in (
-        ("loss", x.loss, first.loss),
-        ("gradient norm", x.grad_norm, first.grad_norm),
-    ):
-        if not abs(value - expected) <= tolerance * abs(expected):
-            return (
-                f"{name}: forward passes agree; check the backward pass and the reduction of losses"
-            )
-    return ""
+def _measure(
+    learner: Learner, batch: TrainBatch, first: LayoutResult | None, draw: int | None
+) -> LayoutResult:
+    """Runs one update, on the scores of `first` if given, and with rounding errors if `draw` is."""
+    actor = learner.actor if isinstance(learner, ActorCritic) else learner
+    trainer = actor.trainer
+    eps = rounding_of(trainer)
+    if isinstance(actor.reference, Reference):
+        actor.reference.is_policy = False  # compute its log-probs, although they are the policy's
+    with nullcontext() if draw is None else rounding_errors(trainer, eps, draw=draw):
+        forward, scored = _score(learner, trainer, actor.objective, batch)
+        if first is not None:
+            scored = first.scored
+        (plan,) = batch_plans(scored, trainer, actor.seed)
+        weights_T = actor.objective.weights(scored, plan)
+        pending = actor.backward(scored, plan, weights_T, 0)
+    gradients = gradient_projections(trainer)
+    report = trainer.apply(pending)
+    metrics = dict(actor.objective.metrics(scored, report.metrics))
+    metrics |= {"loss": report.loss, "gradient norm": report.grad_norm}
+    update = {name: torch.full((1, 1), x, dtype=torch.float64) for name, x in metrics.items()}
+    # after rounding, a few tokens may be routed to other experts
+    level = "p90" if trainer.shape.is_moe and eps > FORMAT_EPS["fp32"] else "max"
+    return LayoutResult(forward, update | gradients, scored, level)
+
+
+def _score(
+    learner: Learner, trainer: Trainer, objective: Objective, batch: TrainBatch
+) -> tuple[LayoutValues, ScoredBatch]:
+    """Returns the values of the forward passes, and the batch with moved log-probs."""
+    numbers = [str(number) for number in range(trainer.shape.layers)]
+    unrouted = replace(batch, choices=())
+    with record_outputs(trainer, unrouted, transformer_layers(trainer), numbers) as layers_NT8:
+        logprobs_T = trainer.logprobs(unrouted)
+    routed_T = trainer.logprobs(batch) if batch.choices else logprobs_T
+    random = torch.Generator().manual_seed(2)
+
+    def moved(x_T: Tensor) -> Tensor:
+        by_T = MOVED[torch.randint(len(MOVED), x_T.shape, generator=random)]
+        return torch.where(batch.mask, x_T + by_T, 0.0)
+
+    old_T = moved(routed_T)
+    batch = replace(batch, rollout_logprobs=moved(old_T))
+    scores: TokenScores = replace(learner.score(batch), old_logprobs=old_T)
+    if scores.ref_logprobs is not None:
+        scores = replace(scores, ref_logprobs=moved(scores.ref_logprobs))
+    if batch.choices:
+        scores = replace(scores, choices=batch.choices)
+    scored, _ = objective.advantages(batch, scores, objective.initial_state())
+    values = {
+        f"hidden states of layer {n}": x_T8 for n, x_T8 in zip(numbers, layers_NT8, strict=True)
+    }
+    values["log-probs"] = logprobs_T.double()[:, None]
+    for name in SCORES:
+        if (x_T := getattr(scored, name)) is not None:
+            values[name] = x_T.double()[:, None]
+    return values, scored
+
+
+@torch.no_grad()
+def gradient_projections(trainer: Trainer) -> LayoutValues:
+    """Returns [1, 8] fp64 of each HF tensor: projections of its gradient, equal in every layout.
+
+    Call it after a backward pass. Collective.
+    """
+    chunks: Sequence[Any] = trainer.model
+    for chunk in chunks:
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:  # each data rank has the sums of its shard only
+                shards = [*bucket.grad_data.view(group.size(), -1)]
+                dist.all_gather(shards, shards[group.rank()].clone(), group=group)
+    tensors = trainer.tensors
+    parameters: Mapping[str, Tensor] = trainer.parameters_by_name()
+    if trainer.adapters is not None:
+        tensors = trainer.adapters.tensors
+        parameters = trainer.adapters.parameters
+    number = {name: index for index, name in enumerate(tensors.shapes)}
+    # projections and count of elements, summed over the copies that ranks have
+    sums = torch.zeros(len(number), NUM_PROJECTIONS + 1, dtype=torch.float64, device=trainer.device)
+    for part in tensors.slices:
+        gradient = getattr(parameters[part.param], "main_grad", None)
+        if gradient is not None:
+            shape = tensors.shapes[part.name]
+            start, size = without_pairs(part, len(shape))
+            values_8 = _projected(strided_view(gradient, part).reshape(size), start, shape)
+            sums[number[part.name], :-1] += values_8
+            sums[number[part.name], -1] += part.numel
+    dist.all_reduce(sums)
+    values = {}
+    for name, index in number.items():
+        *projections, count = sums[index].cpu()
+        if count:
+            copies = count / prod(tensors.shapes[name])
+            values[f"gradient of {name}"] = torch.stack(projections)[None] / copies
+    return values
+
+
+def _projected(x: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """Returns [8]: the share of a slice `x` in the projections of a tensor of `shape`."""
+    y = x.float()[None]
+    for dim, (first, size, total) in enumerate(zip(start, x.shape, shape, strict=True)):
+        # other vectors for each dim, or a square matrix would lose its antisymmetric part
+        vectors_8D = fixed_projections(total)[first : first + size].roll(dim, 1).T.to(y)
+        y = torch.einsum("kd,kdx->kx", vectors_8D, y.reshape(len(y), size, -1).expand(8, -1, -1))
+    return y.flatten().double()
+
+
+def _difference(x: LayoutResult, first: LayoutResult, draws: Sequence[LayoutResult]) -> str:
+    forward = _beyond(x.forward, first.forward, [draw.forward for draw in draws], x.level)
+    if forward:
+        return forward[0][1]  # the others follow from it
+    update = _beyond(x.update, first.update, [draw.update for draw in draws], x.level)
+    if not update:
+        return ""
+    # terms, then gradients; the worst of each first
+    update.sort(key=lambda found: (found[1].startswith("gradient of "), -found[0]))
+    names = first_few([text for _, text in update])
+    return f"{names}; forward passes agree: check the backward pass and the reduction of losses"
+
+
+def _beyond(
+    values: LayoutValues, expected: LayoutValues, draws: Sequence[LayoutValues], level: str
+) -> list[tuple[float, str]]:
+    """Returns the values that rounding does not explain, in order: (excess, description)."""
+    floors: dict[str, float] = {}
+    for name, exact in expected.items():
+        noise = torch.stack([(draw[name] - exact).norm(dim=1) for draw in draws])
+        floor = getattr(rounding_floor(exact.norm(dim=1), noise), level)
+        floors[_kind(name)] = max(floors.get(_kind(name), 0.0), floor)
+    found = []
+    for name, exact in expected.items():
+        off = (values[name] - exact).norm(dim=1)
+        limit = floors[_kind(name)] * 3 * MAX_EXCESS**0.5  # Excess.limit of a single value
+        largest = getattr(Quantiles.of(off), level)
+        if largest > limit or not isfinite(largest):
+            token = f" at token {int(off.argmax())}" if len(off) > 1 else ""
+            text = f"{name}: {largest:.1e} off{token} (rounding explains {limit:.1e})"
+            found.append((largest / max(limit, 1e-30), text))
+    return found
+
+
+def _kind(name: str) -> str:
+    """Returns the name without numbers of layers and experts, which share a floor."""
+    return re.sub(r"\d+", "*", name)

@@ -111,7 +111,7 @@ class PolicyLearner:
             for plan in plans:
                 weights_T = objective.weights(batch, plan)
                 for part in plan.updates():
-                    gradients = self._backward(batch, part, weights_T, len(updates))
+                    gradients = self.backward(batch, part, weights_T, len(updates))
                     if batch.old_logprobs is None:
                         outputs = self.trainer.gathered(gradients.outputs)
                         batch = replace(batch, old_logprobs=outputs.logprobs_T)
@@ -124,7 +124,7 @@ class PolicyLearner:
             self.reference.is_policy = False
         return StepReport(tuple(updates), metrics)
 
-    def _backward(
+    def backward(
         self, batch: ScoredBatch, plan: MicrobatchPlan, weights_T: Tensor, index: int
     ) -> Gradients:
         objective = self.objective

@@ -64,8 +64,8 @@ MATHS = [
     ),
     (
         "algorithms/objective.py",
-        "loss_M = loss_M + batch.kl_coef *",
-        "loss_M = loss_M + algorithm.kl.coef *",
+        'sums["kl/loss"] = batch.kl_coef *',
+        'sums["kl/loss"] = algorithm.kl.coef *',
         f"{OPTIONS}::test_the_coefficient_follows_its_target_from_the_next_batch_on",
     ),
     (

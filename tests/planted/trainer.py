@@ -9,8 +9,27 @@ LOGPROBS = "unit/trainer/test_logprobs.py"
 TEACHERS = "unit/trainer/test_teachers.py"
 CONVERSATIONS = "unit/data/test_conversations.py"
 RANKS = "dist/test_trainer.py"
+COMPARED = "dist/test_layouts.py"
 
 TRAINER = [
+    (  # KL is 0, and so is any multiple of it
+        "parity/layouts.py",
+        "ref_logprobs=moved(scores.ref_logprobs)",
+        "ref_logprobs=scores.ref_logprobs",
+        f"{COMPARED}::test_a_mistake_is_named[KL]",
+    ),
+    (
+        "parity/layouts.py",
+        "dist.all_gather(shards, shards[group.rank()].clone(), group=group)",
+        "pass",
+        f"{COMPARED}::test_layouts_agree[dense]",
+    ),
+    (
+        "parity/layouts.py",
+        "    if not update:\n",
+        "    if True:\n",
+        f"{COMPARED}::test_a_mistake_is_named[balance]",
+    ),
     (
         "trainer/trainer.py",
         "max_tokens=train.max_tokens_per_logprob_batch or train.max_tokens_per_microbatch,",
