@@ -130,6 +130,11 @@ class Engine(Sampler, Protocol):
         """
         ...
 
+    def finish(self) -> None:
+        """Returns when no data rank of the replica has requests: they step together, so one that
+        has its samples makes empty steps. Every rank calls it before it submits again.
+        """
+
     def sleep(self) -> None: ...
     def wake(self, part: str) -> None:
         """Restores the memory of the "weights" before a sync, of the "kv_cache" before sampling."""

@@ -244,7 +244,7 @@ def describe(config: Config, job: Job) -> str:
     samples = engine = ""
     if config.stage_spec.needs_engine:
         samples = f" x {config.rollout.samples_per_prompt} samples"
-        engine = f"; vLLM: {job.replicas} replicas of tp{config.rollout.ranks_per_replica}"
+        engine = f"; vLLM: {job.replicas} replicas of {config.rollout.layout}"
     experts = ""
     if shape.is_moe:
         experts = f", {shape.experts} experts"

@@ -106,6 +106,11 @@ def check_topology(config: Config, env: Env, shape: ModelShape, command: str) ->
             f"rollout.quantization={rollout.quantization} is not available with "
             f"launch.topology=split; leave it at none, or {remedy}",
         ),
+        (
+            rollout.expert > 1,
+            f"rollout.expert={rollout.expert} is not available with launch.topology=split; set it "
+            f"and rollout.data to 1, or {remedy}",
+        ),
         (config.train.offload, f"train.offload={list(config.train.offload)} {shared}"),
         (rollout.sleep_level, f"rollout.sleep_level={rollout.sleep_level} {shared}"),
     )

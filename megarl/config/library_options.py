@@ -26,14 +26,19 @@ LIBRARIES = {
         "vLLM's EngineArgs",
         {
             "the plan of the sync": """
-                tensor_parallel_size pipeline_parallel_size data_parallel_size
-                prefill_context_parallel_size decode_context_parallel_size enable_expert_parallel
-                enable_eplb expert_placement_strategy distributed_executor_backend nnodes
-                node_rank worker_cls worker_extension_cls enable_return_routed_experts
+                prefill_context_parallel_size decode_context_parallel_size
+                distributed_executor_backend nnodes node_rank worker_cls worker_extension_cls
+                enable_return_routed_experts
+            """,
+            "that an expert is where the sync wrote it, as EPLB moves experts": """
+                enable_eplb expert_placement_strategy
+            """,
+            "that an engine starts, as vLLM on a GPU has no pipeline in a trainer's process": """
+                pipeline_parallel_size
             """,
             "the config's own key": """
-                max_model_len gpu_memory_utilization enforce_eager trust_remote_code
-                enable_sleep_mode
+                tensor_parallel_size data_parallel_size enable_expert_parallel max_model_len
+                gpu_memory_utilization enforce_eager trust_remote_code enable_sleep_mode
             """,
             "that the engine computes the trainer's log-probs": """
                 dtype kv_cache_dtype kv_cache_dtype_skip_layers lora_dtype quantization

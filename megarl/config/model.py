@@ -153,12 +153,6 @@ def _check_experts(config: Config, shape: ModelShape) -> None:
             "parallel.expert",
         ),
         (
-            expert > 1 and expert % tensor,
-            f"rollout.expert={expert} is not a multiple of rollout.tensor={tensor}: vLLM "
-            "distributes experts over all ranks of a replica; "
-            f"use {-(-expert // tensor) * tensor}, or 1",
-        ),
-        (
             router.score_function == "sigmoid" and not router.norm_topk_prob and chosen > 1,
             "norm_topk_prob=false with a sigmoid router is not supported by Megatron-Core; "
             "set it to true",

@@ -16,9 +16,11 @@ class Rollout(Section):
 
     tensor: PositiveInt = 1
     """Tensor-parallel size of an engine replica."""
+    data: PositiveInt = 1
+    """Data-parallel size of an engine replica: groups of `tensor` ranks that sample different
+    prompts and share the experts. Only for models with experts; others take more replicas."""
     expert: PositiveInt = 1
-    """Expert-parallel size of an engine replica (vLLM: over its data x tensor ranks); only for
-    `megarl plan`."""
+    """Expert-parallel size of an engine replica: 1, or tensor x data."""
     replicas: PositiveInt | None = None
     """Number of engine replicas, only in the split topology, where null means 1; colocated:
     processes / ranks per replica."""
@@ -66,8 +68,38 @@ class Rollout(Section):
 
     @property
     def ranks_per_replica(self) -> int:
-        """Number of ranks of an engine replica; only vLLM uses their parallel axes."""
-        return max(self.tensor, self.expert)
+        """Number of ranks of an engine replica."""
+        return self.tensor * self.data
+
+    @property
+    def layout(self) -> str:
+        """The parallel sizes of an engine replica, as Megatron names them: "tp2 dp4 ep8"."""
+        sizes = {"tp": self.tensor, "dp": self.data, "ep": self.expert}
+        return " ".join(f"{axis}{n}" for axis, n in sizes.items() if n > 1 or axis == "tp")
+
+
+def check_engine_layout(config: Config, shape: ModelShape) -> None:
+    """Raises ValueError for parallel sizes of an engine replica that vLLM does not have."""
+    rollout = config.rollout
+    ranks = rollout.ranks_per_replica
+    sizes = f"rollout.tensor x data = {rollout.tensor} x {rollout.data} = {ranks}"
+    refuse(
+        (
+            rollout.data > 1 and not shape.is_moe,
+            f"rollout.data={rollout.data}, but the model ({shape.family}) has no experts that data "
+            "ranks could share; set it to 1, for a replica of rollout.tensor ranks each",
+        ),
+        (
+            rollout.expert not in (1, ranks),
+            f"rollout.expert={rollout.expert} is neither 1 nor {sizes}: vLLM distributes experts "
+            f"over all ranks of a replica; set rollout.expert={ranks}, or change tensor or data",
+        ),
+        (
+            rollout.data > 1 and rollout.expert == 1,
+            f"rollout.data={rollout.data} needs experts that the data ranks share; set "
+            f"rollout.expert={ranks}, or rollout.data=1 for a replica of rollout.tensor ranks each",
+        ),
+    )
 
 
 def check_cpu_engine(config: Config, shape: ModelShape) -> None:
@@ -76,7 +108,7 @@ def check_cpu_engine(config: Config, shape: ModelShape) -> None:
     if shape.is_moe:
         sizes["hidden"] = shape.hidden
     if shape.is_moe and shape.swiglu_limit:  # without a limit, vLLM pads this size
-        engine = config.rollout.tensor
+        engine = config.rollout.tensor if config.rollout.expert == 1 else 1
         sizes[f"moe_intermediate / {engine}"] = shape.moe_intermediate // engine
     for name, size in sizes.items():
         if size % 32:

@@ -24,7 +24,7 @@ from megarl.config.launch import (
 )
 from megarl.config.library_options import check_library_options
 from megarl.config.lora import check_lora
-from megarl.config.model import check_divides, check_model
+from megarl.config.model import check_model
 from megarl.config.moe import check_moe
 from megarl.config.other_models import check_critic, check_frozen
 from megarl.config.precision import check_products, check_rollout_format
@@ -33,6 +33,7 @@ from megarl.config.reward_model import check_reward_model
 from megarl.config.rewards import check_rewards
 from megarl.config.rollout import (
     check_cpu_engine,
+    check_engine_layout,
     check_lengths,
     check_routing,
     check_sampling,
@@ -69,20 +70,15 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
     Raises ValueError or FileNotFoundError, with a one-line message, for an invalid config.
     """
     rollout = config.rollout
-    if rollout.expert > 1:
-        raise ValueError(
-            f"rollout.expert={rollout.expert} is not available in this version; leave it at 1"
-        )
     shape = model_shape(config)
     gpus = count_gpus()
     is_split = config.launch.is_split
     world = config.launch.processes or (0 if is_split else gpus) or smallest_trainer(config)
-    per_node = config.launch.processes_per_node or world
     if env.has_launcher:
         world = env.world_size
-        per_node = env.local_world_size
     check_topology(config, env, shape, command)
     has_engine = needs_engine(config.stage, command)
+    check_engine_layout(config, shape)
     check_model(config, shape)
     check_moe(config, shape)
     check_routing(config, shape, gpus)
@@ -93,13 +89,6 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
         check_rollout_format(config, shape, gpus)
     check_products(config, shape, gpus)
     fleet = fleet_of(config, world)
-    if has_engine and not is_split and per_node < world:
-        check_divides(
-            "a replica is within one node, but launch.processes_per_node or LOCAL_WORLD_SIZE",
-            per_node,
-            "rollout.tensor",
-            rollout.ranks_per_replica,
-        )
     layout = fleet.trainer_layout(min(env.rank, world - 1))
     _check_learning(config, shape, has_engine=has_engine)
     check_lengths(config, shape)

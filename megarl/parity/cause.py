@@ -17,6 +17,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from megarl.models.shape import LayerKind
 from megarl.parity.statistics import Excess, Quantiles, rounding_floor
 from megarl.parity.sublayers import (
     fixed_projections,
@@ -169,7 +170,7 @@ class CauseSearch:
                 rank, lambda engine, name=name: engine.states(rows, None, [name])
             )
             logprobs_T, outputs_NT8 = self._run(batch, names, replaced=replaced)
-        parts = _titles(list(replaced))
+        parts = _titles(list(replaced), self.trainer.shape.layer_kinds)
         if len(replaced) == MAX_REPLACED:
             return f"{parts} and more: the engine's weights are not the trainer's"
         head = self._of_head(batch, floor, rank, replaced, logprobs_T)
@@ -248,15 +249,19 @@ def _diff(batch: TokenBatch, diff_T: Tensor) -> Quantiles:
     return Quantiles.of(diff_T[batch.mask])
 
 
-def _titles(names: Sequence[str]) -> str:
+def _titles(names: Sequence[str], kinds: Sequence[LayerKind]) -> str:
     """["embedding", "layers.3.attention", "layers.3.mlp"] -> "embedding, layer 3
-    (attention, MLP)".
+    (attention, MLP)", or "(attention, experts)" if the layer has experts; `kinds`: of each layer.
     """
     found = {}
     for name in names:
         _, number, part = name.split(".") if "." in name else ("", "", name)
-        title = f"layer {number}" if number else part.replace("_", " ")
-        found.setdefault(title, []).extend([TITLES[part]] if number else [])
+        if not number:
+            found[part.replace("_", " ")] = []
+            continue
+        is_experts = part == "mlp" and kinds[int(number)].has_experts
+        parts = found.setdefault(f"layer {number}", [])
+        parts.append("experts" if is_experts else TITLES[part])
     return ", ".join(
         f"{title} ({', '.join(parts)})" if parts else title for title, parts in found.items()
     )

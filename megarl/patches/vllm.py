@@ -1,17 +1,23 @@
 """Patches that vLLM needs while an engine starts in a trainer's process: PATCHES and `applied`."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from megarl.patches.patch import Patch, replaced
 
 _row = partial(Patch, versions="0.32")
 _TESTS = "unit/patches/test_vllm.py"
 _LAYERS = "vllm.model_executor.layers.fused_moe"
+_COMMUNICATOR = (
+    "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"
+)
 
 
 def _segment_name(original: Any, communicator: Any, *, prefix: str = "") -> str:
@@ -22,6 +28,46 @@ def _segment_name(original: Any, communicator: Any, *, prefix: str = "") -> str:
 def _init_without_finalizer(original: Any, client: Any, *args: Any, **kwargs: Any) -> None:
     original(client, *args, **kwargs)
     client._finalizer.detach()
+
+
+def _apply_local_experts(original: Any, experts: Any, *args: Any, **kwargs: Any) -> None:
+    own = kwargs.pop("expert_map", None)
+    if own is not None:
+        ids = own[kwargs["topk_ids"].long()]
+        kwargs["topk_weights"] = kwargs["topk_weights"].where(ids >= 0, 0)
+        kwargs["topk_ids"] = ids.clamp(min=0).to(kwargs["topk_ids"].dtype)
+    original(experts, *args, expert_map=None, **kwargs)
+
+
+def _all_gatherv(
+    communicator: Any,
+    rows: Tensor | list[Tensor],
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+) -> Tensor | list[Tensor]:
+    assert dim == 0
+    if isinstance(rows, Tensor):
+        return _gather_rows(rows, sizes, communicator.device_group)
+    return [_gather_rows(each, sizes, communicator.device_group) for each in rows]
+
+
+def _gather_rows(rows: Tensor, sizes: Sequence[int] | None, group: Any) -> Tensor:
+    sizes = sizes or [len(rows)] * dist.get_world_size(group)
+    padded = rows.new_zeros(max(sizes), *rows.shape[1:])
+    padded[: len(rows)] = rows
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def _reduce_scatterv(
+    communicator: Any, rows: Tensor, dim: int = -1, sizes: Sequence[int] | None = None
+) -> Tensor:
+    assert dim == 0
+    total = rows.clone()
+    dist.all_reduce(total, group=communicator.device_group)
+    sizes = sizes or [len(rows) // communicator.world_size] * communicator.world_size
+    return total.split(list(sizes))[communicator.rank_in_group]
 
 
 SEGMENT_NAME = _row(
@@ -67,7 +113,42 @@ FINALIZER = _row(
     delete_when="the engine leaves a process group that it did not create",
     test=f"{_TESTS}::test_a_finalizer_shuts_the_engine_down",
 )
-PATCHES = (SEGMENT_NAME, FP8_LINEAR, FP8_EXPERTS, MOE_WITHOUT_LORA, FINALIZER)
+LOCAL_EXPERTS, LOCAL_FP8_EXPERTS = (
+    _row(
+        f"{_LAYERS}.experts.cpu_moe.{name}.apply",
+        _apply_local_experts,
+        "takes global numbers of experts for numbers of the rank's own; with expert parallelism, "
+        "`expert_map` has the rank's own, and -1 for others",
+        calls_original=True,
+        delete_when="`apply` reads `expert_map`",
+        test=f"{_TESTS}::test_experts_on_a_cpu_ignore_the_expert_map",
+    )
+    for name in ("CPUUnquantizedExperts", "CPUExpertsFp8")
+)
+GATHER_ROWS = _row(
+    f"{_COMMUNICATOR}.all_gatherv",
+    _all_gatherv,
+    "gathers the tokens of all data ranks for their experts, and is not implemented on a CPU",
+    delete_when="CpuCommunicator has `all_gatherv`",
+    test=f"{_TESTS}::test_a_cpu_cannot_gather_rows_of_data_ranks",
+)
+SCATTER_ROWS = _row(
+    f"{_COMMUNICATOR}.reduce_scatterv",
+    _reduce_scatterv,
+    "adds the experts' outputs and returns each data rank its tokens, as GATHER_ROWS",
+    delete_when="CpuCommunicator has `reduce_scatterv`",
+    test=f"{_TESTS}::test_a_cpu_cannot_gather_rows_of_data_ranks",
+)
+EXPERT_PARALLEL = (LOCAL_EXPERTS, LOCAL_FP8_EXPERTS, GATHER_ROWS, SCATTER_ROWS)
+PATCHES = (
+    SEGMENT_NAME,
+    FP8_LINEAR,
+    FP8_EXPERTS,
+    MOE_WITHOUT_LORA,
+    FINALIZER,
+    *EXPERT_PARALLEL,
+)
+_INSTALLED = ExitStack()
 
 
 def applied(prefix: str) -> AbstractContextManager[None]:
@@ -81,3 +162,9 @@ def applied(prefix: str) -> AbstractContextManager[None]:
     if not torch.cuda.is_available():
         needed.append(MOE_WITHOUT_LORA)
     return replaced(needed)
+
+
+def install_expert_parallel() -> None:
+    """Patches what expert- and data-parallel engines need on a CPU, for the rest of the process."""
+    if not torch.cuda.is_available():
+        _INSTALLED.enter_context(replaced(EXPERT_PARALLEL))

@@ -41,6 +41,8 @@ class Exchange:
     rewards: Rewards
     replica: Axis  # this rank's replica among all replicas
     member: Axis  # this rank among the ranks of its replica; the first one scores
+    # called when this rank's requests are sampled, before their rewards are awaited
+    finish: Callable[[], None] = lambda: None
     # times the parts "reward" and "exchange"
     span: SpanContext = nullcontext
     is_stopping: Callable[[], bool] = lambda: False
@@ -65,8 +67,10 @@ class Exchange:
             if self.member.first:
                 part = pack(own)
         except CheckFailed as refusal:
+            self.finish()
             error = (ERRORS.index(type(refusal)), rank, str(refusal))
         except Exception as defect:  # noqa: BLE001 (raised below, on every rank)
+            self.finish()
             error = (0, rank, f"{type(defect).__name__}: {defect}")
         sizes = self._agree(part, digest, error)
         with self.span("exchange"):
@@ -105,9 +109,13 @@ class Exchange:
         """Returns the replica's samples, which its first rank scores, and their digest."""
         if self.member.first:
             rollouts = AsyncRollouts(self.sampler, self.rewards, self.span, self.is_stopping)
-            samples = rollouts.begin(requests, version=version).result()
+            started = rollouts.begin(requests, version=version)
+            rollouts.drain()
+            self.finish()
+            samples = started.result()
         else:
             samples = sample_all(self.sampler, requests)
+            self.finish()
         check_version(samples, version)
         return samples, digest_samples(samples)
 

@@ -57,13 +57,14 @@ def make_exchange(
     """Returns the Exchange, which samples on this rank's replica and shares samples with all."""
     env = rank.env
     config = rank.config
-    size = config.rollout.ranks_per_replica
+    size = config.rollout.tensor  # of the ranks that sample the same prompts
     score = partial(reward_model.score, engine, span) if reward_model is not None else list
     return Exchange(
         engine,
         make_scorer(config.rewards, decode=rank.tokenizer.decode, answer=config.task.answer),
         replica=Axis(env.world_size // size, env.rank // size),
         member=Axis(size, env.rank % size),
+        finish=engine.finish,
         span=span,
         score=score,
         is_stopping=lambda: rank.phase.is_stopping,

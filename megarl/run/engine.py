@@ -5,12 +5,14 @@ from functools import partial
 
 import torch.distributed as dist
 
+from megarl.config.launch import fleet_of
 from megarl.config.schema import Rollout
 from megarl.data.tokenizer import stop_token_ids
+from megarl.models.engine import engine_table
 from megarl.models.lora import AdapterFormat, adapter_table
 from megarl.models.registry import hf_shapes, megatron_table
-from megarl.models.shards import shapes_of
-from megarl.platform.device import DTYPES, device_bytes
+from megarl.models.shards import shapes_of, slices_of
+from megarl.platform.device import device_bytes
 from megarl.rollout.vllm.engine import Engine
 from megarl.run.context import RankContext
 from megarl.types import Terminated
@@ -48,8 +50,7 @@ def _engine_share(rank: RankContext) -> Rollout:
     free, total = memory
     used = max(rank.transport.gather(total - free))
     share = rollout.gpu_memory_utilization
-    elements = sum(map(math.prod, hf_shapes(rank.shape).values()))
-    needed = elements * DTYPES[train.dtype].itemsize / rollout.ranks_per_replica
+    needed = _weight_bytes(rank)
     left = share * total - used
     if left <= needed:
         raise ValueError(
@@ -58,6 +59,19 @@ def _engine_share(rank: RankContext) -> Rollout:
             f"for vLLM's weights of {needed / 1e9:.1f}; offload more, or raise it or rollout.tensor"
         )
     return rollout.model_copy(update={"gpu_memory_utilization": left / total})
+
+
+def _weight_bytes(rank: RankContext) -> float:
+    """Returns the size of an engine rank's weights, in the format that vLLM stores."""
+    shape = rank.shape
+    weights = engine_weights(rank.config, shape)
+    if shape.bridge:
+        elements = sum(map(math.prod, hf_shapes(shape).values()))
+        return elements * weights.dtype.itemsize / rank.config.rollout.ranks_per_replica
+    table = engine_table(shape, weights.storage.block_format)
+    layout = fleet_of(rank.config, rank.env.world_size).engine_layout(0)
+    moved = weights.moved_slices(slices_of(table, shape, layout))
+    return sum(part.numel for part in moved) * weights.unit.itemsize
 
 
 def _before_engine_step(rank: RankContext) -> None:

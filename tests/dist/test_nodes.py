@@ -29,7 +29,9 @@ def rows(split):
 """
 
 
-def nodes(folder: Path, *overrides: str, torchrun: bool = True) -> list[tuple[int, str]]:
+def nodes(
+    folder: Path, *overrides: str, torchrun: bool = True, config: str = "tiny_dense"
+) -> list[tuple[int, str]]:
     """(exit code, what it said) of the script on each of two nodes, or of two ranks as srun starts them."""
     port, started = free_port(), []
     for rank in range(2):
@@ -47,7 +49,7 @@ def nodes(folder: Path, *overrides: str, torchrun: bool = True) -> list[tuple[in
             if torchrun
             else [sys.executable, "-m", "megarl.cli", "train"]
         )
-        command = [*launcher, "configs/tiny_dense.yaml", f"run.dir={folder}", *overrides]
+        command = [*launcher, f"configs/{config}.yaml", f"run.dir={folder}", *overrides]
         started.append(
             subprocess.Popen(
                 command,
@@ -64,6 +66,23 @@ def nodes(folder: Path, *overrides: str, torchrun: bool = True) -> list[tuple[in
         for process in started:
             process.kill()
     return [(process.returncode, text) for process, text in zip(started, said, strict=True)]
+
+
+EXPERTS = "parallel.expert=2 rollout.data=2 rollout.expert=2"
+
+
+@pytest.mark.exhaustive
+def test_an_engine_spans_nodes_with_data_and_expert_parallelism(tmp_path: Path) -> None:
+    """Its two data ranks are on two nodes, and sample what an engine of one rank samples."""
+    common = ["train.steps=2", "parallel.expert=2"]
+    single = nodes(tmp_path, "run.name=single", *common, config="tiny_moe")
+    spanning = nodes(tmp_path, "run.name=spanning", *EXPERTS.split(), *common, config="tiny_moe")
+    assert [code for code, _ in (*single, *spanning)] == [0] * 4, (single, spanning)
+    names = ("single", "spanning")
+    runs = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in names]
+    for one, other in zip(*(map(json.loads, lines) for lines in runs), strict=True):
+        assert one["rollout/digest"] == other["rollout/digest"] and other["weights/verified"]
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
 
 
 @pytest.mark.exhaustive  # two nodes train on every change under Slurm's script (e2e/test_stops.py)

@@ -102,7 +102,7 @@ class TransformersEngine:
         while len(tokens) < end and finish == "length":
             logits = self.model(torch.tensor([tokens])).logits[0, -1]
             scores = (logits / (request.temperature or 1e-6)).log_softmax(0)
-            tokens.append(int(torch.multinomial(scores.exp(), 1)))
+            tokens.append(int(scores.exp().multinomial(1)))
             logprobs.append(float(scores[tokens[-1]]))
             finish = "stop" if tokens[-1] in stops else "length"
         is_new = torch.arange(len(tokens)) >= len(request.tokens)
@@ -118,5 +118,6 @@ class TransformersEngine:
         scores = [self.model(row[None]).logits[0, :-1].log_softmax(-1) for row in rows]
         return [x.gather(1, row[1:, None])[:, 0] for x, row in zip(scores, rows, strict=True)]
 
+    def finish(self) -> None: ...
     def sleep(self) -> None: ...
     def wake(self, part: str) -> None: ...

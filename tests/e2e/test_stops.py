@@ -126,7 +126,8 @@ def sums(folder: Path) -> list[str]:
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_sigterm_under_slurm_saves_requeues_and_resumes(tmp_path: Path) -> None:
-    values = [*sums(tmp_path), "parallel.tensor=2"]
+    # the engine spans both nodes, too: as on two hosts, they share no memory
+    values = [*sums(tmp_path), "parallel.tensor=2", "rollout.tensor=2"]
     assert run(tmp_path, "whole", values).returncode == 0
     (tmp_path / "at_start").mkdir()
     (tmp_path / "at_start/sitecustomize.py").write_text(ABORTS)

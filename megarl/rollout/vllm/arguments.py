@@ -56,6 +56,8 @@ def engine_settings(
         "dtype": str(dtype).removeprefix("torch."),
         "hf_overrides": overrides,
         "tensor_parallel_size": rollout.tensor,
+        "data_parallel_size": rollout.data,
+        "enable_expert_parallel": rollout.expert > 1,
         "max_model_len": rollout.max_model_len or rollout.max_prompt_tokens + rollout.max_tokens,
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
         "enforce_eager": is_eager(rollout),

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -68,6 +69,7 @@ class Engine:
     _asleep: list[str] = field(default_factory=list)  # the parts that are not on the device
     _ranks: Any = None  # gloo process group of the replica; None: one rank
     _version: int | None = None  # the version of the weights that sample now
+    _is_open: bool = False  # requests may arrive: `finish` has not been called since the last
     # what has arrived since the last step
     _arrived: dict[SampleKey, Request] = field(default_factory=dict)
     _aborted: list[SampleKey] = field(default_factory=list)
@@ -98,7 +100,7 @@ class Engine:
         Raises CheckFailed if the engine's weight loaders cannot be called shard by shard.
         """
         assert dist.is_initialized(), "the engine joins an existing torch.distributed world"
-        prefix = _prepare(env)
+        prefix = _prepare(env, rollout.ranks_per_replica)
         from vllm import LLM
         from vllm.distributed.parallel_state import get_tp_group
 
@@ -106,6 +108,8 @@ class Engine:
         from megarl.rollout.vllm.adapters import AdapterReceiver, engine_options, unwrapped
         from megarl.rollout.vllm.weight_loader import LayerReceiver
 
+        if rollout.expert > 1:
+            patches.install_expert_parallel()
         eager = arguments.is_eager(rollout)
         settings = engine_settings(
             folder,
@@ -117,7 +121,8 @@ class Engine:
         if adapters:
             settings |= engine_options(adapters)
         quiet = warnings.catch_warnings(action="ignore", category=FutureWarning)
-        with patches.applied(prefix), _compiler(eager), quiet:
+        # on another host the same name would be other memory; vLLM uses none if names differ
+        with patches.applied(f"{prefix}{socket.gethostname()}-"), _compiler(eager), quiet:
             llm = LLM(str(folder), distributed_executor_backend="external_launcher", **settings)
         dist.barrier()
         # all ranks have mapped the segments: unlinked, they go when the last rank ends
@@ -180,6 +185,7 @@ class Engine:
             self._params(request)  # raises ValueError
         if not self.running():
             self._version = self.receiver.version
+        self._is_open = True
         self._arrived |= {request.key: request for request in requests}
 
     def poll(self, timeout_s: float | None = None) -> list[Sample]:
@@ -193,6 +199,7 @@ class Engine:
                         f"the weights changed from version {self._version} to "
                         f"{self.receiver.version} while {self.running()} requests are running"
                     )
+                self._someone_samples(True)
                 samples = [self._take(output) for output in self._step()]
                 if samples or is_over:
                     return samples
@@ -220,6 +227,28 @@ class Engine:
     def running(self) -> int:
         """See roles.Sampler."""
         return len(self._requests) + len(self._arrived)
+
+    def finish(self) -> None:
+        """See roles.Engine."""
+        with _compiler(self.eager):
+            while self._is_open and self._someone_samples(False):
+                self._step()
+        self._is_open = False
+
+    def _someone_samples(self, is_sampling: bool) -> bool:
+        """Returns True if a data rank of the replica has requests; if this one has none, the next
+        step is an empty batch. Every data rank calls it before every step."""
+        if self._rollout.data == 1:
+            return is_sampling
+        try:
+            return self._llm.llm_engine.has_unfinished_requests_dp(is_sampling)
+        except RuntimeError as error:
+            self._is_open = False  # no step can follow
+            what = "samples" if is_sampling else "has no more requests"
+            raise RuntimeError(
+                f"rank {dist.get_rank()} {what}, and waited before an engine step for the other "
+                f"data ranks of its replica: one of them has stopped early, or is stuck ({error})"
+            ) from None
 
     def _params(self, request: Request) -> SamplingParams:
         return arguments.sampling_params(
@@ -432,7 +461,7 @@ def _free_bytes() -> int:
     return torch.cuda.mem_get_info()[0]
 
 
-def _prepare(env: Env) -> str:
+def _prepare(env: Env, ranks_per_replica: int) -> str:
     """Sets vLLM's environment, removes shared memory of dead jobs; returns this job's prefix."""
     if "vllm" not in sys.modules:
         set_env(
@@ -441,8 +470,9 @@ def _prepare(env: Env) -> str:
             VLLM_LOGGING_LEVEL=get_env("VLLM_LOGGING_LEVEL") or "ERROR",
             VLLM_NO_USAGE_STATS=1,
         )
-    # the external launcher reads the rank from the environment
-    set_env(RANK=dist.get_rank(), WORLD_SIZE=dist.get_world_size(), LOCAL_RANK=env.local_rank)
+    # the external launcher reads the rank from the environment, and derives the data rank from it
+    rank = dist.get_rank() % ranks_per_replica
+    set_env(RANK=rank, WORLD_SIZE=dist.get_world_size(), LOCAL_RANK=env.local_rank)
     prefix = shm_prefix(env.job_id, os.getppid())
     if env.local_rank == 0:
         unlink_dead()

@@ -100,11 +100,16 @@ class RouteCapture:
         return Routes(owners, tuple(row_checksums(experts).tolist()), experts)
 
     def _write(self, layer: int, ids: Tensor) -> None:
+        from vllm.distributed.parallel_state import get_dp_group
         from vllm.forward_context import get_forward_context
 
         assert self._table is not None
-        slot_mapping: Any = get_forward_context().slot_mapping
-        self._table[slot_mapping[self._layer], layer] = ids.to(self._dtype)
+        context: Any = get_forward_context()
+        slots = context.slot_mapping[self._layer]
+        if len(ids) > len(slots):  # the tokens of all data ranks
+            counts = context.dp_metadata.num_tokens_across_dp_cpu.tolist()
+            ids = ids.split(counts)[get_dp_group().rank_in_group]
+        self._table[slots, layer] = ids.to(self._dtype)
 
 
 def capture_of(

@@ -36,6 +36,7 @@ DISTILL = {"algorithm": {"preset": "distill"}}
 MIXTURE = [{"name": "jsonl:a.jsonl"}, {"name": "jsonl:b.jsonl"}]
 
 SPLIT = {"launch": {"topology": "split"}}
+EXPERTS = {"family": "qwen3_moe", "experts": 4}
 ITERATIVE = {
     "stage": "iterative_grpo",
     "train": {"steps": 99},
@@ -190,6 +191,37 @@ def test_torchrun_sets_the_world() -> None:
             ["name='model' scores on the trainer's ranks", "serve-reward"],
         ),
         (
+            {"rollout": {"data": 2, "expert": 2}},
+            {},
+            ["rollout.data=2", "(qwen3) has no experts", "a replica of rollout.tensor ranks each"],
+        ),
+        (
+            {"rollout": {"data": 2}},
+            EXPERTS,
+            ["rollout.data=2", "set rollout.expert=2, or rollout.data=1"],
+        ),
+        (
+            {"rollout": {"tensor": 2, "data": 2, "expert": 2}},
+            EXPERTS,
+            ["rollout.expert=2", "neither 1 nor rollout.tensor x data = 2 x 2 = 4", "expert=4"],
+        ),
+        (
+            {"rollout": {"expert": 4}},
+            EXPERTS,
+            ["rollout.expert=4", "1 x 1 = 1", "change tensor or data"],
+        ),
+        ({"rollout": {"data": 3, "expert": 3}}, EXPERTS, ["experts=4", "rollout.expert=3"]),
+        (
+            {**SPLIT, "rollout": {"tensor": 2, "expert": 2}},
+            EXPERTS,
+            ["rollout.expert=2", "launch.topology=split", "colocated"],
+        ),
+        (
+            {"rollout": {"data": 2, "expert": 2}, "launch": {"processes": 3}},
+            EXPERTS,
+            ["3 processes", "ranks of an engine replica = 2", "multiple of 2"],
+        ),
+        (
             {"rollout": {"router_replay": "engine"}},
             {},
             ["rollout.router_replay=engine", "qwen3", "no experts"],
@@ -226,11 +258,6 @@ def test_torchrun_sets_the_world() -> None:
             {"launch": {"processes": 4, "processes_per_node": 3}},
             {},
             ["processes_per_node=3", "the 4 processes"],
-        ),
-        (
-            {"launch": {"processes": 4, "processes_per_node": 2}, "rollout": {"tensor": 4}},
-            {},
-            ["within one node", "processes_per_node", "=2 is not divisible by rollout.tensor=4"],
         ),
         (
             {"model": {"revision": "v1"}},
@@ -627,13 +654,10 @@ def test_torchrun_world_that_does_not_fit() -> None:
         check_config(made({"parallel": {"tensor": 2}}), torchrun(3))
 
 
-def test_torchrun_nodes_that_hold_no_replica() -> None:
+def test_an_engine_may_span_nodes() -> None:
     nodes = Env(world_size=8, local_world_size=2, has_launcher=True)
-    assert check_config(made({"rollout": {"tensor": 2}}), nodes).replicas == 4
-    config = made({"rollout": {"tensor": 4}})
-    with pytest.raises(ValueError, match=r"one node.*LOCAL_WORLD_SIZE=2 .*tensor from 1, 2$"):
-        check_config(config, nodes)
-    assert check_config(config, torchrun(8)).replicas == 2, "all on one node"
+    for layout in ({"tensor": 4}, {"tensor": 2, "data": 2, "expert": 4}):
+        assert check_config(made({"rollout": layout}, **EXPERTS), nodes).replicas == 2
 
 
 def test_model_directories(tmp_path: Path) -> None:

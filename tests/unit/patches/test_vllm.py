@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megarl.patches import vllm as patches
 from megarl.patches.patch import Patch
@@ -67,3 +68,31 @@ def test_a_segment_has_the_prefix_and_no_slashes() -> None:
     communicator = SimpleNamespace(unique_name="tp:0")
     name = patches._segment_name(original, communicator, prefix="job-7-")
     assert name == "job-7-env:-tp:0-cpushm"
+
+
+def test_experts_on_a_cpu_ignore_the_expert_map() -> None:
+    for row in (patches.LOCAL_EXPERTS, patches.LOCAL_FP8_EXPERTS):
+        assert "expert_map:" in source(row) and source(row).count("expert_map") == 1
+
+
+def test_a_cpu_cannot_gather_rows_of_data_ranks() -> None:
+    communicator = (ROOT / "distributed/device_communicators/cpu_communicator.py").read_text()
+    for row in (patches.GATHER_ROWS, patches.SCATTER_ROWS):
+        name = row.where.rpartition(".")[2]
+        assert "raise NotImplementedError" in source(row)
+        assert f"def {name}(" not in communicator
+
+
+def test_an_expert_of_another_rank_adds_nothing() -> None:
+    seen = {}
+    ids, weights = torch.tensor([[2, 0], [3, 1]]), torch.tensor([[0.75, 0.25], [0.5, 0.5]])
+    patches._apply_local_experts(
+        lambda experts, **values: seen.update(values),
+        None,
+        topk_ids=ids.int(),
+        topk_weights=weights,
+        expert_map=torch.tensor([-1, -1, 0, 1]),
+    )
+    assert seen["topk_ids"].tolist() == [[0, 0], [1, 0]] and seen["topk_ids"].dtype == torch.int32
+    assert seen["topk_weights"].tolist() == [[0.75, 0.0], [0.5, 0.0]]
+    assert seen["expert_map"] is None
