@@ -72,6 +72,11 @@ class Rollout(Section):
         return self.tensor * self.data
 
     @property
+    def ranks_per_sampler(self) -> int:
+        """Number of ranks of a replica that sample the same prompts, together."""
+        return self.tensor
+
+    @property
     def layout(self) -> str:
         """The parallel sizes of an engine replica, as Megatron names them: "tp2 dp4 ep8"."""
         sizes = {"tp": self.tensor, "dp": self.data, "ep": self.expert}

@@ -57,7 +57,7 @@ def make_exchange(
     """Returns the Exchange, which samples on this rank's replica and shares samples with all."""
     env = rank.env
     config = rank.config
-    size = config.rollout.tensor  # of the ranks that sample the same prompts
+    size = config.rollout.ranks_per_sampler
     score = partial(reward_model.score, engine, span) if reward_model is not None else list
     return Exchange(
         engine,
