@@ -200,8 +200,8 @@ TRAINER = [
     ),
     (
         "algorithms/objective.py",
-        "loss_M + batch.kl_coef * _kl_loss(",
-        "loss_M + _kl_loss(",
+        "= batch.kl_coef * _kl_loss(",
+        "= _kl_loss(",
         f"{OBJECTIVE}::test_token_losses_add_up_to_the_formula",
     ),
     (
