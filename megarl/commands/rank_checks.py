@@ -54,7 +54,8 @@ def parity(rank: RankContext) -> None:
     # this function judges the difference: disable the bound of the probe
     rank = replace(rank, config=changed(rank.config, "checks", max_logprob_diff=math.inf))
     trainer, engine, gate, _ = synced(rank)
-    batch = parity_batch(rank, engine)
+    with engine.turn():
+        batch = parity_batch(rank, engine)
     excess = gate.judge(batch)
     found = excess.found
     if rank.env.is_main:

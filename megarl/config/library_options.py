@@ -39,6 +39,7 @@ LIBRARIES = {
             "the config's own key": """
                 tensor_parallel_size data_parallel_size enable_expert_parallel max_model_len
                 gpu_memory_utilization enforce_eager trust_remote_code enable_sleep_mode
+                sleep_mode_offload_cudagraph
             """,
             "that the engine computes the trainer's log-probs": """
                 dtype kv_cache_dtype kv_cache_dtype_skip_layers lora_dtype quantization

@@ -21,7 +21,7 @@ from megarl.models.hub import model_folder
 from megarl.models.registry import read_model
 from megarl.models.shape import ModelShape
 from megarl.platform.device import gpu_uuids, pick_device
-from megarl.platform.env import Env, is_interactive, set_env
+from megarl.platform.env import Env, get_env, is_interactive, set_env
 from megarl.processes.exit_codes import CurrentPhase
 from megarl.processes.heartbeat import make_store
 from megarl.telemetry.gpus import open_gpus
@@ -104,6 +104,10 @@ def open_rank(
         backend = "cpu:gloo,cuda:nccl"
         # Megatron's groups only use NCCL: do not connect their ranks over gloo as well
         set_env(TORCH_GLOO_LAZY_INIT=1)
+        if config.rollout.sleep_level:
+            # as vLLM sets it: registered CUDA graphs would stay on the device in sleep; NCCL reads
+            # it before vLLM starts
+            set_env(NCCL_GRAPH_REGISTER=get_env("NCCL_GRAPH_REGISTER", "0"))
     if store is None and (env.launched or not env.has_launcher):
         store = make_store(env, timeout)
     dist.init_process_group(

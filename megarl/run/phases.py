@@ -7,7 +7,8 @@
     sync      both: onload weights           trainer: offload all; engine: wake the KV cache
 
 The first phase is a sync. Before it, the trainer is offloaded and the engine sleeps (stages/rl.py),
-so the optimizer state and the KV cache are never on the device at the same time. By default,
+so the optimizer state and the KV cache are never on the device at the same time; nor are the KV
+cache and the weights that the trainer offloads, even in a probe (`engine_turn`). By default,
 nothing is offloaded and the engine does not sleep (train.offload, rollout.sleep_level). Peak memory
 is also recorded for parts of a phase, for example "exchange" and "staging".
 """
@@ -35,6 +36,10 @@ class TimedPhases:
     engine: Engine | None  # None in stages without rollouts
     current: CurrentPhase
     _peaks: list[float] = field(default_factory=list)  # peak GB so far, per open phase or part
+
+    def __post_init__(self) -> None:
+        if self.engine is not None:
+            self.engine.turn = self.engine_turn
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
@@ -74,6 +79,21 @@ class TimedPhases:
             self._settle()
             if self.engine is not None:
                 self.engine.wake("kv_cache")
+
+    @contextmanager
+    def engine_turn(self) -> Iterator[None]:
+        """Context of a probe: the engine computes without the trainers' weights on the device.
+
+        On exit, its KV cache is freed and the policy's weights are onloaded, for the trainer.
+        """
+        for trainer in self.trainers:
+            trainer.memory.offload_all()
+        self._settle()
+        yield
+        self._settle()
+        if self.engine is not None:
+            self.engine.free_cache()
+        self.trainers[0].memory.onload_weights()
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:

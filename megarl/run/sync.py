@@ -27,6 +27,8 @@ from megarl.run.context import RankContext
 from megarl.run.data import make_prompts
 from megarl.run.engine import engine_adapters, make_engine
 from megarl.run.models import check_weights, make_trainer
+from megarl.run.phases import TimedPhases
+from megarl.telemetry.log import NodeTelemetry
 from megarl.trainer.trainer import Trainer
 from megarl.types import PublishReport, TokenBatch
 from megarl.weights.encode.blocks import BlockEncoder
@@ -173,18 +175,16 @@ def parity_checks(rank: RankContext, trainer: Trainer, engine: Engine) -> Parity
 def synced(rank: RankContext) -> tuple[Trainer, Engine, ParityChecks, PublishReport]:
     """Builds trainer and engine and syncs once, for commands that do not train.
 
-    Afterwards only the trainer's weights are on the device, not its optimizer state or gradients.
-    Returns (trainer, engine, parity checks, report of the sync).
+    Afterwards the engine can sample and the trainer is offloaded, as after a sync of a run. Returns
+    (trainer, engine, parity checks, report of the sync).
     """
     trainer = make_trainer(rank)
     check_weights(rank, trainer)
     trainer.memory.offload_all()
     engine = make_engine(rank)
-    trainer.memory.onload_weights()
+    engine.sleep()
+    phases = TimedPhases(NodeTelemetry(), rank.device, [trainer], engine, rank.phase)
     parity = parity_checks(rank, trainer, engine)
-    return (
-        trainer,
-        engine,
-        parity,
-        rank_publisher(rank, trainer, engine, parity).publish(version=0),
-    )
+    with phases.sync():
+        report = rank_publisher(rank, trainer, engine, parity).publish(version=0)
+    return trainer, engine, parity, report

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch.distributed import ProcessGroup
@@ -33,10 +34,12 @@ def megatron_sizes(layout: Layout) -> dict[str, Any]:
     return {f"{name}_size": getattr(layout, axis).size for axis, name in AXES.items()}
 
 
-def init_parallel(layout: Layout, *, seed: int = 0) -> ProcessGroups:
+def init_parallel(
+    layout: Layout, *, seed: int = 0, device: torch.device | None = None
+) -> ProcessGroups:
     """Creates Megatron's process groups for this layout, after destroying a previous set.
 
-    Call it on every rank.
+    With `device`, also connects them (see `_connect`). Call it on every rank.
     """
     destroy_parallel()
     parallel_state.initialize_model_parallel(
@@ -54,6 +57,8 @@ def init_parallel(layout: Layout, *, seed: int = 0) -> ProcessGroups:
         )
     # Megatron's layers enter a named random state even if they draw no random number.
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    if device is not None:
+        _connect(device)
     state: Any = parallel_state
     return ProcessGroups(
         state.get_tensor_model_parallel_group(),
@@ -61,6 +66,25 @@ def init_parallel(layout: Layout, *, seed: int = 0) -> ProcessGroups:
         state.get_context_parallel_group(),
         stage=state.get_amax_reduction_group(with_context_parallel=True),
     )
+
+
+def _connect(device: torch.device) -> None:
+    """Creates the communicators of the groups that a forward and a backward pass use.
+
+    NCCL creates them at a group's first collective otherwise: in the middle of a forward pass,
+    after the engine has taken its share of the memory.
+    """
+    names = "tensor_model pipeline_model context expert_model expert_tensor expert_data"
+    groups = [getattr(parallel_state, f"get_{name}_parallel_group")() for name in names.split()]
+    state: Any = parallel_state
+    groups += [
+        dist.group.WORLD,
+        state.get_data_parallel_group(with_context_parallel=True),
+        state.get_expert_tensor_and_model_parallel_group(),
+    ]
+    for group in groups:
+        if group.size() > 1:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def destroy_parallel() -> None:

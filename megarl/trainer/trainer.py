@@ -124,9 +124,10 @@ class Trainer:
         precision = precision or Precision()
         head = head or VocabularyHead(shape.vocab, train.logprob_chunk)
         settings, reduction = split_options(megatron_options or {}, device)
-        assert share_groups_with is None or share_groups_with.layout == layout
-        groups = share_groups_with.groups if share_groups_with else init_parallel(layout, seed=seed)
-        owns_groups = share_groups_with is None
+        shared = share_groups_with
+        assert shared is None or shared.layout == layout
+        groups = shared.groups if shared else init_parallel(layout, seed=seed, device=device)
+        owns_groups = shared is None
         if lora:  # with overlap, Megatron gathers the inputs of shared experts itself
             settings.setdefault("moe_shared_expert_overlap", False)
         settings |= megatron_settings(precision, device)
@@ -146,8 +147,7 @@ class Trainer:
             adapters and adapters.reduce_gradients,
         )
         memory = Memory(chunks, train.offload)  # frees the gradients
-        # the optimizer copies the loaded weights
-        memory.optimizer = optimizer = build_optimizer(chunks, train)
+        memory.optimizer = optimizer = build_optimizer(chunks, train)  # copies the loaded weights
         emulation.after_update()
         router_losses = None
         if shape.is_moe and (moe.aux_loss or moe.z_loss or moe.bias_update_rate):

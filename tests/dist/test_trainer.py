@@ -176,6 +176,11 @@ def test_a_batch_without_a_trained_token_changes_nothing(found: dict[str, Any]) 
     assert found["nothing"] == {"skipped": [True, True], "kept": True, "moves": True}
 
 
+def test_groups_are_connected_before_the_engine_measures_memory(found: dict[str, Any]) -> None:
+    assert len(found["connected"]) >= 12
+    assert set(found["connected"]) == {1}
+
+
 def test_collectives_that_gloo_refuses(found: dict[str, Any]) -> None:
     collectives = found["collectives"]
     assert collectives["host"]

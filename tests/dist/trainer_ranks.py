@@ -35,12 +35,13 @@ from trainer_cases import (
 from megarl.config.precision import Precision
 from megarl.config.schema import Config
 from megarl.data.collate import collate
-from megarl.layout import Layout
+from megarl.layout import Layout, Parallel
 from megarl.models.registry import read_model
 from megarl.models.shape import ModelShape
 from megarl.patches import megatron as megatron_on_cpu
 from megarl.stages.sft import train_supervised
 from megarl.trainer.moe import BalancedRouter
+from megarl.trainer.parallel_groups import destroy_parallel, init_parallel
 from megarl.trainer.reference import forward_in_turn
 from megarl.trainer.trainer import Trainer
 from megarl.types import TrainBatch
@@ -480,8 +481,33 @@ def check_collectives(_bench: Bench) -> dict[str, Any]:
     }
 
 
+def check_connected(_bench: Bench) -> list[int]:
+    """Collectives of each group of several ranks before the first forward pass: NCCL connects in the first."""
+    from megatron.core import parallel_state
+
+    found = []
+    for sizes in ({"tensor": 2, "pipeline": 2}, {"expert": 2, "context": 2}, {"expert_tensor": 2}):
+        parallel = Parallel(**sizes)
+        init_parallel(Layout.of(parallel, WORLD, dist.get_rank()), device=torch.device("cpu"))
+        state: Any = parallel_state
+        groups = [
+            state.get_tensor_model_parallel_group(),
+            state.get_pipeline_model_parallel_group(),
+            state.get_context_parallel_group(),
+            state.get_data_parallel_group(with_context_parallel=True),
+            state.get_expert_model_parallel_group(),
+            state.get_expert_tensor_parallel_group(),
+            state.get_expert_tensor_and_model_parallel_group(),
+            state.get_expert_data_parallel_group(),
+        ]
+        found += [x._get_sequence_number_for_group() for x in groups if x.size() > 1]
+    destroy_parallel()
+    return found
+
+
 CHECKS: dict[str, Callable[[Bench], Any]] = {
     "collectives": check_collectives,
+    "connected": check_connected,
     "layouts": partial(measure, layouts=LAYOUTS),
     "clipping": check_clipping,
     "router_bias": check_router_bias,

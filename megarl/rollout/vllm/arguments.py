@@ -69,6 +69,7 @@ def engine_settings(
         "block_size": block_size,
         "enable_chunked_prefill": has_chunked_prefill,
         "enable_sleep_mode": can_sleep,
+        "sleep_mode_offload_cudagraph": can_sleep,
         "enable_return_routed_experts": returns_routes,
     }
     settings |= rollout.engine_options

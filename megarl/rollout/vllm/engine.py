@@ -64,6 +64,8 @@ class Engine:
     eager: bool
     _capture: RouteCapture | None = None  # None: no experts, or vLLM cannot show them
     before_step: Callable[[], None] = lambda: None  # called before every step
+    # context of `complete`, `score`, `best` and `states`: TimedPhases.engine_turn
+    turn: Callable[[], AbstractContextManager[None]] = nullcontext
     # unmapped from the device by vLLM, although torch counts them as allocated
     bytes_asleep: int = 0
     _asleep: list[str] = field(default_factory=list)  # the parts that are not on the device
@@ -110,6 +112,8 @@ class Engine:
 
         if rollout.expert > 1:
             patches.install_expert_parallel()
+        if not torch.cuda.is_available():
+            rollout = rollout.model_copy(update={"sleep_level": 0})
         eager = arguments.is_eager(rollout)
         settings = engine_settings(
             folder,
@@ -152,7 +156,7 @@ class Engine:
     def sleep(self) -> None:
         """Frees a GPU's cache, and offloads the weights (level 1) or frees them (level 2)."""
         level = self._rollout.sleep_level
-        if level and torch.cuda.is_available() and not self._asleep:
+        if level and "weights" not in self._asleep:
             if level == 2:
                 # without weights there is no version to serve if the sync fails
                 self.receiver.abort()
@@ -160,6 +164,15 @@ class Engine:
             self._llm.sleep(level=level)
             self.bytes_asleep += _free_bytes()
             self._asleep = ["weights", "kv_cache"]
+
+    def free_cache(self) -> None:
+        """Frees a GPU's KV cache and keeps the weights; `wake` allocates it again."""
+        if self._rollout.sleep_level and not self._asleep:
+            self.bytes_asleep -= _free_bytes()
+            self._llm.sleep(level=0)  # pauses the scheduler, which vLLM requires
+            self._llm.release_kv_cache_memory()
+            self.bytes_asleep += _free_bytes()
+            self._asleep = ["kv_cache"]
 
     def wake(self, part: str) -> None:
         """Restores the memory of the "weights" before a sync, of the "kv_cache" before sampling."""
@@ -422,9 +435,9 @@ class Engine:
             f"no weights to run: state {self.receiver.state}"
         )
         assert not self.running(), "a probe while requests are running would mix their outputs"
-        # a sync wakes the weights only, and vLLM schedules nothing before both are awake
-        self.wake("kv_cache")
-        with _compiler(self.eager):
+        with self.turn(), _compiler(self.eager):
+            # a sync wakes the weights only, and vLLM schedules nothing before both are awake
+            self.wake("kv_cache")
             ids = self._enqueue(prompts, params)
             numbers = {_external(name): number for number, name in enumerate(ids)}
             while self._llm.llm_engine.has_unfinished_requests():

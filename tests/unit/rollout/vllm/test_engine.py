@@ -171,3 +171,29 @@ def test_the_first_rank_decides_what_a_replica_samples(monkeypatch: pytest.Monke
         CheckFailed, match="sample 0 of prompt 1 was aborted at rank 1 of an engine"
     ):
         engine.poll()
+
+
+def test_the_cache_is_freed_alone_and_what_is_left_can_fall_asleep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A sync that is refused after its probe must free the engine's weights before a checkpoint is saved."""
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
+    calls: list[str] = []
+    llm, receiver = Llm(), SimpleNamespace(state="sealed", request=None, abort=lambda: None)
+    llm.calls = calls
+    llm.sleep = lambda level: calls.append(f"sleep {level}")  # type: ignore[attr-defined]
+    llm.release_kv_cache_memory = lambda: calls.append("release")  # type: ignore[attr-defined]
+    engine = Engine(llm, Rollout(sleep_level=2), (), receiver, eager=False)  # type: ignore[arg-type]
+    engine.free_cache()
+    engine.free_cache()
+    assert calls == ["sleep 0", "release"] and engine.is_asleep
+    engine.sleep()
+    engine.sleep()
+    assert calls[2:] == ["sleep 2"]
+    engine.wake("weights")
+    engine.wake("kv_cache")
+    assert calls[3:] == ["weights", "kv_cache"] and not engine.is_asleep
+    awake = Engine(llm, Rollout(), (), receiver, eager=False)  # type: ignore[arg-type]
+    awake.free_cache()
+    awake.sleep()
+    assert not awake.is_asleep and len(calls) == 5
