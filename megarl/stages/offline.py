@@ -17,6 +17,7 @@ from megarl.roles import Checkpoint, Phases, Prompts, Telemetry
 from megarl.run.checkpoints import export, make_checkpoints, saved
 from megarl.run.context import RankContext, rank_telemetry
 from megarl.run.data import make_prompts
+from megarl.run.memory import place_optimizer_state
 from megarl.run.models import check_weights
 from megarl.run.phases import TimedPhases
 from megarl.stages.evaluation import make_evaluation
@@ -83,6 +84,7 @@ def open_run(rank: RankContext, trainer: Trainer, prompts: PromptStream) -> Iter
     checkpoint = make_checkpoints(rank, trainer, prompts, ObjectiveState(kl_coef=0.0))
     start, state = checkpoint.restore(rank.config.checkpoint.resume)
     check_weights(rank, trainer)
+    place_optimizer_state(rank, [trainer])
     with rank_telemetry(rank, start) as telemetry, saved([trainer], checkpoint):
         telemetry.add({"memory/startup/peak_gb": peak_gb(rank.device)})
         yield OfflineRun(

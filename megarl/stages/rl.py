@@ -34,6 +34,7 @@ from megarl.run.checkpoints import export, make_checkpoints, saved
 from megarl.run.context import RankContext, rank_telemetry
 from megarl.run.data import make_exchange, make_prompts, make_rollouts
 from megarl.run.engine import make_engine
+from megarl.run.memory import place_optimizer_state
 from megarl.run.models import (
     RewardModel,
     check_weights,
@@ -135,6 +136,7 @@ def train_policy(
         trained.memory.offload_all()
     engine = start_engine(rank)
     engine.sleep()
+    place_optimizer_state(rank, learner.trainers)
     with rank_telemetry(rank, start) as telemetry:
         telemetry.add({"memory/startup/peak_gb": peak_gb(rank.device)})
         phases = TimedPhases(telemetry, rank.device, learner.trainers, engine, rank.phase)

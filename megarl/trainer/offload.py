@@ -5,9 +5,10 @@
                            sync                weights
                            rollout             nothing
 
-Optimizer state is on the device only for the step, never together with activations. Tensors keep
-their identity: only their storages are copied to one flat host buffer, which is pinned on a GPU,
-and freed. On a CPU, tensors are copied in the same way, but only freed gradients save memory.
+Optimizer state is on the device only for the step, not together with activations; with
+`keeps_optimizer`, it stays from a step's first update to its last. Tensors keep their identity:
+only their storages are copied to one flat host buffer, which is pinned on a GPU, and freed. On a
+CPU, tensors are copied in the same way, but only freed gradients save memory.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -19,7 +20,7 @@ from megatron.core.tensor_parallel.random import HAVE_TE
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megarl.checkpoint.rank_state import parts_of
+from megarl.checkpoint.rank_state import OPTIMIZER_STATES, parts_of
 from megarl.platform.device import host_bytes
 
 
@@ -64,7 +65,7 @@ class HostBuffer:
 
     def with_storages(self, tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Returns each storage of `tensors` once, and its part of the buffer: [bytes] uint8."""
-        unique = {x.untyped_storage().data_ptr(): x for x in tensors if x.numel()}
+        unique = {x.untyped_storage()._cdata: x for x in tensors if x.numel()}
         flats = [flat_storage(x) for x in unique.values()]
         sizes = [len(flat) for flat in flats]
         if len(self._bytes) != sum(sizes):
@@ -87,6 +88,7 @@ class Memory:
         self._hosts = {kind: HostBuffer() for kind in offload}
         self._freed = []  # storages of gradient buffers
         self._away = {}
+        self.keeps_optimizer = False  # True: the optimizer state moves once a step, not per update
         self.free_gradients()
 
     def onload_gradients(self) -> None:
@@ -94,7 +96,8 @@ class Memory:
 
         Call it before the backward pass.
         """
-        self._store_optimizer()
+        if not self.keeps_optimizer:
+            self._store_optimizer()
         for flat in self._freed:
             flat.untyped_storage().resize_(len(flat))
             flat.zero_()
@@ -130,6 +133,19 @@ class Memory:
         """Copies weights and optimizer state back, for a checkpoint or an export."""
         self.onload_weights()
         self.onload_optimizer()
+
+    def bytes_off_device(self) -> int:
+        """Returns the bytes of weights, gradients and optimizer state that an update brings back.
+
+        Call it after `offload_training_state`. Moments count even before the first step.
+        """
+        total = sum(map(len, self._freed)) + sum(
+            len(there) for there, _ in self._away.get("weights", ())
+        )
+        for part in parts_of(self.optimizer):
+            copies = len(OPTIMIZER_STATES[part.config.optimizer]) + part.config.bf16
+            total += 4 * copies * sum(x.numel() for x in part.get_parameters())
+        return total
 
     def _store_optimizer(self) -> None:
         """Offloads the optimizer's moments and, in bf16, its fp32 main weights.

@@ -3,6 +3,7 @@
 from planted.algorithms import ALGORITHMS
 from planted.batches import BATCHES
 from planted.critic import CRITIC
+from planted.device_memory import DEVICE_MEMORY
 from planted.documentation import DOCUMENTED
 from planted.doors import DOORS
 from planted.folders import FOLDERS
@@ -35,6 +36,7 @@ MUTANTS = [
     *ALGORITHMS,
     *BATCHES,
     *CRITIC,
+    *DEVICE_MEMORY,
     *DOCUMENTED,
     *DOORS,
     *FP8,

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,12 +22,18 @@ import memory_peaks
 from memory_peaks import SETTINGS
 from trainer_cases import random_batch
 
+from benchmarks.memory_phases import DEVICE, Device
 from megarl.commands.random_model import create_model
-from megarl.config.schema import Create, Train
+from megarl.config.schema import Create, Rollout, Train
 from megarl.layout import Layout, Parallel
 from megarl.models.registry import read_model
+from megarl.parity.gate import ParityChecks, measure_logprobs
+from megarl.processes.exit_codes import CurrentPhase
+from megarl.rollout.vllm.engine import Engine
+from megarl.run.phases import TimedPhases
 from megarl.stages.sft import train_supervised
 from megarl.trainer.trainer import Trainer
+from megarl.weights.sync.transports import Transport
 
 SMALL = {
     "layers": 2,
@@ -58,9 +68,10 @@ def build(folder: Path, create: dict, **train) -> Trainer:
     return Trainer.build(read_model(model), layout, train=settings, folder=model, device=device)
 
 
-def learn(trainer: Trainer, steps: int = 2) -> list:
+def learn(trainer: Trainer, steps: int = 2, *, keeps: bool = False) -> list:
     """Losses and norms of each update, then the weights, as phases would let it."""
     found = []
+    trainer.memory.keeps_optimizer = keeps
     for step in range(steps):
         trainer.memory.onload_weights()
         batch = random_batch(num_rows=8, seed=step)
@@ -83,6 +94,122 @@ def same(one: list, other: list) -> bool:
 def test_offload_changes_nothing(tmp_path: Path, dtype: str) -> None:
     plain = learn(build(tmp_path, SMALL, dtype=dtype))
     assert same(plain, learn(build(tmp_path, SMALL, dtype=dtype, offload=EVERYTHING)))
+
+
+@pytest.mark.parametrize("updates", [2, 4])
+def test_where_the_optimizer_state_waits_changes_nothing(tmp_path: Path, updates: int) -> None:
+    built = partial(build, tmp_path, MOE, dtype="bf16", updates_per_step=updates)
+    plain = learn(built())
+    for keeps in (False, True):
+        assert same(plain, learn(built(offload=EVERYTHING), keeps=keeps))
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_the_optimizer_state_moves_once_a_step_or_in_every_update(
+    tmp_path: Path, keeps: bool
+) -> None:
+    steps, updates = 2, 2
+    with Device().with_host() as device:
+        offload = ["gradients", "optimizer"]
+        trainer = build(tmp_path, SMALL, dtype="bf16", updates_per_step=updates, offload=offload)
+        learn(trainer, steps=1, keeps=keeps)
+        moments_and_weights = 12 * sum(x.numel() for x in trainer.optimizer.get_parameters())
+        trainer.memory.offload_all()
+        gradients = sum(x.grad_data.numel() * 4 for x in trainer.model[0].buffers)
+        assert trainer.memory.bytes_off_device() == moments_and_weights + gradients
+        device.moved = dict.fromkeys(device.moved, 0)
+        learn(trainer, steps, keeps=keeps)
+    # back once more in the end; away before every update, or after every step
+    count = steps if keeps else steps * updates
+    assert device.moved == {
+        "to host": count * moments_and_weights,
+        "to device": (count + 1) * moments_and_weights,
+    }
+
+
+def test_the_engine_and_the_trainer_take_turns_in_a_probe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes on the device, of a share that fills it: the trainer's weights do not fit beside the KV cache."""
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
+    device = Device()
+    peaks: dict[str, int] = {}
+    telemetry: Any = SimpleNamespace(span=lambda name: nullcontext(), add=lambda metrics: None)
+    with device.with_host():
+        trainer = build(tmp_path, {**SMALL, "vocab": 4096}, offload=EVERYTHING)
+        trainer.memory.offload_all()
+        before = device.bytes()
+        trainer.memory.onload_weights()
+        weights = device.bytes() - before
+        trainer.memory.offload_all()
+        llm = Llm(device, weights=1_000_000, cache=3_000_000)
+        receiver: Any = SimpleNamespace(state="sealed", request=None, abort=lambda: None)
+        engine = Engine(llm, Rollout(sleep_level=2), (), receiver, eager=False)  # type: ignore[arg-type]
+        engine.sleep()
+        assert device.bytes() == before
+        phases = TimedPhases(telemetry, DEVICE, [trainer], engine, CurrentPhase())
+        checks = ParityChecks(
+            Transport(), partial(measure_logprobs, trainer), [engine], [(3, 1), (4, 1, 5)], 4, max_diff=math.inf
+        )  # fmt: skip
+        nearly = partial(pytest.approx, abs=50_000)  # the probe's tokens and log-probs
+        assert weights > 500_000
+        with phases.sync():
+            assert device.bytes() == nearly(before + weights + llm.weights)
+            with device.peak("probe", peaks):
+                checks.check()
+            assert device.bytes() == nearly(before + weights + llm.weights)
+        assert device.bytes() == nearly(before + llm.weights + llm.cache)
+    share = before + llm.weights + llm.cache
+    assert llm.most == nearly(share), "the engine computes, and nothing lies beside its share"
+    assert peaks["probe"] == nearly(share), "the trainer computes without the KV cache"
+
+
+class Llm:
+    """vLLM's LLM with memory: weights and a cache, and `most`, the device's bytes while it computes."""
+
+    model_config = SimpleNamespace(max_model_len=64)
+
+    def __init__(self, device: Device, *, weights: int, cache: int) -> None:
+        self.device, self.weights, self.cache = device, weights, cache
+        self.most, self.is_paused = 0, False
+        self.held = {"weights": torch.empty(weights, dtype=torch.uint8)}
+        self.held["kv_cache"] = torch.empty(cache, dtype=torch.uint8)
+        self.outputs: list[Any] = []
+        self.llm_engine = SimpleNamespace(
+            step=self._step, has_unfinished_requests=lambda: bool(self.outputs)
+        )
+
+    def sleep(self, level: int) -> None:
+        self.is_paused = True
+        if level:
+            self.held.clear()
+
+    def release_kv_cache_memory(self) -> None:
+        assert self.is_paused and len(self.held) == 2, "as vLLM requires"
+        del self.held["kv_cache"]
+
+    def wake_up(self, tags: list[str]) -> None:
+        (tag,) = tags
+        size = self.weights if tag == "weights" else self.cache
+        self.held[tag] = torch.empty(size, dtype=torch.uint8)
+        self.is_paused = len(self.held) < 2
+
+    def enqueue(self, inputs: list[Any], params: list[Any], **_options: Any) -> list[str]:
+        for number, (prompt, each) in enumerate(zip(inputs, params, strict=True)):
+            scores = SimpleNamespace(logprobs=[-1.0] * (len(prompt["prompt_token_ids"]) - 1))
+            answer = SimpleNamespace(token_ids=list(range(each["max_tokens"])))
+            self.outputs.append(
+                SimpleNamespace(
+                    request_id=str(number), finished=True, prompt_logprobs=scores, outputs=[answer]
+                )
+            )
+        return [f"{output.request_id}-a" for output in self.outputs]
+
+    def _step(self) -> list[Any]:
+        assert not self.is_paused, "vLLM would wait for ever"
+        self.most = max(self.most, self.device.bytes())
+        done, self.outputs = self.outputs, []
+        return done
 
 
 def test_what_is_away_has_no_memory(tmp_path: Path) -> None:
