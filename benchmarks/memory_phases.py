@@ -56,21 +56,36 @@ OFFLOAD = {
     "gradients, optimizer; sleep 2": (("gradients", "optimizer"), 2),
 }
 PHASES = ("device", "startup", "rollout", "exchange", "train", "save", "sync", "staging")
+SHIPPED = {  # config -> folder below configs/models
+    "examples/math_8gpu/math_8gpu.yaml": "qwen3_8b",
+    "configs/gpu/qwen3_30b_a3b_8gpu.yaml": "qwen3_30b_a3b",
+    "configs/gpu/qwen3_235b_a22b_64gpu.yaml": "qwen3_235b_a22b",
+}
 QWEN3_30B = HERE / "configs" / "gpu" / "qwen3_30b_a3b_8gpu.yaml"
 
 
 class Device(TorchDispatchMode):
-    """Counts the storages that live on the device: all but those copied to, or made by `host_bytes` on, the host."""
+    """Counts the storages that live on the device: all but those copied to, or made by `host_bytes` on, the host.
 
-    def __init__(self) -> None:
+    Counts what copies move between them, too. With `is_meta`, tensors of both have sizes and no memory.
+    """
+
+    def __init__(self, *, is_meta: bool = False) -> None:
         super().__init__()
         self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._peaks: list[int] = []  # of each open measurement
         self._host: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._is_host = False
+        self.moved = {"to host": 0, "to device": 0}  # bytes of copies between the two
+        self._is_meta = is_meta
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
+        if func is torch.ops.aten.copy_.default:
+            into, source = args[:2]
+            if self._on_host(into) != self._on_host(source):
+                way = "to host" if self._on_host(into) else "to device"
+                self.moved[way] += into.nbytes
         found = func(*args, **given)
         to_host = func is torch.ops.aten._to_copy.default and given.get("device") == torch.device(
             "cpu"
@@ -86,6 +101,10 @@ class Device(TorchDispatchMode):
                 now = self.bytes()
                 self._peaks = [max(peak, now) for peak in self._peaks]
         return found
+
+    def _on_host(self, tensor: Tensor) -> bool:
+        key = tensor.untyped_storage()._cdata
+        return key in self._host and self._host[key]() is not None
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
@@ -108,14 +127,17 @@ class Device(TorchDispatchMode):
         peaks[name] = max(peaks.get(name, 0), self._peaks.pop(), self.bytes())
 
     @contextmanager
-    def with_host(self) -> Iterator[None]:
+    def with_host(self) -> Iterator[Device]:
         """Knows what `host_bytes` makes as the host's."""
         made = getattr(platform, "host_bytes", None)
 
         def host_bytes(size: int, device: torch.device) -> Tensor:
             assert made is not None
             self._is_host = True
-            buffer = made(size, device)
+            if self._is_meta:
+                buffer = torch.empty(size, dtype=torch.uint8, device="meta")
+            else:
+                buffer = made(size, device)
             self._is_host = False
             storage = buffer.untyped_storage()
             self._host[storage._cdata] = weakref.ref(storage)
@@ -128,7 +150,7 @@ class Device(TorchDispatchMode):
             module.host_bytes = host_bytes  # type: ignore[attr-defined]
         try:
             with self:
-                yield
+                yield self
         finally:
             for module in users:
                 module.host_bytes = made  # type: ignore[attr-defined]
@@ -138,6 +160,7 @@ class EngineMemory:
     """What of an engine lies on the device: the weights that it keeps, and a cache that fills its share."""
 
     bytes_asleep = 0
+    turn: Any = staticmethod(nullcontext)  # TimedPhases sets it
 
     def __init__(self, table: Any, share: int, level: int) -> None:
         from benchmarks.sync import room_for
@@ -156,6 +179,20 @@ class EngineMemory:
             self.receiver.abort()
             self._memory.clear()
             self._cache = None
+
+    def free_cache(self) -> None:
+        if self._level:
+            self._cache = None
+
+    def complete(self, prompts: Any, *, max_tokens: int) -> list[Tensor]:
+        with self.turn():
+            self.wake("kv_cache")
+        return [torch.tensor([*prompt, *range(max_tokens)]) for prompt in prompts]
+
+    def score(self, rows: Any) -> list[Tensor]:
+        with self.turn():
+            self.wake("kv_cache")
+        return [torch.zeros(len(row) - 1) for row in rows]
 
     def wake(self, part: str) -> None:
         if part == "weights" and not self._memory:
@@ -426,6 +463,115 @@ def memory_by_phase(config: Any, shape: Any, world: int) -> dict[str, float]:
     return {name: size / 1e9 if name != "gpu_share" else size for name, size in figures.items()}
 
 
+class MetaEngine:
+    """The sizes of an engine: weights, and a cache that fills the rest of its share."""
+
+    bytes_asleep = 0
+    turn: Any = staticmethod(nullcontext)
+
+    def __init__(self, weights: int, share: int) -> None:
+        self.sizes = {"weights": weights, "kv_cache": share - weights}
+        self.held: dict[str, Tensor] = {}
+
+    def sleep(self) -> None:
+        self.held.clear()
+
+    def free_cache(self) -> None:
+        self.held.pop("kv_cache", None)
+
+    def wake(self, part: str) -> None:
+        if part not in self.held:
+            self.held[part] = _meta(self.sizes[part])
+
+
+def _meta(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device="meta")
+
+
+def meta_trainer(sizes: Mapping[str, int], offload: Any) -> Any:
+    """The real trainer.offload.Memory of tensors with these sizes in bytes: weights, gradients, optimizer."""
+    from megarl.trainer.offload import Memory
+
+    buffer = SimpleNamespace(
+        param_data=_meta(sizes["weights"]), grad_data=_meta(sizes["gradients"])
+    )
+    chunk = SimpleNamespace(buffers=[buffer], expert_parallel_buffers=[], parameters=list)
+    memory = Memory([chunk], offload)
+    main, *moments = (_meta(sizes["optimizer"] // 3) for _ in range(3))
+    state = {main: dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))}
+    inner = SimpleNamespace(param_groups=[{"params": [main]}], state=state)
+    optimizer: Any = SimpleNamespace(config=SimpleNamespace(bf16=True), optimizer=inner)
+    memory.optimizer = optimizer
+    return SimpleNamespace(memory=memory)
+
+
+def count_step(file: Path, model: str, *, is_before: bool = False) -> dict[str, float]:
+    """GB on the device at the peak of each phase, and moved, of a shipped config's fullest rank, on meta tensors.
+
+    The real phases and offload run; of models there are only sizes, activations are those of
+    config/device_memory.py, what a sync adds is that of `megarl plan`. `is_before`: the optimizer state moves in
+    every update, and a probe's engine has its cache while the trainer's weights are on the device.
+    """
+    from megarl.config.device_memory import activation_bytes
+    from megarl.config.load import load_config
+    from megarl.models.registry import read_model
+    from megarl.processes.exit_codes import CurrentPhase
+    from megarl.run.phases import TimedPhases
+    from megarl.weights.plan.from_config import plan_weights
+
+    folder = HERE / "configs" / "models" / model
+    config = load_config(file, [f"model.path={folder}"])
+    shape = read_model(folder)
+    m = memory_by_phase(config, shape, config.launch.processes)
+    sizes = {name: int(1e9 * m[name]) for name in ("weights", "gradients")}
+    sizes["optimizer"] = int(1e9 * m["adam"])
+    activations = activation_bytes(config, shape)
+    extra = plan_weights(config)[1]["peak_extra_bytes"]
+    peaks: dict[str, int] = {}
+    moved: dict[str, float] = {}
+    device = Device(is_meta=True)
+
+    @contextmanager
+    def counted(name: str) -> Iterator[None]:
+        start = dict(device.moved)
+        with device.peak(name, peaks):
+            yield
+        for way, size in device.moved.items():
+            moved[f"{name}, {way}"] = (size - start[way]) / 1e9
+
+    with device.with_host():
+        trainer = meta_trainer(sizes, config.train.offload)
+        memory = trainer.memory
+        memory.keeps_optimizer = not is_before
+        memory.offload_all()
+        engine = MetaEngine(int(1e9 * m["vllm"]), int(80e9 * m["gpu_share"]) - device.bytes())
+        telemetry: Any = SimpleNamespace(span=counted, add=lambda metrics: None)
+        side: Any = engine
+        phases = TimedPhases(telemetry, DEVICE, [trainer], side, CurrentPhase())
+        if is_before:
+            engine.turn = nullcontext
+        with phases.sync(), counted("first probe"):
+            for _ in range(2):  # it completes prompts, then scores them
+                with engine.turn():
+                    engine.wake("kv_cache")
+            _meta(activations)
+        for _ in range(2):
+            with counted("step"):
+                with phases.rollout():
+                    pass
+                with phases.train():
+                    for _ in range(config.train.updates_per_step):
+                        with counted("update"):
+                            memory.onload_gradients()
+                            _meta(activations)
+                            memory.onload_optimizer()
+                with phases.save():
+                    pass
+                with phases.sync():
+                    _meta(extra)
+    return {name: size / 1e9 for name, size in peaks.items()} | moved
+
+
 def arithmetic(
     gpu_gb: float = 80.0, libraries_gb: float = 4.0
 ) -> list[tuple[str, float, float, float]]:
@@ -491,6 +637,14 @@ def main() -> int:
                         f"  {phase:10}" + "".join(f"{peaks[phase] / 1e6:14.1f}" for peaks in found),
                         flush=True,
                     )
+    for file, model in SHIPPED.items():
+        before, now = count_step(HERE / file, model, is_before=True), count_step(HERE / file, model)
+        print(
+            f"\n{file}, GB of the fullest rank, on meta tensors\n  {'':24}{'before':>10}{'now':>10}"
+        )
+        for name, size in now.items():
+            if before[name] or size:
+                print(f"  {name:24}{before[name]:10.1f}{size:10.1f}")
     print(
         "\nQwen3-30B-A3B, 8 x 80 GB, configs/gpu/qwen3_30b_a3b_8gpu.yaml with a share of 0.6 for the engine: GB of the"
     )

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from megarl.commands.random_model import create_model
+from megarl.config.device_memory import OVERHEADS, activation_bytes
 from megarl.config.load import load_config
 from megarl.config.schema import Create
 from megarl.layout import Layout
@@ -21,6 +22,7 @@ from megarl.models.registry import hf_shapes, megatron_table, padded_vocab, read
 from megarl.models.shards import slices_of
 from megarl.rewards.catalog import make_rewards
 from megarl.rewards.interface import ScoreRequest
+from megarl.weights.plan.from_config import plan_weights
 from tests.hub import Hub, Repo, serve_hub
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -201,6 +203,19 @@ def test_memory_of_the_comment_adds_up(file: Path) -> None:
         f"{largest / 1e9:.2f}",
         f"{experts / 1e9:.2f}" if experts else "0",
     )
+    local = load_config(
+        file, [f"model.path={ROOT / 'configs' / 'models' / MODELS[config.model.path]}"]
+    )
+    activations = f"{activation_bytes(config, shape) / 1e9:.1f}"
+    extra = f"{plan_weights(local)[1]['peak_extra_bytes'] / 1e9:.1f}"
+    ends = {"later updates": activations, "first probe": activations, "weight sync": extra}
+    for phase, last in ends.items():
+        assert re.search(rf"#   {phase} +[\d.+ ]+ \+ {last} +=", text), f"{phase}: {last}"
+    beside = " to ".join(
+        f"{sum(getattr(part, bound) for part in OVERHEADS.values()):.1f}"
+        for bound in ("low", "high")
+    )
+    assert f"Beside tensors {beside} in each phase" in text
     sums = [(left, float(right)) for left, right in SUM.findall(text)]
     print(sums)
     assert len(sums) >= 8
