@@ -118,18 +118,18 @@ def open_rank(
 
 
 def rank_telemetry(
-    rank: RankContext, start: int, world_size: int | None = None
+    rank: RankContext, start: int, world_size: int | None = None, **recorders: Any
 ) -> closing[Telemetry | NodeTelemetry]:
     """Returns a context manager that yields the run's telemetry and closes it on exit.
 
-    `start` is the number of steps already done; `world_size` defaults to that of `rank.env`. Rank 0
-    records metrics, the first rank of each node its timeline and GPUs.
+    `start` is the number of steps already done; `world_size` defaults to that of `rank.env`,
+    `recorders` are arguments of NodeTelemetry. Rank 0 records metrics, the first rank of each node
+    its timeline and GPUs.
     """
     config = rank.config
     env = rank.env
     folder = config.run_dir
     node = env.rank // env.local_world_size
-    recorders: dict[str, Any] = {}
     if env.world_size > env.local_world_size:
         recorders["gather"] = rank.transport.gather
     if rank.device.type == "cuda" and env.local_rank == 0:

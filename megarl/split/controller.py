@@ -216,7 +216,7 @@ def train_split(config: Config, cluster: Cluster, fleet: Fleet, phase: CurrentPh
     If a trainer rank dies, restarts all of them and resumes from the last checkpoint.
     """
     rank = RankContext.of(config, Env(), torch.device("cpu"), phase, fleet.trainer_layout(0))
-    watch = Watch(config.launch.timeout_s)
+    watch = Watch(config.launch.timeout_s, ray.get_runtime_context().get_node_id())
     logs = config.run_dir / "logs"
     place = Place(cluster, watch, fleet.trainers, fleet.ranks_per_replica, logs)
     stop = stop_token_ids(rank.tokenizer, config.rollout.stop)
@@ -255,7 +255,9 @@ def _train(
         ledger.restore(cursor)
     engines.retry_on_loss(engines.wait_started)
     ranks.meanwhile = engines.poll_while_training
-    with rank_telemetry(rank, start, world_size=fleet.world) as telemetry:
+    gather = engines.place.watch.gather_gpus
+    gather({})  # starts the monitors
+    with rank_telemetry(rank, start, world_size=fleet.world, gather=gather) as telemetry:
         phases = TimedPhases(telemetry, rank.device, (), None, rank.phase)
         scorer = make_scorer(
             config.rewards, decode=rank.tokenizer.decode, answer=config.task.answer

@@ -128,10 +128,11 @@ class Engines:
             if not replica.starting:
                 continue
             try:
-                ((replica.node, _, pid),) = self.place.cluster.placed([replica.actor])
+                (placed,) = self.place.cluster.placed([replica.actor])
             except RayError as error:
                 raise EngineLost(replica, rank_lost(error, f"engine {replica.number}")) from None
-            self.place.watch.add(f"engine {replica.number}", replica.node, pid)
+            replica.node = placed[0]
+            self.place.watch.add(f"engine {replica.number}", replica.actor, placed)
             pids, segments, replica.max_model_len = replica.value(replica.starting)
             replica.remains = (pids, segments)
             replica.starting = None

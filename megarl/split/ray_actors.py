@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
@@ -63,6 +63,7 @@ class _Actor:
         self._number = number
         self._log = log
         self._made = None
+        self._span = nullcontext
 
     def place(self) -> tuple[str, list[int], int]:
         """Returns (node id, GPU ids of this actor on the node, process id)."""
@@ -71,6 +72,13 @@ class _Actor:
             [int(gpu) for gpu in ray.get_gpu_ids()],
             os.getpid(),
         )
+
+    def record_calls(self, node: int) -> None:
+        """Records further calls as the timeline of this node."""
+        from megarl.telemetry.log import Timeline
+
+        file = self._log.parent.parent / f"timeline_node{node}.json"
+        self._span = Timeline(file, node).span
 
     def _failed(self, error: BaseException) -> Outcome:
         phase = getattr(getattr(self._made, "phase", None), "name", "")
@@ -95,7 +103,8 @@ class RankActor(_Actor):
     def call(self, method: str, *values: Any) -> Outcome:
         """Calls a method of the TrainerRank; only rank 0 returns its value."""
         try:
-            value = getattr(self._made, method)(*values)
+            with self._span(method):
+                value = getattr(self._made, method)(*values)
             return {"value": value if self._number == 0 else None}
         except BaseException as error:  # noqa: BLE001 (every failure becomes a record)
             return self._failed(error)
@@ -118,7 +127,9 @@ class EngineActor(_Actor):
     async def call(self, method: str, *values: Any) -> Outcome:
         try:
             assert self._made
-            return {"value": await self._made.call(method, *values)}
+            # a poll overlaps other calls, which a timeline cannot show
+            with nullcontext() if method == "poll" else self._span(method):
+                return {"value": await self._made.call(method, *values)}
         except BaseException as error:  # noqa: BLE001 (every failure becomes a record)
             return self._failed(error)
 
@@ -199,8 +210,8 @@ class TrainerRanks:
             placed.sort(key=lambda pair: (nodes.index(pair[0][0]), pair[0][1]))
             ranks.actors = [actor for _, actor in placed]
             starts = []
-            for rank, ((node, _, pid), actor) in enumerate(placed):
-                place.watch.add(f"rank {rank}", node, pid)
+            for rank, (placed_at, actor) in enumerate(placed):
+                place.watch.add(f"rank {rank}", actor, placed_at)
                 # local rank 0: each actor sees only its own GPU, as device 0
                 env = Env(rank, world, 0, max(1, world // len(nodes)), has_launcher=True)
                 starts.append(actor.start.remote(config, env, store, name))

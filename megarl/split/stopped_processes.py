@@ -1,8 +1,9 @@
-"""Detects processes of the split topology that are stopped or have ended, on every node.
+"""Detects stopped and ended processes of the split topology, and reads GPUs, on every node.
 
     controller thread --names and process ids, every LOOK_S--> NodeWatch, one per node
     NodeWatch --messages--> stderr
               --ended processes--> Watch.gone
+              --GPU metrics, once per step--> Watch.gather_gpus
 
 A stopped process is reported after 5 s, killed after half of launch.timeout_s, and then replaced.
 Ray cannot distinguish it from a slow process, but the kernel can (processes.heartbeat.is_stopped).
@@ -13,9 +14,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
 
 import psutil
 import ray
@@ -25,6 +28,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megarl.processes.children import descendants
 from megarl.processes.exit_codes import say
 from megarl.processes.heartbeat import STOPPED_S, is_stopped
+from megarl.telemetry.gpus import GpuMonitor, open_gpus
 
 LOOK_S = 2.0
 
@@ -64,40 +68,78 @@ class StoppedProcesses:
         return lines, [name for name, pid in names.items() if not psutil.pid_exists(pid)]
 
 
-@ray.remote(num_cpus=0)
+@cache
+def monitor_of(*gpus: int) -> GpuMonitor | None:
+    return open_gpus(gpus)
+
+
+@ray.remote(num_cpus=0, concurrency_groups={"gpus": 1})
 class NodeWatch(StoppedProcesses):
-    """A Ray actor that runs StoppedProcesses on one node."""
+    """A Ray actor that runs StoppedProcesses and reads GPUs, on one node."""
+
+    @ray.method(concurrency_group="gpus")  # a GPU that hangs does not delay `look`
+    def take_gpus(self, gpus: Sequence[int]) -> dict[str, float]:
+        """Returns the metrics of a process's GPUs, by NVML's indices, since the last call."""
+        monitor = monitor_of(*gpus)
+        return monitor.take() if monitor else {}
 
 
 class Watch:
-    """Checks the processes of all nodes every LOOK_S in a background thread, until `end`."""
+    """Checks the processes of all nodes every LOOK_S in a background thread, until `end`.
 
-    def __init__(self, timeout_s: float) -> None:
+    `node` is the id of the controller's node.
+    """
+
+    def __init__(self, timeout_s: float, node: str) -> None:
         self._limit_s = timeout_s / 2
         self._ended = threading.Event()
         self._places = {}
         self._nodes = {}
         self._gone = set()
+        self._first = {node: ""}  # node -> the process that records its timeline
         self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
         self._thread.start()
 
-    def add(self, name: str, node: str, pid: int) -> None:
-        """Watches a process; replaces an earlier process with the same name."""
+    def add(self, name: str, actor: Any, place: tuple[str, list[int], int]) -> None:
+        """Watches the process of an actor; replaces an earlier process with the same name.
+
+        The first process on a node other than the controller's records the node's timeline.
+        """
+        node = place[0]
         if node not in self._nodes:
             strategy = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-            actor = NodeWatch
-            self._nodes[node] = actor.options(scheduling_strategy=strategy).remote(self._limit_s)
-        self._places[name] = node, pid
+            watch = NodeWatch
+            self._nodes[node] = watch.options(scheduling_strategy=strategy).remote(self._limit_s)
+        self._places[name] = place
+        if self._first.setdefault(node, name) == name:
+            actor.record_calls.remote(list(self._first).index(node))
 
     def gone(self, kind: str) -> str | None:
         """Returns the name of a process of this kind ("rank" or "engine") that has ended, or None.
 
         A process is reported up to about LOOK_S after its end.
         """
-        for name, place in self._places.items():
-            if name.startswith(kind) and (name, place) in self._gone:
+        for name, (node, _, pid) in self._places.items():
+            if name.startswith(kind) and (name, node, pid) in self._gone:
                 return name
         return None
+
+    def gather_gpus(self, own: Mapping[str, float]) -> list[Mapping[str, float]]:
+        """Returns `own` and, for each GPU, the metrics since the last call of its process's GPUs.
+
+        A node that does not reply within LOOK_S is left out.
+        """
+        calls = {
+            self._nodes[node].take_gpus.remote(gpus): len(gpus)
+            for node, gpus, _ in self._places.values()
+            if gpus
+        }
+        replies, _ = ray.wait(list(calls), num_returns=len(calls), timeout=LOOK_S)
+        metrics = [own]
+        for reply in replies:
+            with suppress(RayError):
+                metrics += [ray.get(reply)] * calls[reply]
+        return metrics
 
     def end(self) -> None:
         self._ended.set()
@@ -107,7 +149,9 @@ class Watch:
         while not self._ended.wait(LOOK_S):
             for node, actor in list(self._nodes.items()):
                 names = {
-                    name: pid for name, (where, pid) in list(self._places.items()) if where == node
+                    name: pid
+                    for name, (where, _, pid) in list(self._places.items())
+                    if where == node
                 }
                 look = actor.look.remote(names, time.monotonic())
                 try:
@@ -116,6 +160,6 @@ class Watch:
                     is_alive = any(each["Alive"] for each in ray.nodes() if each["NodeID"] == node)
                     lines = []
                     gone = [] if is_alive else names
-                self._gone.update((name, (node, names[name])) for name in gone)
+                self._gone.update((name, node, names[name]) for name in gone)
                 for line in lines:
                     say(line)

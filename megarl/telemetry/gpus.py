@@ -18,12 +18,12 @@ from typing import Any
 INTERVAL_S = 1.0
 
 
-def open_gpus(uuids: Sequence[str]) -> "GpuMonitor | None":
-    """Starts a monitor of the GPUs with these UUIDs (without the prefix `GPU-`).
+def open_gpus(gpus: Sequence[str | int]) -> "GpuMonitor | None":
+    """Starts a monitor of GPUs, given as UUIDs without the prefix `GPU-`, or as indices of NVML.
 
-    Returns None without UUIDs or nvidia-ml-py, or if NVML does not find the GPUs.
+    Returns None without GPUs or nvidia-ml-py, or if NVML does not find the GPUs.
     """
-    if not uuids:
+    if not gpus:
         return None
     try:
         import pynvml
@@ -31,7 +31,12 @@ def open_gpus(uuids: Sequence[str]) -> "GpuMonitor | None":
         return None
     try:
         pynvml.nvmlInit()
-        devices = [pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}") for uuid in uuids]
+        devices = [
+            pynvml.nvmlDeviceGetHandleByIndex(gpu)
+            if isinstance(gpu, int)
+            else pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{gpu}")
+            for gpu in gpus
+        ]
     except pynvml.NVMLError:
         return None
     return GpuMonitor(pynvml, devices)
@@ -67,7 +72,10 @@ def _quantities(nvml: Any) -> Mapping[str, Callable[[Any], float]]:
 
 
 def over_nodes(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the means and maxima over nodes, which have equally many GPUs, of their metrics."""
+    """Returns the means and maxima over `metrics`, one entry per node or one per GPU.
+
+    If there is one per node, nodes have equally many GPUs.
+    """
     merged = {}
     for key in dict.fromkeys(chain.from_iterable(metrics)):
         values = [one[key] for one in metrics if key in one]

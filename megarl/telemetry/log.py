@@ -76,15 +76,16 @@ def _rows(table: str) -> Iterator[list[str]]:
 class Timeline:
     """Writes nested spans as a Chrome trace, for chrome://tracing or Perfetto.
 
-    The file is a complete JSON array after every flush. Beyond MAX_BYTES, it is renamed to
-    timeline_before.json and a new file is begun. Times are those of the system's clock, so that the
-    files of several nodes fit together. `seconds` is the total time per span name in the current
-    step.
+    The file is a complete JSON array after every flush; the end of the outermost span flushes it.
+    Beyond MAX_BYTES, it is renamed to timeline_before.json and a new file is begun. Times are those
+    of the system's clock, so that the files of several nodes fit together. `seconds` is the total
+    time per span name in the current step.
     """
 
     def __init__(self, file: Path, node: int = 0) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self._events = []
+        self._open = 0  # spans that have not ended
         self._file = file
         self._node = node
         self._origin = time.perf_counter() - time.time()
@@ -98,10 +99,12 @@ class Timeline:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
+        self._open += 1
         begin = time.perf_counter()
         try:
             yield
         finally:
+            self._open -= 1
             took = time.perf_counter() - begin
             self.seconds[name] += took
             self._events.append(
@@ -114,6 +117,8 @@ class Timeline:
                     "tid": 0,
                 }
             )
+            if not self._open:
+                self.flush()
 
     def flush(self) -> None:
         if not self._events:
@@ -156,8 +161,6 @@ class NodeTelemetry(roles.Telemetry):
     def step(self, step: int) -> Iterator[roles.Record]:
         with self.span(f"step {step}"):
             yield self._record
-        if self._timeline:
-            self._timeline.flush()
         if self._profiler:
             self._profiler.step()
 

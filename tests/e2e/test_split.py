@@ -5,6 +5,7 @@ One run serves many checks, as starting Ray, ranks and engines is what takes the
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,39 @@ from megarl.platform.env import child_env
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
 SPLIT = ("launch.topology=split",)
 SMALL = ("train.prompts_per_step=4", "rollout.samples_per_prompt=4", "rollout.cpu_kv_cache_gb=0.1")
+PYNVML = """
+import os
+class NVMLError(Exception): ...
+def nvmlInit(): ...
+def nvmlShutdown(): ...
+def nvmlDeviceGetHandleByIndex(index): return index
+def nvmlDeviceGetPowerUsage(index): return 1000 * (int(os.environ["NODE_POWER_W"]) + index)
+def unsupported(*_): raise NVMLError
+def __getattr__(name): return unsupported if name.startswith("nvmlDevice") else 1
+"""
+WATCHED = """
+import json, sys
+from pathlib import Path
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from megarl.split.ray_actors import RankActor
+from megarl.split.stopped_processes import Watch
+logs = Path(sys.argv[1]) / "logs"
+logs.mkdir()
+ray.init(log_to_driver=False)
+own = ray.get_runtime_context().get_node_id()
+watch = Watch(60.0, own)
+nodes = sorted((node["NodeID"] for node in ray.nodes()), key=lambda node: node != own)
+for number, node in enumerate(nodes):
+    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+    kind = RankActor.options(num_cpus=1, num_gpus=1 + number, scheduling_strategy=strategy)
+    actor = kind.remote(number, logs / f"rank_{number}.log", {})
+    watch.add(f"rank {number}", actor, ray.get(actor.place.remote()))
+    assert "failure" in ray.get(actor.call.remote("score")), "it has no trainer"
+watch.gather_gpus({})
+print(json.dumps([metrics.get("gpu/power_w/mean") for metrics in watch.gather_gpus({})]))
+watch.end()
+"""
 STRANGER = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"  # ray.init takes minutes
 
 
@@ -198,6 +233,45 @@ def test_what_is_stopped_is_named_killed_and_replaced(tmp_path: Path, own: Belon
     print(run.audit(), [line for line in run.errors().splitlines() if line.startswith("megarl: ")])
 
 
+@contextmanager
+def two_nodes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Node]]:
+    """Two Ray nodes, of 3 and 2 CPUs and as many GPUs, which are numbers to Ray, and of which the stand-in for pynvml
+    says that they take 100, 101 and 102 W, and 300 and 301 W."""
+    modules = folder / "modules"
+    modules.mkdir()
+    (modules / "pynvml.py").write_text(PYNVML)
+    monkeypatch.setenv("PYTHONPATH", f"{modules}:{os.environ.get('PYTHONPATH', '')}")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    head = ("--head", "--port", str(port), "--include-dashboard=false", "--num-gpus=3")
+    monkeypatch.setenv("NODE_POWER_W", "100")
+    nodes = [Node.start(folder, "head", 3, *head)]
+    try:
+        monkeypatch.setenv("NODE_POWER_W", "300")
+        joined = ("--address", f"127.0.0.1:{port}", "--num-gpus=2")
+        nodes.append(Node.start(folder, "node", 2, *joined))
+        for key, value in {**Node.access(folder), "RAY_ADDRESS": f"127.0.0.1:{port}"}.items():
+            monkeypatch.setenv(key, str(value))
+        yield nodes
+    finally:
+        for node in nodes:
+            node.kill()
+
+
+@pytest.mark.long
+def test_gpus_and_calls_of_two_nodes_are_recorded(
+    tmp_path: Path, own: Belongings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with two_nodes(own.folder, monkeypatch):
+        command = [sys.executable, "-c", WATCHED, str(tmp_path)]
+        done = subprocess.run(command, env=child_env(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == [None, 100, 300.5, 300.5]
+    spans = json.loads((tmp_path / "timeline_node1.json").read_text())
+    assert [(span["name"], span["pid"]) for span in spans] == [("score", 1)]
+    assert len(list(tmp_path.glob("timeline*"))) == 1, "the controller records that of its node"
+
+
 @pytest.mark.long
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
@@ -213,17 +287,7 @@ def test_when_a_node_is_gone_the_run_goes_on_in_a_fallback_layout(
         *SMALL,
     )
     whole = Run.start(tmp_path, "whole", "tiny_dense", *common).finish()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    nodes = [
-        Node.start(
-            own.folder, "head", 3, "--head", "--port", str(port), "--include-dashboard=false"
-        )
-    ]
-    try:
-        nodes.append(Node.start(own.folder, "node", 2, "--address", f"127.0.0.1:{port}"))
-        for key, value in {**Node.access(own.folder), "RAY_ADDRESS": f"127.0.0.1:{port}"}.items():
-            monkeypatch.setenv(key, str(value))
+    with two_nodes(own.folder, monkeypatch) as nodes:
         fallbacks = "launch.fallback_layouts=[{processes: 4, parallel: {pipeline: 2}}, {processes: 2, parallel: {tensor: 2}}]"
         run = Run.start(
             tmp_path, "killed", "tiny_dense", *SPLIT, *common, fallbacks, tmp=own.folder
@@ -231,9 +295,6 @@ def test_when_a_node_is_gone_the_run_goes_on_in_a_fallback_layout(
         run.until(2)
         nodes.pop().kill()
         rows = run.finish()
-    finally:
-        for node in nodes:
-            node.kill()
     print(run.audit(), [line for line in run.errors().splitlines() if line.startswith("megarl: ")])
     assert (
         "a node is gone" in run.errors()
@@ -241,6 +302,11 @@ def test_when_a_node_is_gone_the_run_goes_on_in_a_fallback_layout(
         and rows[-1]["world_size"] == 3
     )
     print(f"largest relative difference {compare(rows, whole, 1e-5):.1e}")
+    powers = [(row["gpu/power_w/mean"], row["gpu/power_w/max"]) for row in (rows[0], rows[-1])]
+    assert powers == [(pytest.approx((100 + 101 + 102 + 300 + 301) / 5), 301), (101, 102)]
+    spans = json.loads((tmp_path / "killed" / "timeline_node1.json").read_text())
+    assert {"score", "update", "transfer"} <= {span["name"] for span in spans}
+    assert {span["pid"] for span in spans} == {1}
 
 
 STALE = {

@@ -54,9 +54,21 @@ SPLIT = [
     ),
     (
         "split/stopped_processes.py",
-        "(name, place) in self._gone",
-        "name in {gone for gone, _ in self._gone}",
+        "(name, node, pid) in self._gone",
+        "name in {gone for gone, *_ in self._gone}",
         "unit/split/test_stopped_processes.py::test_who_is_gone_is_known_by_its_place",
+    ),
+    (
+        "split/stopped_processes.py",
+        "[ray.get(reply)] * calls[reply]",
+        "[ray.get(reply)]",
+        "unit/split/test_stopped_processes.py::test_gpus_of_all_nodes_are_gathered",
+    ),
+    (
+        "split/stopped_processes.py",
+        "self._first.setdefault(node, name) == name",
+        "node not in self._first and self._first.setdefault(node, name)",
+        "unit/split/test_stopped_processes.py::test_one_process_records_the_timeline_of_a_node",
     ),
     (
         "split/engines.py",

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -158,7 +162,8 @@ class Job:
             expect_nodes=self.expect,
         )
         watch = SimpleNamespace(
-            add=lambda *values: self.events.append(("watch", *values)), gone=lambda kind: self.gone
+            add=lambda name, _actor, place: self.events.append(("watch", name, place[0], place[2])),
+            gone=lambda kind: self.gone,
         )
         place: Any = SimpleNamespace(start=self.start, cluster=cluster, watch=watch)
         self.engines = Engines(config, None, (), place)  # type: ignore[arg-type]
@@ -486,3 +491,39 @@ def test_only_ranks_that_train_run_kernels_in_launch_order(monkeypatch: pytest.M
             )
             assert outcome == {"failure": "far enough"}
     assert seen == [None, None, "1", None]
+
+
+def test_an_actor_records_its_calls(tmp_path: Path) -> None:
+    """Polls, which overlap other calls of an engine, are left out; the file is whole after each call."""
+    rank, engine = (
+        kind.__ray_metadata__.modified_class
+        for kind in (ray_actors.RankActor, ray_actors.EngineActor)
+    )
+    file = tmp_path / "timeline_node2.json"
+
+    async def answer(method: str, *values: Any) -> Any:
+        return method, values
+
+    def score(batch: int) -> int:
+        if file.exists():
+            assert json.loads(file.read_text()) == []
+        return batch + 1
+
+    for kind, made, methods, expected in (
+        (rank, SimpleNamespace(score=score), ["score"], ["score"]),
+        (engine, SimpleNamespace(call=answer), ["poll", "transfer"], ["transfer"]),
+    ):
+        actor = kind.__new__(kind)
+        actor.__dict__ |= {"_made": made, "_number": 0, "_log": tmp_path / "logs" / "x.log"}
+        actor._span = nullcontext
+        replies = list[Any]()
+        for is_recorded in (False, True):
+            if is_recorded:
+                actor.record_calls(2)
+            for method in methods:
+                reply = actor.call(method, 1)
+                replies.append(asyncio.run(reply) if inspect.isawaitable(reply) else reply)
+        assert replies[0] == replies[len(methods)] and "value" in replies[0], replies
+        spans = json.loads(file.read_text())
+        assert [(span["name"], span["pid"]) for span in spans] == [(name, 2) for name in expected]
+        file.unlink()

@@ -18,7 +18,7 @@ READ = """
 import json, sys, time
 import megarl.telemetry.gpus
 megarl.telemetry.gpus.INTERVAL_S = 0.01
-gpus = megarl.telemetry.gpus.open_gpus(sys.argv[1:])
+gpus = megarl.telemetry.gpus.open_gpus([int(gpu) if gpu.isdigit() else gpu for gpu in sys.argv[1:]])
 if gpus is None:
     print("null")
 else:
@@ -76,6 +76,12 @@ def test_what_no_gpu_reports_is_left_out(library: Path) -> None:
     (first, _), _ = read(library, "bbb")
     assert first["gpu/memory_gb/mean"] == first["gpu/memory_gb/max"] == 30.0
     assert not [key for key in first if "ecc" in key]
+
+
+def test_gpus_by_index(library: Path) -> None:
+    (first, _), _ = read(library, "1")
+    assert first["gpu/memory_gb/mean"] == first["gpu/memory_gb/max"] == 30.0
+    assert read(library, "2") == (None, "")
 
 
 def test_without_a_gpu_or_a_driver_there_is_nothing(library: Path, tmp_path: Path) -> None:

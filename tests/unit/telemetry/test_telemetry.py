@@ -363,9 +363,10 @@ def test_timeline_is_whole_json_after_every_flush(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path / "timeline.json")
     for count in range(3):
         assert len(json.loads((tmp_path / "timeline.json").read_text())) == 2 * count
-        with timeline.span("outer"), timeline.span("inner"):
-            pass
-        timeline.flush()
+        with timeline.span("outer"):
+            with timeline.span("inner"):
+                pass
+            assert len(json.loads((tmp_path / "timeline.json").read_text())) == 2 * count
     inner, outer = json.loads((tmp_path / "timeline.json").read_text())[-2:]
     assert (inner["name"], outer["name"]) == ("inner", "outer")
     assert outer["ts"] <= inner["ts"]
