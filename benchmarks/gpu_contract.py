@@ -1,21 +1,27 @@
-"""Compares megarl's weight tables with the real GPU packages, without a GPU: every family, names, counts and dtypes.
+"""Compares megarl with the real GPU packages, without a GPU: its weight tables and its weight sync, every family.
 
-    python -m benchmarks.gpu_contract [trainer|engine] [CASE ...]      both sides and every case by default; 2 minutes
+    python -m benchmarks.gpu_contract [trainer] [engine] [sync] [CASE ...]      all sides and cases by default
 
 trainer   Megatron-Core's model with Transformer Engine's layers on meta, in tp2 pp2 (ep2): each stage's parameters
-          against the table of the spec "te", and sharded_state_dict.
+          against the table of the spec "te", and sharded_state_dict. One minute, as engine.
 engine    vLLM's CUDA model on meta, as on an H100, first and last tensor rank of TENSOR: where its weight loaders put
           each tensor (loader_trace.py) against the table of the engine.
+sync      vLLM's CUDA model on CPU tensors, as on an H100, H200 and B200: what its kernels would get after three syncs
+          against a fresh load, and mistakes that must be found (gpu_contract_sync.py). SYNC_MINUTES. CASE is
+          FAMILY:FORMAT; --device and --plant choose one of each.
 
-Large models keep their widths and lose layers. It needs gcc and, in Python 3.12, the packages pinned in pyproject.toml
-(9.4 GB; Transformer Engine's compiled part for torch, which is built against CUDA, is replaced by a stub):
+Large models of trainer and engine keep their widths and lose layers. It needs gcc and, in Python 3.12, the packages
+pinned in pyproject.toml (9.4 GB; Transformer Engine's compiled part for torch, which is built against CUDA, is replaced
+by a stub):
 
     python3.12 -m venv gpu && gpu/bin/pip install -c docker/constraints-gpu.txt torch vllm megatron-core \\
         transformer-engine transformer-engine-cu13 onnxscript nvdlfw-inspect
     gpu/bin/pip install -e . && gpu/bin/python -m benchmarks.gpu_contract
 
 With --megatron DIR, the unpacked wheel of another Megatron-Core, the trainer is built with that one too.
-Exits with 1 if anything differs. A full run writes benchmarks/results/gpu_contract.txt.
+Exits with 1 if anything differs, or a planted mistake is not found. All cases of trainer and engine write
+benchmarks/results/gpu_contract.txt, all of sync gpu_contract_sync.txt, with a hash of the code that was compared:
+tests/unit/benchmarks/test_gpu_contract.py fails where it is another one.
 """
 
 from __future__ import annotations
@@ -28,14 +34,16 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from benchmarks import gpu_stubs
+from benchmarks import gpu_contract_sync, gpu_stubs
+from benchmarks.gpu_contract_code import code_hash
 from megarl.config.random_model import hf_config
 from megarl.config.schema import Create
 from megarl.layout import Layout, Parallel
@@ -45,7 +53,10 @@ from megarl.models.shape import ModelShape
 from megarl.models.shards import ShardSlice, first_mismatch, slices_of
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = Path(__file__).parent / "results" / "gpu_contract.txt"
+RESULTS = Path(__file__).parent / "results"
+TABLES = RESULTS / "gpu_contract.txt"
+SYNCS = RESULTS / "gpu_contract_sync.txt"
+SIDES = ("trainer", "engine", "sync")
 PACKAGES = ("torch", "vllm", "megatron-core", "transformer-engine", "transformers")
 LARGE = ("llama_3_1_405b", "qwen3_235b_a22b", "deepseek_v3", "kimi_k2", "glm_4_5", "gpt_oss_120b")
 SMALL = {  # families without a large config, and tied embeddings
@@ -57,6 +68,7 @@ SMALL = {  # families without a large config, and tied embeddings
 SIZES = {"layers": 2, "hidden": 512, "heads": 8, "kv_heads": 4, "vocab": 5003}
 TENSOR = 4  # of the engine
 DTYPE = torch.bfloat16
+ALL = "all"
 Difference = str | None
 
 
@@ -219,37 +231,62 @@ def _engine_difference(shape: ModelShape, built: torch.nn.Module, rank: int) -> 
     )
 
 
-def run_side(side: str, cases: Iterable[str]) -> int:
-    """Runs the cases of one side in this process; returns how many differ."""
-    if side == "trainer":
-        gpu_stubs.pretend_h100("meta")
-        gpu_stubs.stub_transformer_engine()
-        gpu_stubs.stub_random_states()
-        import megatron.core
-
-        print(f"trainer  on megatron-core {megatron.core.__version__}")
-    else:
-        gpu_stubs.pretend_h100(0)
-        gpu_stubs.fake_vllm_platform()
+def run_side(side: str, cases: Sequence[str], device: str, plants: Sequence[str]) -> int:
+    """Runs the cases of one side in this process; returns how many differ, or were not found."""
+    prepare_side(side, gpu_stubs.GPUS[device])
     check: Callable[[str, Path], Iterable[tuple[str, Difference]]] = {
         "trainer": check_trainer,
         "engine": check_engine,
+        "sync": partial(gpu_contract_sync.check_sync, device),
     }[side]
     failed = 0
-    with tempfile.TemporaryDirectory() as folder:
+    label = side if side != "sync" else f"{side} {device}"
+    with tempfile.TemporaryDirectory() as home:
+        folder = partial(model_folder, folder=Path(home))
+        if side == "sync":
+            folder = partial(gpu_contract_sync.model_folder, home=Path(home))
         for case in cases:
-            began = time.monotonic()
-            try:
-                for text, problem in check(case, model_folder(case, Path(folder))):
-                    failed += problem is not None
-                    print(f"{side:8} {case:17} {text}: {problem or 'equal'}", flush=True)
-            except Exception:  # noqa: BLE001 (the other cases are still of interest)
-                failed += 1
-                print(
-                    f"{side:8} {case:17} could not be built:\n{traceback.format_exc(limit=-4)}",
-                    flush=True,
-                )
-            print(f"{side} {case}: {time.monotonic() - began:.0f} s", file=sys.stderr)
+            failed += run_case(label, case, partial(check, case, folder(case)))
+        for name in plants:
+            seen = partial(gpu_contract_sync.find_planted, name, folder)
+            case = gpu_contract_sync.PLANTS[name].case
+            failed += run_case(f"planted {name}", case, seen, "found")
+    return failed
+
+
+def prepare_side(side: str, gpu: gpu_stubs.Gpu) -> None:
+    if side == "sync":
+        gpu_contract_sync.prepare(gpu)
+        return
+    gpu_stubs.pretend_gpu(gpu, "meta" if side == "trainer" else 0)
+    if side == "engine":
+        gpu_stubs.fake_vllm_platform(gpu)
+        return
+    gpu_stubs.stub_transformer_engine()
+    gpu_stubs.stub_random_states()
+    import megatron.core
+
+    print(f"trainer  on megatron-core {megatron.core.__version__}")
+
+
+def run_case(
+    label: str,
+    case: str,
+    check: Callable[[], Iterable[tuple[str, Difference]]],
+    good: str = "equal",
+) -> int:
+    """Prints what a case shows, and how long it took; returns how often it failed."""
+    began = time.monotonic()
+    failed = 0
+    try:
+        for text, problem in check():
+            failed += problem is not None
+            print(f"{label:8} {case:17} {text}: {problem or good}", flush=True)
+    except Exception:  # noqa: BLE001 (the other cases are still of interest)
+        failed = 1
+        text = traceback.format_exc(limit=-4)
+        print(f"{label:8} {case:17} could not be built:\n{text}", flush=True)
+    print(f"{label} {case}: {time.monotonic() - began:.0f} s", file=sys.stderr)
     return failed
 
 
@@ -257,53 +294,96 @@ def versions() -> str:
     return ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES)
 
 
-def main() -> int:
+def read_arguments() -> argparse.Namespace:
+    """The arguments; `words` become `sides`, and `cases` of each side."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("side", nargs="?", choices=["trainer", "engine"])
+    models = [*SMALL, *LARGE]
+    known = {"trainer": models, "engine": models, "sync": gpu_contract_sync.CASES}
+    tables, syncs = (", ".join(known[side]) for side in ("engine", "sync"))
     parser.add_argument(
-        "cases", nargs="*", metavar="CASE", help=f"of {', '.join([*LARGE, *SMALL])}"
+        "words",
+        nargs="*",
+        metavar="SIDE|CASE",
+        help=f"sides: {', '.join(SIDES)}; cases of trainer and engine: {tables}; of sync: {syncs}",
     )
     parser.add_argument("--megatron", metavar="DIR", type=Path)
+    parser.add_argument("--device", choices=gpu_stubs.GPUS, help="of sync; all by default")
+    plants = [*gpu_contract_sync.PLANTS, ALL]
+    parser.add_argument("--plant", choices=plants, help="a mistake that sync must find")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # in this process
     args = parser.parse_args()
-    if unknown := sorted(set(args.cases) - {*LARGE, *SMALL}):
-        parser.error(f"no such case: {', '.join(unknown)}")
+    args.sides = [side for side in SIDES if side in args.words] or list(SIDES)
+    named = [word for word in args.words if word not in SIDES]
+    if args.plant:
+        args.sides = ["sync"]
+    args.cases = {
+        side: [case for case in known[side] if case in named or not (named or args.plant)]
+        for side in args.sides
+    }
+    unknown = sorted(set(named).difference(*args.cases.values()))
+    if unknown:
+        parser.error(f"no such case of {', '.join(args.sides)}: {', '.join(unknown)}")
+    args.is_whole = not (named or args.device or args.plant)
+    return args
+
+
+def processes_of(args: argparse.Namespace) -> Iterator[tuple[str, list[str], Path | None]]:
+    """Each process's side, its arguments, and the folder of packages that come first."""
+    for side in args.sides:
+        words = [side, *args.cases[side]]
+        if side != "sync":
+            yield side, words, None
+            if side == "trainer" and args.megatron:
+                yield side, words, args.megatron.resolve()
+            continue
+        plant = args.plant or (ALL if args.is_whole else None)
+        for device in [args.device] if args.device else gpu_stubs.GPUS:
+            yield side, [*words, "--device", device, *(["--plant", plant] if plant else [])], None
+            if args.plant:
+                return
+            plant = None  # one device shows it
+
+
+def main() -> int:
+    args = read_arguments()
     if args.here:
-        return min(1, run_side(args.side, args.cases or [*SMALL, *LARGE]))
-    runs: list[tuple[str, Path | None]] = [
-        (side, None) for side in ([args.side] if args.side else ["trainer", "engine"])
-    ]
-    if args.megatron and args.side != "engine":
-        runs.append(("trainer", args.megatron.resolve()))
-    outputs, codes = [], []
+        side = args.sides[0]
+        plants = list(gpu_contract_sync.PLANTS) if args.plant == ALL else [args.plant]
+        plants = plants if args.plant else []
+        return min(1, run_side(side, args.cases[side], args.device or "h100", plants))
+    outputs: dict[str, str] = {}
+    codes = []
+    code = code_hash()
     with tempfile.TemporaryDirectory() as folder:
         gpu_stubs.build_driver(Path(folder))
-        for side, packages in runs:
-            command = [
-                sys.executable,
-                "-W",
-                "ignore",
-                "-m",
-                "benchmarks.gpu_contract",
-                side,
-                *args.cases,
-                "--here",
-            ]
-            environment = gpu_stubs.environment(Path(folder), packages)
+        for side, words, packages in processes_of(args):
             done = subprocess.run(
-                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+                [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu_contract", *words, "--here"],
+                cwd=ROOT,
+                env=gpu_stubs.environment(Path(folder), packages),
+                stdout=subprocess.PIPE,
+                text=True,
             )
             print(done.stdout, end="", flush=True)
-            outputs.append(done.stdout)
+            outputs[side] = outputs.get(side, "") + done.stdout
             codes.append(done.returncode)
-    if not args.side:
+    if args.is_whole:
         option = " --megatron DIR" if args.megatron else ""
-        header = f"$ python -m benchmarks.gpu_contract{option}\ndate      {time.strftime('%Y-%m-%d', time.gmtime())}\n"
-        header += f"versions  Python {sys.version.split()[0]}, {versions()}\n\n"
-        RESULTS.write_text(header + "".join(outputs))
+        if "trainer" in outputs and "engine" in outputs:
+            write(TABLES, f"trainer engine{option}", "", outputs["trainer"] + outputs["engine"])
+        if "sync" in outputs:
+            hashed = f"code      {code}\n"
+            write(SYNCS, "sync", hashed, outputs["sync"] + gpu_contract_sync.NOT_COVERED)
     return 1 if any(codes) else 0
+
+
+def write(file: Path, words: str, lines: str, text: str) -> None:
+    header = f"$ python -m benchmarks.gpu_contract {words}\n"
+    header += f"date      {time.strftime('%Y-%m-%d', time.gmtime())}\n"
+    header += f"versions  Python {sys.version.split()[0]}, {versions()}\n{lines}\n"
+    file.write_text(header + text)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.gpu_tensors import addresses_of, differences, kernels_of, moved, tensors_of
+
 ROOT = Path(__file__).parents[1]
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu", 0 if HAS_GPU else None)
@@ -189,7 +191,7 @@ def small_rollout() -> Any:
 
 
 def start(folder: Path, fmt_name: str) -> Synced:
-    from sync_ranks import holder
+    from holder import holder, random_weights
 
     from megarl.config.schema import Config
     from megarl.layout import Layout
@@ -223,12 +225,7 @@ def start(folder: Path, fmt_name: str) -> Synced:
     held: dict[str, Tensor] = {}
 
     def change(seed: int) -> Mapping[str, Tensor]:
-        generator = torch.Generator().manual_seed(seed)
-        tensors = {}
-        for name, size in shapes.items():
-            noise = torch.randn(size, generator=generator)
-            noise = 1 + 0.3 * noise if len(size) == 1 and "norm" in name else 0.12 * noise
-            tensors[name] = noise if name in weights.fp32 else noise.bfloat16()
+        tensors = random_weights(shapes, weights.fp32, torch.bfloat16, seed)
         plain = [part for part in slices if part.name in tensors]
         held.update({name: x.to(DEVICE) for name, x in holder(plain, tensors).items()})
         return tensors
@@ -249,19 +246,6 @@ def start(folder: Path, fmt_name: str) -> Synced:
     return Synced(engine, publisher, change)
 
 
-def tensors_of(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Every tensor that the model's modules hold: parameters, buffers, and plain attributes."""
-    found: dict[str, Tensor] = {}
-    for prefix, module in model.named_modules():
-        own = {**module._parameters, **module._buffers}
-        own |= {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
-        for name, value in own.items():
-            on_host = name.endswith("_cpu")  # copies that vLLM makes anew
-            if value is not None and value.device.type == DEVICE.type and not on_host:
-                found[f"{prefix}.{name}"] = value.detach()
-    return found
-
-
 def sync(folder: Path, *cases: str) -> Seen:
     """Three syncs of other weights; then the tensors, and where they lie, against a fresh load."""
     seen: Seen = {}
@@ -271,7 +255,7 @@ def sync(folder: Path, *cases: str) -> Seen:
         path = random_folder(folder, family)
         synced = start(path, fmt_name)
         model = synced.engine._llm.apply_model(lambda model: model)[0]
-        addresses = {name: x.data_ptr() for name, x in tensors_of(model).items()}
+        before = addresses_of(tensors_of(model, DEVICE.type))
         seconds = []
         weights: Mapping[str, Tensor] = {}
         for version in range(3):
@@ -281,41 +265,22 @@ def sync(folder: Path, *cases: str) -> Seen:
             synced.publisher.publish(version=version)
             synchronize()
             seconds.append(round(time.perf_counter() - began, 3))
-        live = {name: x.cpu() for name, x in tensors_of(model).items()}
-        moved = [n for n, x in tensors_of(model).items() if addresses.get(n) != x.data_ptr()]
+        tensors = tensors_of(model, DEVICE.type)
+        elsewhere = moved(before, addresses_of(tensors))
+        live = {name: tensor.cpu() for name, tensor in tensors.items()}
+        del tensors
         shown = relative_error(model, weights) if fmt_name == "fp8" else {}
-        kernels = sorted({type(k).__name__ for k in kernels_of(model)})
+        kernels = sorted(kernels_of(model))
         del model
         synced.engine.close()  # ends the world of ranks, too
         join_again(folder)
-        fresh = loaded(path, fmt_name, weights)
-        differs = sorted(
-            name
-            for name in live.keys() | fresh.keys()
-            if name not in live or name not in fresh or not same(live[name], fresh[name])
-        )
+        found = differences(live, loaded(path, fmt_name, weights))
+        differ = [f"{path}: {text}" for path, text in found.items()]
         seen[case] = {
-            "tensors": len(live), "differ": differs, "moved": moved, "seconds": seconds,
+            "tensors": len(live), "differ": differ, "moved": elsewhere, "seconds": seconds,
             "kernels": kernels, **shown,
         }  # fmt: skip
     return seen
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-
-
-def kernels_of(model: torch.nn.Module) -> list[Any]:
-    methods = [getattr(module, "quant_method", None) for module in model.modules()]
-    parts = [(method, *vars(method).values()) for method in methods if method is not None]
-    return [
-        x
-        for group in parts
-        for x in group
-        if "ernel" in type(x).__name__ or "Experts" in type(x).__name__
-    ]
 
 
 def relative_error(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> Seen:
@@ -365,7 +330,7 @@ def loaded(path: Path, fmt_name: str, weights: Mapping[str, Tensor]) -> dict[str
         **settings | {"load_format": "auto"},
     )
     model = llm.apply_model(lambda model: model)[0]
-    found = {name: x.cpu() for name, x in tensors_of(model).items()}
+    found = {name: tensor.cpu() for name, tensor in tensors_of(model, DEVICE.type).items()}
     del model, llm
     cleanup_dist_env_and_memory()
     return found

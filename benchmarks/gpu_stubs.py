@@ -1,6 +1,6 @@
 """Lets the GPU packages be imported, and their models be built on meta, on a machine without a GPU or a driver.
 
-Nothing is computed: what is real are names, shapes, dtypes, and the code that decides on them. Call `pretend_h100`
+Nothing is computed: what is real are names, shapes, dtypes, and the code that decides on them. Call `pretend_gpu`
 before importing anything that asks torch for a GPU, and build under `On(device)`.
 """
 
@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import types
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,24 @@ cuTensorMapEncodeTiled
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 
 
-class H100:
-    major, minor, multi_processor_count, total_memory = 9, 0, 132, 80 << 30
-    warp_size, regs_per_multiprocessor, name = 32, 65536, "NVIDIA H100 80GB HBM3"
+@dataclass(frozen=True)
+class Gpu:
+    """What torch and vLLM are told of a GPU."""
+
+    name: str
+    major: int  # compute capability
+    minor: int
+    multi_processor_count: int
+    total_memory: int  # bytes
+    warp_size: int = 32
+    regs_per_multiprocessor: int = 65536
+
+
+GPUS = {  # sizes of NVIDIA's data sheets
+    "h100": Gpu("NVIDIA H100 80GB HBM3", 9, 0, 132, 80 << 30),
+    "h200": Gpu("NVIDIA H200", 9, 0, 132, 141 * 10**9),
+    "b200": Gpu("NVIDIA B200", 10, 0, 148, 180 * 10**9),
+}
 
 
 class _Stream:
@@ -65,15 +81,15 @@ def environment(driver: Path, packages: Path | None = None) -> dict[str, str]:
     }
 
 
-def pretend_h100(device: Any) -> None:
+def pretend_gpu(gpu: Gpu, device: Any) -> None:
     """torch.cuda answers as on a node with eight; `device` is what torch.cuda.current_device() returns."""
     answers = {
         "is_available": True,
         "device_count": 8,
         "current_device": device,
-        "get_device_capability": (H100.major, H100.minor),
-        "get_device_properties": H100,
-        "get_device_name": H100.name,
+        "get_device_capability": (gpu.major, gpu.minor),
+        "get_device_properties": gpu,
+        "get_device_name": gpu.name,
         "current_stream": _Stream(),
         "default_stream": _Stream(),
         **dict.fromkeys(
@@ -171,8 +187,17 @@ def stub_random_states() -> None:
     random._set_cuda_rng_state = lambda *args, **options: None
 
 
-def fake_vllm_platform() -> None:
-    """vLLM's CUDA platform, which would ask the driver, answers for an H100."""
+def stub_memory() -> None:
+    """What vLLM's loaders ask about the memory of a GPU, and memory of the host pinned for it."""
+    for name in ("empty_cache", "synchronize", "max_memory_allocated", "memory_stats"):
+        setattr(torch.accelerator, name, lambda *args, **options: 0)
+    torch.cuda.empty_cache = lambda: None
+    torch.Tensor.pin_memory = lambda self, *args: self  # type: ignore[method-assign]
+    torch.cuda.is_current_stream_capturing = lambda: False
+
+
+def fake_vllm_platform(gpu: Gpu) -> None:
+    """vLLM's CUDA platform, which would ask the driver, answers for `gpu`."""
     from vllm import platforms
     from vllm.model_executor.models import registry
     from vllm.platforms.cuda import NonNvmlCudaPlatform
@@ -181,20 +206,48 @@ def fake_vllm_platform() -> None:
     class Platform(NonNvmlCudaPlatform):
         @classmethod
         def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
-            return DeviceCapability(H100.major, H100.minor)
+            return DeviceCapability(gpu.major, gpu.minor)
 
         @classmethod
         def get_device_name(cls, device_id: int = 0) -> str:
-            return H100.name
+            return gpu.name
 
         @classmethod
         def get_device_total_memory(cls, device_id: int = 0) -> int:
-            return H100.total_memory
+            return gpu.total_memory
 
         @classmethod
         def num_compute_units(cls, device_id: int = 0) -> int:
-            return H100.multi_processor_count
+            return gpu.multi_processor_count
 
     platforms._current_platform = Platform()
     # it would only keep CUDA out of this process
     registry._run_in_subprocess = lambda function: function()
+
+
+def stub_fp8_kernels() -> None:
+    """Stand-ins on a CPU for two compiled kernels that vLLM calls while it processes weights.
+
+    DeepGEMM's layout of scales: the same values as fp32, columns first; on a GPU of compute capability 10 the real
+    one packs their exponents. And the product with block scales, which an MLA layer multiplies by the unit matrix.
+    """
+    from vllm.model_executor.kernels.linear.scaled_mm import BlockScaledMMLinearKernel as module
+    from vllm.utils import deep_gemm
+
+    def layout(sf: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        return sf.float().mT.contiguous().mT
+
+    def apply_weights(self: Any, layer: Any, x: torch.Tensor, bias: Any = None) -> torch.Tensor:
+        params = self._get_layer_params(layer)
+        rows, columns = layer.weight_block_size
+        scales = params.block_scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+        height, width = params.weight.shape
+        return x @ (params.weight.float() * scales[:height, :width]).to(x.dtype).mT
+
+    deep_gemm._apply_pdl = lambda *args: None  # asks the driver
+    deep_gemm._lazy_init()
+    deep_gemm._transform_sf_into_required_layout_impl = layout
+    kernels = [module.Fp8BlockScaledMMLinearKernel]
+    for kernel in kernels:
+        kernels += kernel.__subclasses__()
+        kernel.apply_weights = apply_weights

@@ -15,7 +15,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from echo_environment import Echo
+from holder import holder, random_weights
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -32,7 +33,7 @@ from megarl.models.engine import engine_format, engine_table, linear_shapes, wit
 from megarl.models.formats import BlockFormat
 from megarl.models.registry import fp32_tensors, hf_shapes, megatron_table, read_model
 from megarl.models.shape import ModelShape
-from megarl.models.shards import ShardSlice, slices_of
+from megarl.models.shards import slices_of
 from megarl.parity.gate import Measured, ParityChecks
 from megarl.parity.statistics import Quantiles
 from megarl.platform.env import Env
@@ -142,12 +143,8 @@ class Reference:
         self.change(0)
 
     def change(self, seed: int) -> None:
-        """New weights, the same on all ranks; norms off one so that every tensor matters."""
-        generator = torch.Generator().manual_seed(seed)
-        for name, size in self.shapes.items():
-            noise = torch.randn(size, generator=generator)
-            noise = 1 + 0.3 * noise if len(size) == 1 and "norm" in name else 0.12 * noise
-            self.weights[name] = noise if name in self.fp32 else noise.to(self.dtype)
+        """New weights, the same on all ranks."""
+        self.weights = random_weights(self.shapes, self.fp32, self.dtype, seed)
         save_file(
             self.engine_weights(), self._folder / "model.safetensors", metadata={"format": "pt"}
         )
@@ -194,26 +191,6 @@ class Reference:
 
     def error(self, samples: Sequence[Sample], temperature: float) -> float:
         return float(self.errors(samples, temperature).max())
-
-
-def holder(slices: Sequence[ShardSlice], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A rank's parameters under Megatron's names; what no part covers is NaN, so that sending it would show."""
-    sizes: dict[str, int] = {}
-    for part in slices:
-        last = sum((n - 1) * stride for n, stride in zip(part.shape, part.strides, strict=True))
-        sizes[part.param] = max(sizes.get(part.param, 0), part.offset + last + 1)
-    dtypes = {part.param: weights[part.name].dtype for part in slices}
-    found = {
-        name: torch.full((size + 3,), torch.nan, dtype=dtypes[name])[:size]
-        for name, size in sizes.items()
-    }
-    for part in slices:
-        whole = weights[part.name]
-        if len(part.shape) > whole.dim():
-            whole = whole.unflatten(-1, (-1, 2))
-        values = whole[tuple(slice(a, a + n) for a, n in zip(part.start, part.shape, strict=True))]
-        found[part.param].as_strided(part.shape, part.strides, part.offset).copy_(values)
-    return found
 
 
 class Faulty(Collective):

@@ -34,12 +34,11 @@ def engine_settings(
     *,
     trust_remote_code: bool,
 ) -> dict[str, Any]:
-    overrides = {}
+    overrides: Any = {}
     if fmt:
         overrides[CONFIG_KEY] = format_config(read_model(folder), fmt)
     elif CONFIG_KEY in read_json(folder / "config.json"):
-        # the trainer's weights are not quantised, whatever format the model came in
-        overrides[CONFIG_KEY] = None
+        overrides = without_quantization
     kv_cache_bytes = int(rollout.cpu_kv_cache_gb * 2**30)
     block_size = 32  # not 128: the prefix cache has no incomplete blocks
     has_chunked_prefill = False  # seeded: "CPU Generator does not use offset"
@@ -75,6 +74,14 @@ def engine_settings(
     settings |= rollout.engine_options
     settings.pop("unsafe", None)
     return settings
+
+
+def without_quantization(config: Any) -> Any:
+    """Returns a transformers config without its format: the trainer's weights are not quantised,
+    whatever format the model came in."""
+    if hasattr(config, CONFIG_KEY):  # vLLM reads the key of a null, too
+        delattr(config, CONFIG_KEY)
+    return config
 
 
 def sampling_params(

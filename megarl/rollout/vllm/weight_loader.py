@@ -21,6 +21,7 @@ from vllm.model_executor.layers.attention.attention import set_default_quant_sca
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
+from vllm.platforms import current_platform
 
 from megarl.models.shards import ShardSlice, recounted
 from megarl.rollout.vllm.loader_trace import (
@@ -201,9 +202,14 @@ def _process(layer: nn.Module, device: torch.device) -> None:
     if hasattr(layer, PROCESSED):
         delattr(layer, PROCESSED)
     kernel = getattr(method, "moe_kernel", None)
+    config = getattr(method, "moe_quant_config", None)
     with device:
         method.process_weights_after_loading(layer)
-        if kernel and method.moe_kernel is kernel and next(layer.parameters()).device.type == "cpu":
+        if kernel and not current_platform.is_cpu():
+            # those that CUDA graphs call; new ones would keep the open layer's tensors
+            method.moe_kernel = kernel
+            method.moe_quant_config = config
+        elif kernel and method.moe_kernel is kernel:
             # vLLM 0.32 re-packs experts only when it builds the kernel, not on an update (PR 40390)
             kernel.fused_experts.process_weights_after_loading(layer)
     if hasattr(layer, "update_param_tp_status"):
