@@ -7,7 +7,7 @@ trainer   Megatron-Core's model with Transformer Engine's layers on meta, in tp2
 engine    vLLM's CUDA model on meta, as on an H100, first and last tensor rank of TENSOR: where its weight loaders put
           each tensor (loader_trace.py) against the table of the engine.
 sync      vLLM's CUDA model on CPU tensors, as on an H100, H200 and B200: what its kernels would get after three syncs
-          against a fresh load, and mistakes that must be found (gpu_contract_sync.py). SYNC_MINUTES. CASE is
+          against a fresh load, and mistakes that must be found (gpu_contract_sync.py). 10 minutes. CASE is
           FAMILY:FORMAT; --device and --plant choose one of each.
 
 Large models of trainer and engine keep their widths and lose layers. It needs gcc and, in Python 3.12, the packages
@@ -21,7 +21,7 @@ by a stub):
 With --megatron DIR, the unpacked wheel of another Megatron-Core, the trainer is built with that one too.
 Exits with 1 if anything differs, or a planted mistake is not found. All cases of trainer and engine write
 benchmarks/results/gpu_contract.txt, all of sync gpu_contract_sync.txt, with a hash of the code that was compared:
-tests/unit/benchmarks/test_gpu_contract.py fails where it is another one.
+tests/unit/benchmarks/test_gpu_contract_sync.py fails where it is another one.
 """
 
 from __future__ import annotations
