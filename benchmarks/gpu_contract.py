@@ -281,11 +281,11 @@ def run_case(
     try:
         for text, problem in check():
             failed += problem is not None
-            print(f"{label:8} {case:17} {text}: {problem or good}", flush=True)
+            print(f"{label:8} {case:19} {text}: {problem or good}", flush=True)
     except Exception:  # noqa: BLE001 (the other cases are still of interest)
         failed = 1
         text = traceback.format_exc(limit=-4)
-        print(f"{label:8} {case:17} could not be built:\n{text}", flush=True)
+        print(f"{label:8} {case:19} could not be built:\n{text}", flush=True)
     print(f"{label} {case}: {time.monotonic() - began:.0f} s", file=sys.stderr)
     return failed
 

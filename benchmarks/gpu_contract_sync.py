@@ -62,7 +62,7 @@ SIZES = {
 MOE = {"experts": 4, "experts_per_token": 2, "moe_intermediate": 512}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
-    "qwen2": {},
+    "qwen2": {"hidden": 512},  # vLLM's has no head_dim
     "qwen3": {},
     "qwen3_tied": {"family": "qwen3", "tied": True},
     "mixtral": MOE,
