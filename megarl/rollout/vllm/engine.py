@@ -2,9 +2,10 @@
 
     requests --token ids--> vLLM --token ids, log-probs of the sampled distribution--> Samples
 
-No text goes in or out. vLLM's external launcher wants the same requests in the same order on all
-ranks of a replica. So before the first step of each `poll`, in which nothing can arrive, they agree
-on what has arrived and what was aborted (with a time-out before each step, on whether it is over):
+No text goes in or out. vLLM's external launcher wants the same requests in the same order on the
+tensor ranks of a data rank. So before the first step of each `poll`, in which nothing can arrive,
+they agree on what has arrived and was aborted (with a time-out before each step, on whether it is
+over). Data ranks have requests of their own and step together, until all call `finish`:
 
     submit, abort --news--> all-reduce of its hash --equal, or else gathered--> the first rank's
     news on every rank --> vLLM --> one step
@@ -66,16 +67,14 @@ class Engine:
     before_step: Callable[[], None] = lambda: None  # called before every step
     # context of `complete`, `score`, `best` and `states`: TimedPhases.engine_turn
     turn: Callable[[], AbstractContextManager[None]] = nullcontext
-    # unmapped from the device by vLLM, although torch counts them as allocated
-    bytes_asleep: int = 0
+    bytes_asleep: int = 0  # freed by vLLM, although torch counts them as allocated
     _asleep: list[str] = field(default_factory=list)  # the parts that are not on the device
     _ranks: Any = None  # gloo process group of the replica; None: one rank
     _version: int | None = None  # the version of the weights that sample now
-    _is_open: bool = False  # requests may arrive: `finish` has not been called since the last
-    # what has arrived since the last step
-    _arrived: dict[SampleKey, Request] = field(default_factory=dict)
+    _is_open: bool = False  # requests may arrive: `finish` was not called since the last
+    _arrived: dict[SampleKey, Request] = field(default_factory=dict)  # since the last step
     _aborted: list[SampleKey] = field(default_factory=list)
-    # requests that vLLM has; vLLM's id of each; the id in its outputs -> key
+    # requests that vLLM has, its id of each, and the id in its outputs -> key
     _requests: dict[SampleKey, Request] = field(default_factory=dict)
     _ids: dict[SampleKey, str] = field(default_factory=dict)
     _keys: dict[str, SampleKey] = field(default_factory=dict)
@@ -469,9 +468,7 @@ def _in_order(values: dict[int, T]) -> list[T]:
 
 
 def _free_bytes() -> int:
-    if not torch.cuda.is_available():
-        return 0
-    return torch.cuda.mem_get_info()[0]
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
 
 
 def _prepare(env: Env, ranks_per_replica: int) -> str:
