@@ -45,8 +45,8 @@ def _engine_share(rank: RankContext) -> Rollout:
     train = rank.config.train
     rollout = rank.config.rollout
     memory = device_bytes(rank.device)
-    if memory is None:
-        return rollout
+    if memory is None:  # a CPU's engine cannot sleep
+        return rollout.model_copy(update={"sleep_level": 0})
     free, total = memory
     used = max(rank.transport.gather(total - free))
     share = rollout.gpu_memory_utilization

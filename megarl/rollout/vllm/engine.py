@@ -111,8 +111,6 @@ class Engine:
 
         if rollout.expert > 1:
             patches.install_expert_parallel()
-        if not torch.cuda.is_available():
-            rollout = rollout.model_copy(update={"sleep_level": 0})
         eager = arguments.is_eager(rollout)
         settings = engine_settings(
             folder,
