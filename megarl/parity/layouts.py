@@ -245,7 +245,7 @@ def gradient_projections(trainer: Trainer) -> LayoutValues:
 
     Call it after a backward pass. Collective.
     """
-    chunks: Sequence[Any] = trainer.model
+    chunks: Any = trainer.model
     for chunk in chunks:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
             group = buffer.data_parallel_group

@@ -66,7 +66,8 @@ def _reduce_scatterv(
     assert dim == 0
     total = rows.clone()
     dist.all_reduce(total, group=communicator.device_group)
-    sizes = sizes or [len(rows) // communicator.world_size] * communicator.world_size
+    ranks: int = communicator.world_size
+    sizes = sizes or [len(rows) // ranks] * ranks
     return total.split(list(sizes))[communicator.rank_in_group]
 
 
