@@ -7,7 +7,7 @@ trainer   Megatron-Core's model with Transformer Engine's layers on meta, in tp2
 engine    vLLM's CUDA model on meta, as on an H100, first and last tensor rank of TENSOR: where its weight loaders put
           each tensor (loader_trace.py) against the table of the engine.
 sync      vLLM's CUDA model on CPU tensors, as on an H100, H200 and B200: what its kernels would get after three syncs
-          against a fresh load, and mistakes that must be found (gpu_contract_sync.py). 10 minutes. CASE is
+          against a fresh load, and mistakes that must be found (gpu_contract_sync.py). 15 minutes. CASE is
           FAMILY:FORMAT; --device and --plant choose one of each.
 
 Large models of trainer and engine keep their widths and lose layers. It needs gcc and, in Python 3.12, the packages
