@@ -154,7 +154,7 @@ class Faults:
             yield self.probed(
                 "swapped experts",
                 f"2 of {shape.experts} in one layer",
-                rf"^layer {layer} \(MLP\)$",
+                rf"^layer {layer} \(experts\)$",
                 weights=swapped,
             )
         final = next(name for name in params if name.endswith("final_layernorm.weight"))
@@ -170,10 +170,11 @@ class Faults:
             "one norm, of a layer", "1.05 times", cause, weights=weights, at_least=1.0
         )
         names = [name for name in params if f"layers.{layer}." in name]
+        mlp = "experts" if shape.layer_kinds[layer].has_experts else "MLP"
         yield self.probed(
             "one layer of older weights",
             distance(names, params, self.updated),
-            rf"^layer {layer} \(.*attention.*MLP\)$",
+            rf"^layer {layer} \(.*attention.*{mlp}\)$",
             weights={name: self.updated[name] for name in names},
         )
         if padding := head.shape[0] - shape.vocab:

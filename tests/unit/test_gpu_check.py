@@ -242,7 +242,7 @@ def test_a_run_that_saves_nothing_is_ended(
 ) -> None:
     monkeypatch.setattr(gpu_check, "ROOT", tree)
     monkeypatch.setenv("PLAN", json.dumps({"rows": {"whole": ROWS}, "saves": False}))
-    (result,) = gpu_check.climb(Place(1, tmp_path, 1.0), ["kill_resume"])
+    (result,) = gpu_check.climb(Place(1, tmp_path, 4.0), ["kill_resume"])
     assert result.status == "failed" and "no checkpoint of step 2" in result.seen, result.seen
     pid = int((tmp_path / "killed" / "tiny_dense" / "checkpoints" / "step_2" / "pid").read_text())
     end = time.monotonic() + 20
