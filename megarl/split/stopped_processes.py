@@ -73,7 +73,10 @@ def monitor_of(*gpus: int) -> GpuMonitor | None:
     return open_gpus(gpus)
 
 
-@ray.remote(num_cpus=0, concurrency_groups={"gpus": 1})
+_remote: Any = ray.remote  # its types do not know groups
+
+
+@_remote(num_cpus=0, concurrency_groups={"gpus": 1})
 class NodeWatch(StoppedProcesses):
     """A Ray actor that runs StoppedProcesses and reads GPUs, on one node."""
 
