@@ -69,8 +69,10 @@ def both(cases: list[list[Case]]) -> list[tuple[str, Case]]:
 def agree(name: str, case: Case) -> None:
     assert case["logprobs"] <= FP32, (name, case["logprobs"])
     difference, tensor = case["gradients"]
-    # attention is indifferent to a bias of all keys, but for its sink: the terms of this gradient cancel
-    assert difference <= (2 * FP32 if "k_proj.bias" in tensor else FP32), (name, case["gradients"])
+    # attention is indifferent to a bias of all keys, but for its sink: the terms of these gradients cancel, and what is
+    # left depends on the processor's order of sums (3.7e-6 for sinks without AVX-512)
+    cancels = "k_proj.bias" in tensor or "self_attn.sinks" in tensor
+    assert difference <= (2 * FP32 if cancels else FP32), (name, case["gradients"])
     assert max(case["sublayers"].values()) <= FP32, (name, case["sublayers"])
     (loss, norm), (local_loss, local_norm) = case["steps"]
     assert local_norm > 1, f"{name}: nothing to compare"
