@@ -73,10 +73,7 @@ def monitor_of(*gpus: int) -> GpuMonitor | None:
     return open_gpus(gpus)
 
 
-_remote: Any = ray.remote  # its types do not know groups
-
-
-@_remote(num_cpus=0, concurrency_groups={"gpus": 1})
+@ray.remote(num_cpus=0, concurrency_groups={"gpus": 1})  # pyright: ignore[reportCallIssue, reportArgumentType]
 class NodeWatch(StoppedProcesses):
     """A Ray actor that runs StoppedProcesses and reads GPUs, on one node."""
 
