@@ -108,7 +108,7 @@ class Watch:
         node = place[0]
         if node not in self._nodes:
             strategy = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-            watch = NodeWatch
+            watch: Any = NodeWatch
             self._nodes[node] = watch.options(scheduling_strategy=strategy).remote(self._limit_s)
         self._places[name] = place
         if self._first.setdefault(node, name) == name:
