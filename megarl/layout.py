@@ -162,6 +162,10 @@ class Fleet:
         return self.replicas * self.ranks_per_replica
 
     @property
+    def nodes_per_replica(self) -> int:
+        return -(-self.ranks_per_replica // self.ranks_per_node)
+
+    @property
     def first_receiver(self) -> int:
         return self.trainers if self.is_split else 0
 

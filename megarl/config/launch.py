@@ -47,7 +47,8 @@ class Launch(Section):
     """Number of ranks on all nodes, or of trainer ranks in the split topology; null: all GPUs, or
     on a CPU the smallest number that fits the layout. Ignored under torchrun: WORLD_SIZE counts."""
     processes_per_node: PositiveInt | None = None
-    """Number of ranks per node; null: LOCAL_WORLD_SIZE in a run, 8 in a plan of more than 8."""
+    """Number of ranks per node, or GPUs per node of an existing Ray cluster; null:
+    LOCAL_WORLD_SIZE in a run, 8 in a plan of more than 8 and in the split topology."""
     timeout_s: PositiveInt = 600
     """Time limit of collectives, in seconds. The limit is 0.9 of this value for a silent rank, and
     half of it for a stopped or stuck rank."""
@@ -106,11 +107,6 @@ def check_topology(config: Config, env: Env, shape: ModelShape, command: str) ->
             f"rollout.quantization={rollout.quantization} is not available with "
             f"launch.topology=split; leave it at none, or {remedy}",
         ),
-        (
-            rollout.expert > 1,
-            f"rollout.expert={rollout.expert} is not available with launch.topology=split; set it "
-            f"and rollout.data to 1, or {remedy}",
-        ),
         (config.train.offload, f"train.offload={list(config.train.offload)} {shared}"),
         (rollout.sleep_level, f"rollout.sleep_level={rollout.sleep_level} {shared}"),
     )
@@ -152,14 +148,23 @@ def fleet_of(
             f"launch.processes_per_node={per_node} does not divide the {trainers} processes; "
             "use a divisor"
         )
+    node = per_node or ranks_per_node
+    tensor = rollout.tensor
+    spans = launch.is_split and replica > node
+    if spans and (replica % node or (tensor % node and node % tensor)):
+        raise ValueError(
+            f"an engine of rollout.tensor x data = {tensor} x {rollout.data} ranks does not fill "
+            f"nodes of {node} (launch.processes_per_node; 8 if null); let rollout.tensor divide a "
+            "node or be a multiple of it, and tensor x data a multiple"
+        )
     return Fleet(
         parallel=config.parallel.sizes,
         trainers=trainers,
-        tensor=rollout.tensor,
+        tensor=tensor,
         ranks_per_replica=replica,
         replicas=replicas,
         expert=rollout.expert,
-        ranks_per_node=per_node or ranks_per_node,
+        ranks_per_node=node,
         is_split=launch.is_split,
     )
 

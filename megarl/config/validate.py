@@ -153,16 +153,10 @@ def _warnings(
     config: Config, shape: ModelShape, fleet: Fleet, rows: int, longest: int, gpus: int
 ) -> Iterator[str]:
     train = config.train
-    rollout = config.rollout
     if train.dtype == "bf16" and not gpus and not has_bf16_products():
         yield (
             "train.dtype=bf16 on a CPU without bf16 instructions is slower than fp32; "
             "set train.dtype=fp32"
-        )
-    if fleet.is_split and fleet.ranks_per_replica > fleet.ranks_per_node:
-        yield (
-            f"rollout.tensor={rollout.tensor} needs a Ray node with {fleet.ranks_per_replica} "
-            "GPUs: engines that span nodes are not supported"
         )
     yield from _unread(config)
     if shape.mtp_layers:

@@ -218,7 +218,9 @@ def train_split(config: Config, cluster: Cluster, fleet: Fleet, phase: CurrentPh
     rank = RankContext.of(config, Env(), torch.device("cpu"), phase, fleet.trainer_layout(0))
     watch = Watch(config.launch.timeout_s, ray.get_runtime_context().get_node_id())
     logs = config.run_dir / "logs"
-    place = Place(cluster, watch, fleet.trainers, fleet.ranks_per_replica, logs)
+    parts = cluster.parts
+    gpus = fleet.ranks_per_replica // parts
+    place = Place(cluster, watch, fleet.trainers, gpus, logs, parts)
     stop = stop_token_ids(rank.tokenizer, config.rollout.stop)
     engines = Engines(config, rank.model_folder, stop, place)
     engines.is_stopping = lambda: phase.is_stopping

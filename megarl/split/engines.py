@@ -54,10 +54,10 @@ class Replica:
 
     number: int
     actor: Any = None
+    others: Sequence[Any] = ()  # actors of its other parts, on other nodes
     starting: Any = None  # ref of the call that starts the replica; None once started
-    node: str = ""
-    # process ids and shared memory segments, for kill_engine
-    remains: tuple[Sequence[int], Sequence[str]] | None = None
+    # node, process ids and shared memory segments of each part, for kill_engine
+    remains: Sequence[tuple[str, Sequence[int], Sequence[str]]] = ()
     max_model_len: int = 0
     is_joined: bool = False  # member of the sync group
     is_ready: bool = False  # serves a verified version
@@ -115,9 +115,11 @@ class Engines:
         self.replicas = [self._start(number) for number in range(self.config.rollout.replicas or 1)]
 
     def _start(self, number: int) -> Replica:
-        actor = self.place.start(EngineActor, number)
-        starting = actor.start.remote(self.config, self.folder, self.stop_token_ids)
-        return Replica(number, actor, starting)
+        actor, *others = [
+            self.place.start(EngineActor, number, part) for part in range(self.place.parts)
+        ]
+        starting = actor.start.remote(self.config, self.folder, self.stop_token_ids, others)
+        return Replica(number, actor, others, starting)
 
     def wait_started(self) -> None:
         """Waits until all replicas have started.
@@ -127,14 +129,15 @@ class Engines:
         for replica in self.replicas:
             if not replica.starting:
                 continue
+            name = f"engine {replica.number}"
+            actors = [replica.actor, *replica.others]
             try:
-                (placed,) = self.place.cluster.placed([replica.actor])
+                places = self.place.cluster.placed(actors)
             except RayError as error:
-                raise EngineLost(replica, rank_lost(error, f"engine {replica.number}")) from None
-            replica.node = placed[0]
-            self.place.watch.add(f"engine {replica.number}", replica.actor, placed)
-            pids, segments, replica.max_model_len = replica.value(replica.starting)
-            replica.remains = (pids, segments)
+                raise EngineLost(replica, rank_lost(error, name)) from None
+            for part, (actor, placed) in enumerate(zip(actors, places, strict=True)):
+                self.place.watch.add(f"{name} part {part}" if part else name, actor, placed)
+            replica.remains, replica.max_model_len = replica.value(replica.starting)
             replica.starting = None
 
     # sampling
@@ -311,9 +314,10 @@ class Engines:
                 replica.poll = None
 
     def _end(self, replica: Replica) -> None:
-        ray.kill(replica.actor)
-        if replica.remains:
-            kill_engine(replica.node, *replica.remains)
+        for actor in (replica.actor, *replica.others):
+            ray.kill(actor)
+        for part in replica.remains:
+            kill_engine(*part)
 
     def end(self) -> None:
         for replica in self.replicas:

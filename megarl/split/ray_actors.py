@@ -1,19 +1,23 @@
-"""The Ray actors of the split topology: one per Megatron rank and one per engine replica.
+"""The Ray actors of the split topology: one per Megatron rank, one per node of an engine replica.
 
     controller --call--> RankActor x W    (Megatron rank; all ranks at once) --> rank 0's value
                --call--> EngineActor x R  (AsyncLLM; concurrent calls)       --> its value
+                         first part of a replica --serve--> EngineActor of each other node: a part
+                         that ends is the end of the replica
 
 A call returns {"value": ...} or {"failure": ...}, so the interpretation of a failure does not
 depend on how Ray wraps exceptions.
 """
 
+import asyncio
 import os
+import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any, cast
@@ -112,17 +116,54 @@ class RankActor(_Actor):
 
 @ray.remote
 class EngineActor(_Actor):
-    async def start(self, config: Config, folder: Path, stop_token_ids: Sequence[int]) -> Outcome:
-        """Starts the engine; returns (process ids, shared memory segments, max_model_len)."""
-        try:
-            from megarl.rollout.vllm.async_engine import AsyncEngine
+    async def start(
+        self, config: Config, folder: Path, stop_token_ids: Sequence[int], others: Sequence[Any]
+    ) -> Outcome:
+        """Starts the engine, whose other parts are the actors `others`.
 
-            number = self._number
-            made = self._made = await AsyncEngine.start(config, folder, stop_token_ids, number)
-            pids = [*made.children.pids, os.getpid()]
-            return {"value": (pids, sorted(made.children.segments), made.max_model_len)}
+        Returns ([what kill_engine takes, of each part], max_model_len).
+        """
+        try:
+            from megarl.rollout.vllm.async_engine import AsyncEngine, Part
+
+            host = ray.util.get_node_ip_address()
+            set_env(VLLM_HOST_IP=host)
+            part = Part(0, 1 + len(others), host, (_port(), _port()))
+            starting = asyncio.ensure_future(
+                AsyncEngine.start(config, folder, stop_token_ids, self._number, part)
+            )
+            ends = [
+                asyncio.ensure_future(_end_of(actor, config, folder, replace(part, number=number)))
+                for number, actor in enumerate(others, 1)
+            ]
+            await asyncio.wait({starting, *ends}, return_when=asyncio.FIRST_COMPLETED)
+            for end in ends:
+                if end.done():
+                    return {"failure": end.result()}
+            made = self._made = starting.result()
+            for end in ends:
+                end.add_done_callback(lambda end: made.lose(end.result().message))
+            remains = await asyncio.gather(*[actor.remains.remote() for actor in others])
+            return {"value": ([self.remains(), *remains], made.max_model_len)}
         except BaseException as error:  # noqa: BLE001 (every failure becomes a record)
             return self._failed(error)
+
+    async def serve(self, config: Config, folder: Path, part: Any) -> Outcome:
+        """Serves one part of an engine; returns, with a failure, once the part has ended."""
+        try:
+            from megarl.rollout.vllm.async_engine import serve_part
+
+            set_env(VLLM_HOST_IP=ray.util.get_node_ip_address())
+            await asyncio.to_thread(serve_part, config, folder, part)
+            raise RuntimeError(f"part {part.number} of engine {self._number} has ended")
+        except BaseException as error:  # noqa: BLE001 (every failure becomes a record)
+            return self._failed(error)
+
+    def remains(self) -> tuple[str, list[int], list[str]]:
+        """Returns (node id, process ids, shared memory segments), for kill_engine."""
+        children = Children.of_this_process()
+        pids = [*children.pids, os.getpid()]
+        return ray.get_runtime_context().get_node_id(), pids, sorted(children.segments)
 
     async def call(self, method: str, *values: Any) -> Outcome:
         try:
@@ -132,6 +173,20 @@ class EngineActor(_Actor):
                 return {"value": await self._made.call(method, *values)}
         except BaseException as error:  # noqa: BLE001 (every failure becomes a record)
             return self._failed(error)
+
+
+async def _end_of(actor: Any, config: Config, folder: Path, part: Any) -> Failure:
+    """Starts a part of an engine, and returns the cause once it has ended."""
+    try:
+        return (await actor.serve.remote(config, folder, part))["failure"]
+    except RayError as error:
+        return rank_lost(error, f"part {part.number} of the engine").failure
+
+
+def _port() -> int:
+    """Returns a port that is free now."""
+    with socket.create_server(("", 0)) as listener:
+        return listener.getsockname()[1]
 
 
 def value_of(ref: Any, what: str) -> Any:
@@ -160,10 +215,12 @@ class Place:
     first_bundle: int
     gpus: int  # GPUs per actor
     logs: Path
+    parts: int = 1  # actors per engine replica
 
-    def start(self, kind: Any, number: int) -> Any:
+    def start(self, kind: Any, number: int, part: int = 0) -> Any:
         cluster = self.cluster
-        strategy = PlacementGroupSchedulingStrategy(cluster.placement, self.first_bundle + number)
+        bundle = self.first_bundle + number * self.parts + part
+        strategy = PlacementGroupSchedulingStrategy(cluster.placement, bundle)
         options = {
             "num_cpus": 1,
             "num_gpus": self.gpus * cluster.has_gpus,
@@ -180,7 +237,7 @@ class Place:
         }
         if cluster.is_local:
             environment |= LOOPBACK  # must be set before torch is imported
-        log = self.logs / f"{name}_{number}.log"
+        log = self.logs / f"{name}_{number}{f'_part_{part}' if part else ''}.log"
         return kind.options(**options).remote(number, log, environment)
 
 

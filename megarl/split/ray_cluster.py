@@ -44,10 +44,11 @@ class NodeGone(NoRoom):
 
 @dataclass(frozen=True)
 class Cluster:
-    placement: Any  # one bundle for each trainer rank, then one for each engine replica
+    placement: Any  # one bundle for each trainer rank, then those of each engine replica
     store: str  # address of the rendezvous store (transports.collective.open_store)
     is_local: bool  # True: one machine, all ports are on loopback
     has_gpus: bool
+    parts: int = 1  # bundles of an engine replica: of the nodes that it spans
 
     def resources(self) -> str:
         import ray
@@ -99,17 +100,19 @@ def open_cluster(config: Config, fleet: Fleet, *, gpus: int, room_s: float) -> I
             store = f"file:{folder / 'store'}"
         stack.callback(ray.shutdown)
         has_gpus = gpus > 0 if not address else ray.cluster_resources().get("GPU", 0) > 0
+        parts = fleet.nodes_per_replica if address else 1
         rank = {"CPU": 1, "GPU": int(has_gpus)}
-        engine = {"CPU": 1, "GPU": fleet.ranks_per_replica * has_gpus}
+        engine = {"CPU": 1, "GPU": fleet.ranks_per_replica // parts * has_gpus}
         placement = ray.util.placement_group(
-            [rank] * fleet.trainers + [engine] * fleet.replicas, strategy="PACK"
+            [rank] * fleet.trainers + [engine] * fleet.replicas * parts, strategy="PACK"
         )
         stack.callback(ray.util.remove_placement_group, placement)
-        cluster = Cluster(placement, store or _listen(stack), not address, has_gpus)
+        cluster = Cluster(placement, store or _listen(stack), not address, has_gpus, parts)
         if not placement.wait(room_s):
+            nodes = f" on {parts} nodes each" if parts > 1 else ""
             raise NoRoom(
                 f"{cluster.resources()}, but no room for {fleet.trainers} trainer ranks and "
-                f"{fleet.replicas} engines of {fleet.ranks_per_replica}; start more nodes"
+                f"{fleet.replicas} engines of {fleet.ranks_per_replica}{nodes}; start more nodes"
             )
         yield cluster
 

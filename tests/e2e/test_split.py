@@ -20,10 +20,11 @@ from typing import Any
 
 import pytest
 import torch
-from split_runs import Belongings, Node, Run, compare, open_to_others
+from split_runs import Belongings, Node, Run, compare, open_to_others, output
 from test_rewards import start_server
 
 from megarl.platform.env import child_env
+from megarl.processes.children import descendants
 
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
 SPLIT = ("launch.topology=split",)
@@ -234,8 +235,10 @@ def test_what_is_stopped_is_named_killed_and_replaced(tmp_path: Path, own: Belon
 
 
 @contextmanager
-def two_nodes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Node]]:
-    """Two Ray nodes, of 3 and 2 CPUs and as many GPUs, which are numbers to Ray, and of which the stand-in for pynvml
+def two_nodes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int] = (3, 2)
+) -> Iterator[list[Node]]:
+    """Two Ray nodes of so many CPUs and as many GPUs, which are numbers to Ray, and of which the stand-in for pynvml
     says that they take 100, 101 and 102 W, and 300 and 301 W."""
     modules = folder / "modules"
     modules.mkdir()
@@ -243,13 +246,14 @@ def two_nodes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[No
     monkeypatch.setenv("PYTHONPATH", f"{modules}:{os.environ.get('PYTHONPATH', '')}")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    head = ("--head", "--port", str(port), "--include-dashboard=false", "--num-gpus=3")
+    first, second = sizes
+    head = ("--head", "--port", str(port), "--include-dashboard=false", f"--num-gpus={first}")
     monkeypatch.setenv("NODE_POWER_W", "100")
-    nodes = [Node.start(folder, "head", 3, *head)]
+    nodes = [Node.start(folder, "head", first, *head)]
     try:
         monkeypatch.setenv("NODE_POWER_W", "300")
-        joined = ("--address", f"127.0.0.1:{port}", "--num-gpus=2")
-        nodes.append(Node.start(folder, "node", 2, *joined))
+        joined = ("--address", f"127.0.0.1:{port}", f"--num-gpus={second}")
+        nodes.append(Node.start(folder, "node", second, *joined))
         for key, value in {**Node.access(folder), "RAY_ADDRESS": f"127.0.0.1:{port}"}.items():
             monkeypatch.setenv(key, str(value))
         yield nodes
@@ -270,6 +274,49 @@ def test_gpus_and_calls_of_two_nodes_are_recorded(
     spans = json.loads((tmp_path / "timeline_node1.json").read_text())
     assert [(span["name"], span["pid"]) for span in spans] == [("score", 1)]
     assert len(list(tmp_path.glob("timeline*"))) == 1, "the controller records that of its node"
+
+
+OVER_NODES = {  # model, the engine's layout, of a rank on each node; versions that its samples may be behind
+    "experts": ("tiny_moe", ("rollout.data=2", "rollout.expert=2"), 0),
+    "tensor": ("tiny_dense", ("rollout.tensor=2",), 0),
+    "experts, stale": ("tiny_moe", ("rollout.data=2", "rollout.expert=2"), 1),
+}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize(
+    "case",
+    [
+        "experts",
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in list(OVER_NODES)[1:]),
+    ],
+)
+def test_an_engine_over_two_nodes_is_one_engine(
+    case: str, tmp_path: Path, own: Belongings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It samples what a colocated engine of one rank does, and is replaced as a whole if its second half is killed."""
+    model, layout, staleness = OVER_NODES[case]
+    common = ("train.steps=4", "launch.processes=1", "checkpoint.every=1", *SMALL)
+    whole = []
+    if not staleness:
+        whole = Run.start(tmp_path, "whole", model, *common).finish()
+    layout = (*layout, "launch.processes_per_node=1", f"rollout.max_staleness={staleness}")
+    with two_nodes(own.folder, monkeypatch, (2, 1)) as nodes:
+        run = Run.start(tmp_path, "split", model, *SPLIT, *layout, *common, tmp=own.folder)
+        run.until(1)
+        half = [pid for pid in descendants(nodes[1].process.pid) if "_part_1" in output(pid)]
+        os.kill(half[-1], signal.SIGKILL)
+        began = time.monotonic()
+        run.wait_for(lambda: "; restart 1 of 3" in run.errors(), timeout_s=60)
+        noticed_s = time.monotonic() - began
+        rows = run.finish()
+    print(f"noticed after {noticed_s:.1f} s", run.audit())
+    print([line for line in run.errors().splitlines() if line.startswith("megarl: ")])
+    assert "engine 0 is lost" in run.errors() and noticed_s < 20
+    assert all(row["weights/verified"] and row["logprob_diff/max"] < 1e-4 for row in rows)
+    if whole:
+        print(f"largest relative difference {compare(rows, whole, 1e-5):.1e}")
 
 
 @pytest.mark.long

@@ -212,9 +212,14 @@ def test_torchrun_sets_the_world() -> None:
         ),
         ({"rollout": {"data": 3, "expert": 3}}, EXPERTS, ["experts=4", "rollout.expert=3"]),
         (
-            {**SPLIT, "rollout": {"tensor": 2, "expert": 2}},
-            EXPERTS,
-            ["rollout.expert=2", "launch.topology=split", "colocated"],
+            {"launch": {"topology": "split", "processes_per_node": 4}, "rollout": {"tensor": 6}},
+            {"heads": 6, "kv_heads": 6, "head_dim": 32},
+            ["tensor x data = 6 x 1", "does not fill nodes of 4", "divide a node or be a multiple"],
+        ),
+        (
+            {**SPLIT, "rollout": {"tensor": 3, "data": 4, "expert": 12}},
+            {**EXPERTS, "experts": 12, "heads": 6, "kv_heads": 3, "head_dim": 32},
+            ["3 x 4 ranks", "nodes of 8 (launch.processes_per_node; 8 if null)"],
         ),
         (
             {"rollout": {"data": 2, "expert": 2}, "launch": {"processes": 3}},

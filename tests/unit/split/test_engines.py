@@ -19,8 +19,10 @@ import torch
 from megarl.config.load import parse_config
 from megarl.platform.env import Env
 from megarl.processes import exit_codes
+from megarl.processes.children import Children
 from megarl.processes.exit_codes import Failure
 from megarl.rollout.exchange import pack
+from megarl.rollout.vllm.async_engine import AsyncEngine
 from megarl.run import rank_process
 from megarl.split import controller, engines, ray_actors
 from megarl.split.controller import RemoteWeights
@@ -80,7 +82,9 @@ class Actor:
             list[Sample](),
         )
         self.is_dropped = False
-        self.start = SimpleNamespace(remote=lambda *_values: Ref(lambda: self.value(([1], [], 16))))
+        self.start = SimpleNamespace(
+            remote=lambda *_values: Ref(lambda: self.value(([("node", [1], [])], 16)))
+        )
         self.place = SimpleNamespace(remote=lambda: Ref(lambda: ("node", [], 7)))
         self.call = SimpleNamespace(remote=self.begin)
 
@@ -135,7 +139,11 @@ def requests(count: int) -> list[Request]:
 
 class Job:
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, replicas: int = 2, restarts: int = 3
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        replicas: int = 2,
+        restarts: int = 3,
+        parts: int = 1,
     ) -> None:
         self.ray, self.events, self.made, self.is_node_gone = (
             Ray(),
@@ -165,7 +173,7 @@ class Job:
             add=lambda name, _actor, place: self.events.append(("watch", name, place[0], place[2])),
             gone=lambda kind: self.gone,
         )
-        place: Any = SimpleNamespace(start=self.start, cluster=cluster, watch=watch)
+        place: Any = SimpleNamespace(start=self.start, cluster=cluster, watch=watch, parts=parts)
         self.engines = Engines(config, None, (), place)  # type: ignore[arg-type]
         self.engines.start()
         self.rank = Actor(self.events, "rank")
@@ -184,8 +192,9 @@ class Job:
         if self.is_node_gone:
             raise NodeGone("a node is gone")
 
-    def start(self, _kind: Any, number: int) -> Actor:
-        self.made.append(Actor(self.events, f"engine {number}"))
+    def start(self, _kind: Any, number: int, part: int) -> Actor:
+        name = f"engine {number}" + (f" part {part}" if part else "")
+        self.made.append(Actor(self.events, name))
         return self.made[-1]
 
     def names(self, method: str) -> list[str]:
@@ -359,6 +368,86 @@ def test_an_engine_that_dies_while_it_starts_is_started_again(
         other.engines.retry_on_loss(other.engines.wait_started)
 
 
+def test_all_parts_of_an_engine_over_nodes_end_and_start_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = Job(monkeypatch, replicas=1, parts=2)
+    assert [made.name for made in job.made] == ["engine 0", "engine 0 part 1"]
+    replica = job.engines.replicas[0]
+    replica.starting = Ref(lambda: {"value": ([("node", [1], ["/a"]), ("other", [2], [])], 16)})
+    job.engines.wait_started()
+    watched = [event[1] for event in job.events if event[0] == "watch"]
+    assert watched == ["engine 0", "engine 0 part 1"]
+    lost = RankLost(Failure(0, 1, "part 1 of engine 0 has ended"))
+    job.engines.replace_replica(EngineLost(replica, lost))
+    assert job.ray.killed == job.made[:2]
+    ended = [event[1:] for event in job.events if event[0] == "family"]
+    assert ended == [("node", [1], ["/a"]), ("other", [2], [])]
+    assert [made.name for made in job.made[2:]] == ["engine 0", "engine 0 part 1"]
+
+
+@pytest.mark.parametrize("is_started", [False, True])
+def test_an_engine_ends_with_its_part_on_another_node(
+    is_started: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the engine has started its own failure is the part's; afterwards it is lost by it."""
+
+    async def play() -> tuple[Any, list[str]]:
+        failed, lost = asyncio.Event(), list[str]()
+
+        async def serve(*_: Any) -> Any:
+            await failed.wait()
+            return {"failure": Failure(0, 1, "part 1 of engine 0: no memory")}
+
+        async def remains() -> Any:
+            return "other", [2], []
+
+        async def start(*_: Any) -> Any:
+            if not is_started:
+                failed.set()
+                await asyncio.sleep(3600)
+            return SimpleNamespace(max_model_len=16, lose=lost.append)
+
+        part = ray_actors_part(serve, remains)
+        monkeypatch.setattr(AsyncEngine, "start", start)
+        monkeypatch.setattr(ray_actors.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+        monkeypatch.setenv("VLLM_HOST_IP", "")  # is restored
+        actor: Any = object.__new__(ray_actors.EngineActor.__ray_metadata__.modified_class)
+        actor._number = 0
+        monkeypatch.setattr(actor, "remains", lambda: ("node", [1], []), raising=False)
+        reply = await actor.start(parse_config({}), Path(), (), [part])
+        failed.set()
+        await asyncio.sleep(0.01)
+        return reply, lost
+
+    reply, lost = asyncio.run(play())
+    if is_started:
+        assert reply == {"value": ([("node", [1], []), ("other", [2], [])], 16)}
+        assert lost == ["part 1 of engine 0: no memory"]
+    else:
+        assert reply["failure"].message == "part 1 of engine 0: no memory"
+
+
+def ray_actors_part(serve: Any, remains: Any) -> Any:
+    return SimpleNamespace(
+        serve=SimpleNamespace(remote=serve), remains=SimpleNamespace(remote=remains)
+    )
+
+
+def test_replies_of_every_data_rank_are_read() -> None:
+    async def call(*values: Any) -> Any:
+        assert values == ("collective_rpc", "sync_transfer", None, (3,), None)
+        return [[{"prove": False}, {"prove": False}], [{"prove": False}, {"error": "no"}]]
+
+    async def pause(**_: Any) -> None: ...
+
+    core = SimpleNamespace(call_utility_all_async=call)
+    llm = SimpleNamespace(engine_core=core, pause_generation=pause)
+    engine = AsyncEngine(llm, parse_config({}), Path(), Children({}, set()), (), 0)
+    replies = asyncio.run(engine.transfer(3))
+    assert replies == [{"prove": False}] * 3 + [{"error": "no"}]
+
+
 def test_when_a_node_has_taken_many_along_the_node_is_the_cause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -471,7 +560,9 @@ def test_only_ranks_that_train_run_kernels_in_launch_order(monkeypatch: pytest.M
         raise RuntimeError("far enough")
 
     trainer = SimpleNamespace(TrainerRank=made)
-    engine = SimpleNamespace(AsyncEngine=SimpleNamespace(start=made))
+    monkeypatch.setattr(ray_actors.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setenv("VLLM_HOST_IP", "")  # is restored
+    engine = SimpleNamespace(AsyncEngine=SimpleNamespace(start=made), Part=lambda *_: None)
     monkeypatch.setitem(sys.modules, "megarl.split.trainer_rank", trainer)
     monkeypatch.setitem(sys.modules, "megarl.rollout.vllm.async_engine", engine)
     for kind in (ray_actors.EngineActor, ray_actors.RankActor):
@@ -487,7 +578,7 @@ def test_only_ranks_that_train_run_kernels_in_launch_order(monkeypatch: pytest.M
             outcome = (
                 actor.start(config, Env(0, 1, 0, 1), "store", "name")
                 if (kind is ray_actors.RankActor)
-                else asyncio.run(actor.start(config, None, ()))
+                else asyncio.run(actor.start(config, None, (), ()))
             )
             assert outcome == {"failure": "far enough"}
     assert seen == [None, None, "1", None]
