@@ -4,8 +4,9 @@
 
 trainer   Megatron-Core's model with Transformer Engine's layers on meta, in tp2 pp2 (ep2): each stage's parameters
           against the table of the spec "te", and sharded_state_dict. One minute, as engine.
-engine    vLLM's CUDA model on meta, as on an H100, first and last tensor rank of TENSOR: where its weight loaders put
-          each tensor (loader_trace.py) against the table of the engine.
+engine    vLLM's CUDA model on meta, as on an H100, first and last tensor rank of TENSOR; with experts, also first, middle
+          and last rank of TENSOR x DATA with expert parallelism: where its weight loaders put each tensor
+          (loader_trace.py) against the table of the engine.
 sync      vLLM's CUDA model on CPU tensors, as on an H100, H200 and B200: what its kernels would get after three syncs
           against a fresh load, and mistakes that must be found (gpu_contract_sync.py). 15 minutes. CASE is
           FAMILY:FORMAT; --device and --plant choose one of each.
@@ -46,7 +47,7 @@ from benchmarks import gpu_contract_sync, gpu_stubs
 from benchmarks.gpu_contract_code import code_hash
 from megarl.config.random_model import hf_config
 from megarl.config.schema import Create
-from megarl.layout import Layout, Parallel
+from megarl.layout import Fleet, Layout, Parallel
 from megarl.models.engine import engine_table
 from megarl.models.registry import fp32_tensors, hf_shapes, megatron_table, padded_vocab, read_model
 from megarl.models.shape import ModelShape
@@ -63,10 +64,11 @@ SMALL = {  # families without a large config, and tied embeddings
     "qwen2": {"family": "qwen2", "tied": False},
     "qwen3": {"family": "qwen3", "tied": False},
     "qwen3 tied": {"family": "qwen3", "tied": True},
-    "mixtral": {"family": "mixtral", "experts": 4, "tied": False},
+    "mixtral": {"family": "mixtral", "experts": 8, "tied": False},
 }
 SIZES = {"layers": 2, "hidden": 512, "heads": 8, "kv_heads": 4, "vocab": 5003}
 TENSOR = 4  # of the engine
+DATA = 2  # of its layouts with expert parallelism
 DTYPE = torch.bfloat16
 ALL = "all"
 Difference = str | None
@@ -175,15 +177,21 @@ def _trainer_difference(shape: ModelShape, layout: Layout) -> tuple[str, Differe
 
 def check_engine(case: str, model: Path) -> Iterable[tuple[str, Difference]]:
     shape = read_model(model)
-    for rank in (0, TENSOR - 1):
+    layouts = [(1, rank) for rank in (0, TENSOR - 1)]
+    if shape.is_moe:
+        layouts += [(DATA, rank) for rank in (0, TENSOR + 1, DATA * TENSOR - 1)]
+    for data, rank in layouts:
         # on meta, a tied head aliases nothing
-        built = _engine_model(model, rank, "cpu" if shape.tied else "meta")
+        built = _engine_model(model, rank, data, "cpu" if shape.tied else "meta")
         dtypes = dict(Counter(str(x.dtype).removeprefix("torch.") for x in built.parameters()))
-        text = f"rank {rank} of {TENSOR}: {sum(dtypes.values())} parameters {dtypes}"
-        yield text, _engine_difference(shape, built, rank)
+        where = f"rank {rank} of {TENSOR}"
+        if data > 1:
+            where = f"rank {rank} of tp{TENSOR} dp{data} ep{TENSOR * data}"
+        text = f"{where}: {sum(dtypes.values())} parameters {dtypes}"
+        yield text, _engine_difference(shape, built, rank, data)
 
 
-def _engine_model(model: Path, rank: int, device: str) -> torch.nn.Module:
+def _engine_model(model: Path, rank: int, data: int, device: str) -> torch.nn.Module:
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.engine.arg_utils import EngineArgs
@@ -199,6 +207,7 @@ def _engine_model(model: Path, rank: int, device: str) -> torch.nn.Module:
         max_model_len=1024,
         generation_config="vllm",
         distributed_executor_backend="external_launcher",
+        enable_expert_parallel=data > 1,
     ).create_engine_config()
     with set_current_vllm_config(config):
         if not dist.is_initialized():
@@ -206,21 +215,30 @@ def _engine_model(model: Path, rank: int, device: str) -> torch.nn.Module:
             parallel_state.init_distributed_environment(1, 0, "env://", 0, "gloo")
         parallel_state.destroy_model_parallel()  # the one before may have had no experts
         parallel_state.initialize_model_parallel(1, 1)
-        # one process poses as one of TENSOR ranks: nothing is sent while a model is built
-        config.parallel_config.tensor_parallel_size = TENSOR
-        for group in (parallel_state._TP, parallel_state._EP):
-            if group is not None:
-                group.world_size, group.rank_in_group = TENSOR, rank
+        gpu_stubs.pose_as(config, rank, TENSOR, data)
         with set_default_torch_dtype(DTYPE), torch.device(device), gpu_stubs.On(device):
             return initialize_model(vllm_config=config, model_config=config.model_config)
 
 
-def _engine_difference(shape: ModelShape, built: torch.nn.Module, rank: int) -> Difference:
+def _engine_difference(
+    shape: ModelShape, built: torch.nn.Module, rank: int, data: int
+) -> Difference:
     from megarl.rollout.vllm.loader_trace import trace_loader
 
     trace = trace_loader(built, hf_shapes(shape), DTYPE)
-    layout = Layout.of(Parallel(tensor=TENSOR, expert_tensor=TENSOR), TENSOR, rank)
-    table = slices_of(engine_table(shape), shape, layout)
+    expert = TENSOR * data if data > 1 else 1
+    fleet = Fleet(
+        Parallel(),
+        TENSOR * data,
+        tensor=TENSOR,
+        ranks_per_replica=TENSOR * data,
+        replicas=1,
+        expert=expert,
+        is_split=False,
+    )
+    layout = fleet.engine_layout(rank)
+    rules = engine_table(shape, tensor=TENSOR, expert=expert)
+    table = slices_of(rules, shape, layout)
     parameters = {
         name: x
         for name, x in built.named_parameters()

@@ -85,11 +85,20 @@ CASES = [
     "gpt_oss:mxfp4",
     *(f"{family}:adapters" for family in ADAPTED),
 ]
-# ranks of a replica, and the rank that is compared
+# tensor and data ranks of a replica, and the rank that is compared; more than one data rank only with experts
 LAYOUTS = {
-    "h100": ((1, 0), (2, 0), (2, 1), (4, 0), (4, 3)),
-    "h200": ((1, 0), (4, 3)),  # of the same compute capability
-    "b200": ((1, 0), (2, 1), (4, 3)),
+    "h100": (
+        (1, 1, 0),
+        (2, 1, 0),
+        (2, 1, 1),
+        (4, 1, 0),
+        (4, 1, 3),
+        (2, 2, 0),
+        (2, 2, 2),
+        (2, 2, 3),
+    ),
+    "h200": ((1, 1, 0), (4, 1, 3)),  # of the same compute capability
+    "b200": ((1, 1, 0), (2, 1, 1), (4, 1, 3), (2, 2, 2)),
 }
 SEEDS = (1, 2, 1)  # of the weights of each sync
 RANK, ALPHA = 8, 16  # of the adapters
@@ -106,7 +115,7 @@ What is not covered, and why
                                 weights are values of that format
   kimi_k2                       the code of deepseek_v3
   adapters of experts, of MLA   merged before the sync; other families than those above share vLLM's layers with them
-  layouts                       tensor parallelism only: engines with expert or data parallelism are not built here
+  adapters, experts             with tensor parallelism only: engines with data ranks adapt the same layers
   sleep and CUDA graphs         what level 2 discards is overwritten, and addresses are compared; no memory is unmapped, and
                                 no graph is captured
   other ranks of a replica      hold plain memory by the engine's table, of which placement is checked
@@ -120,6 +129,7 @@ class Model:
     folder: Path
     format_name: str
     tensor: int
+    data: int = 1  # with more than one, the experts are distributed over all ranks
 
     def __post_init__(self) -> None:
         self.shape = read_model(self.folder)
@@ -127,11 +137,19 @@ class Model:
         self.fmt: BlockFormat | None = None
         self.adapters: AdapterFormat | None = None
         if self.format_name == "fp8":
-            self.fmt = engine_format("fp8", self.shape, self.tensor)
+            self.fmt = engine_format("fp8", self.shape, self.tensor, self.expert)
             self.weights = self.weights.in_blocks(self.fmt, linear_shapes(self.shape))
         if self.format_name == "adapters":
             table = self.adapter_table()
             self.adapters = AdapterFormat(shapes_of(table, self.shape), RANK, ALPHA)
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor * self.data
+
+    @property
+    def expert(self) -> int:
+        return self.ranks if self.data > 1 else 1
 
     def adapter_table(self) -> Any:
         family = self.folder.name.rpartition(".")[0]
@@ -192,7 +210,8 @@ def vllm_config(model: Model) -> Any:
     from megarl.rollout.vllm.adapters import engine_options
     from megarl.rollout.vllm.arguments import engine_settings
 
-    rollout = Rollout(tensor=model.tensor, max_model_len=1024)
+    # of the data ranks, `pose_as` says which one this is
+    rollout = Rollout(tensor=model.tensor, expert=model.expert, max_model_len=1024)
     settings = engine_settings(model.folder, rollout, DTYPE, model.fmt, trust_remote_code=False)
     if model.adapters:
         settings |= engine_options(model.adapters)
@@ -216,11 +235,7 @@ def build(model: Model, rank: int, checkpoint: Tensors | None = None) -> tuple[n
             parallel_state.init_distributed_environment(1, 0, "env://", 0, "gloo")
         parallel_state.destroy_model_parallel()  # the one before may have had no experts
         parallel_state.initialize_model_parallel(1, 1)
-        # one process poses as a rank of several: nothing is sent while a model is built
-        for group in (parallel_state._TP, parallel_state._EP):
-            if group is not None:
-                group.world_size = model.tensor
-                group.rank_in_group = rank
+        gpu_stubs.pose_as(config, rank, model.tensor, model.data)
         loader = DummyModelLoader(config.load_config)
         if checkpoint is not None:
             loader.load_weights = lambda built, _: built.load_weights(iter(checkpoint.items()))  # type: ignore[method-assign]
@@ -248,7 +263,7 @@ class OtherRank(MemoryReceiver):
 
 
 class Replica:
-    """An engine of `tensor` ranks, of which one is a model of vLLM, and the trainer that sends to it."""
+    """An engine of several ranks, of which one is a model of vLLM, and the trainer that sends to it."""
 
     def __init__(self, model: Model, rank: int) -> None:
         from megarl.rollout.vllm.adapters import AdapterReceiver, unwrapped
@@ -261,8 +276,8 @@ class Replica:
             self.receiver: Any = LayerReceiver(self.built, model.weights, lambda: None)
         self._held: Tensors = {}  # the parameters of the trainer
         self._adapters: Tensors = {}
-        self._world = world_of(model.tensor)
-        ranks = range(model.tensor)
+        self._world = world_of(model.ranks)
+        ranks = range(model.ranks)
         receivers = [self.receiver if r == rank else self._memory(r) for r in ranks]
         self.publishers = on_all_ranks(self._world, partial(self._publisher, receivers))
         if model.adapters:
@@ -276,14 +291,20 @@ class Replica:
 
     def _table(self, rank: int) -> list[Any]:
         layout = self._fleet().engine_layout(rank)
-        return slices_of(
-            engine_table(self._model.shape, self._model.fmt), self._model.shape, layout
-        )
+        model = self._model
+        table = engine_table(model.shape, model.fmt, tensor=model.tensor, expert=model.expert)
+        return slices_of(table, model.shape, layout)
 
     def _fleet(self) -> Fleet:
-        size = self._model.tensor
+        model = self._model
         return Fleet(
-            Parallel(), size, tensor=size, ranks_per_replica=size, replicas=1, is_split=False
+            Parallel(),
+            model.ranks,
+            tensor=model.tensor,
+            ranks_per_replica=model.ranks,
+            replicas=1,
+            expert=model.expert,
+            is_split=False,
         )
 
     def _memory(self, rank: int) -> MemoryReceiver:
@@ -330,7 +351,7 @@ class Replica:
         sender = WeightSender(slices, lambda: self._adapters)
         plan = plan_slices(
             weights,
-            [slices] * self._model.tensor,
+            [slices] * self._model.ranks,
             [receiver.slices for receiver in receivers],
             ranks_per_replica=1,
             round_bytes=1 << 20,
@@ -422,16 +443,25 @@ def check_sync(device: str, case: str, folder: Path) -> Iterator[tuple[str, str 
     kernels: set[str] = set()
     wrong: list[str] = []
     counts = set()
-    for tensor, rank in LAYOUTS[device]:
-        replica, problems = problems_of(Model(folder, case.partition(":")[2], tensor), rank)
+    family, _, format_name = case.partition(":")
+    layouts = [
+        (tensor, data, rank)
+        for tensor, data, rank in LAYOUTS[device]
+        if data == 1 or ("experts" in FAMILIES[family] and format_name != "adapters")
+    ]
+    names = [
+        f"tp{tensor}" + (f"dp{data}ep{tensor * data}" if data > 1 else "") + f"r{rank}"
+        for tensor, data, rank in layouts
+    ]
+    for (tensor, data, rank), where in zip(layouts, names, strict=True):
+        replica, problems = problems_of(Model(folder, format_name, tensor, data), rank)
         kernels.update(kernels_of(replica.built))
         counts.add(len(tensors_of(replica.built, "cpu")))
         texts = [f"{path}: {text}" for path, text in problems.items()]
         if len(texts) > MOST:
             texts[MOST:] = [f"and {len(texts) - MOST} more"]
-        wrong += [f"\n  tp{tensor} rank {rank}: {text}" for text in texts]
-    where = " ".join(f"tp{tensor}r{rank}" for tensor, rank in LAYOUTS[device])
-    text = f"{where}, {max(counts)} tensors, {', '.join(sorted(kernels))}"
+        wrong += [f"\n  {where}: {text}" for text in texts]
+    text = f"{' '.join(names)}, {max(counts)} tensors, {', '.join(sorted(kernels))}"
     yield text, "".join(wrong) or None
 
 

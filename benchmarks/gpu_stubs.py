@@ -13,6 +13,7 @@ import sys
 import types
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -251,3 +252,31 @@ def stub_fp8_kernels() -> None:
     for kernel in kernels:
         kernels += kernel.__subclasses__()
         kernel.apply_weights = apply_weights
+
+
+def pose_as(config: Any, rank: int, tensor: int, data: int) -> None:
+    """Makes vLLM's groups, of this one process, those of a rank of several: nothing is sent while a model is built.
+
+    With `data` ranks, the experts are distributed over all tensor x data ranks.
+    """
+    from vllm.distributed import parallel_state
+
+    places = {
+        "_TP": (tensor, rank % tensor),
+        "_DP": (data, rank // tensor),
+        "_EP": (tensor * data, rank),
+    }
+    for name, (size, place) in places.items():
+        group = getattr(parallel_state, name)
+        if group is not None:
+            group.world_size = size
+            group.rank_in_group = place
+    if parallel_state._EP is not None and data > 1:
+        # experts ask for its size when their kernel is made, and use it in forward passes only
+        parallel_state._EP.device_communicator = SimpleNamespace(
+            all2all_manager=SimpleNamespace(world_size=tensor * data), destroy=lambda: None
+        )
+    sizes = config.parallel_config
+    sizes.tensor_parallel_size = tensor
+    sizes.data_parallel_size = data
+    sizes.data_parallel_rank = rank // tensor

@@ -40,9 +40,14 @@ from megarl.models.shards import (
 VOCAB_MULTIPLE = 64  # of vLLM's padded vocabulary, for any number of ranks
 
 
-def engine_table(shape: ModelShape, fmt: BlockFormat | None = None) -> Table:
-    """Returns vLLM's table, with rules for scales if the linear layers are in `fmt`. Raises
-    ValueError for a family without a table."""
+def engine_table(
+    shape: ModelShape, fmt: BlockFormat | None = None, *, tensor: int = 1, expert: int = 1
+) -> Table:
+    """Returns vLLM's table, with rules for scales if the linear layers are in `fmt`.
+
+    `tensor` and `expert` are the sizes of an engine replica. Raises ValueError for a family without
+    a table.
+    """
     padded_vocab = -(-shape.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     table = megatron_table(shape, padded_vocab=padded_vocab)
     derived = Table(
@@ -51,6 +56,8 @@ def engine_table(shape: ModelShape, fmt: BlockFormat | None = None) -> Table:
         head=tuple(map(_derived, table.head)),
     )
     derived = FAMILIES[shape.family].engine(shape, derived)
+    if shape.latent and expert > tensor > 1:
+        derived = derived.map_layers(partial(map, _unsplit_shared))
     return with_scales(derived, fmt) if fmt else derived
 
 
@@ -77,6 +84,20 @@ def _derived_expert(rule: Rule) -> Rule:
     block = name.partition("experts.")[0]
     kind = rule.param.rpartition(".")[2]
     return replace(rule, param=f"{block}experts.routed_experts.{weight}_{kind}")
+
+
+def _unsplit_shared(rule: Rule) -> Rule:
+    """Returns the rule with shared experts whole on every rank.
+
+    In replicas of several data ranks, vLLM's models with latent attention split a data rank's
+    tokens over its tensor ranks (`use_sequence_parallel_moe`), instead of the shared experts.
+    """
+    if ".shared_experts." not in rule.param:
+        return rule
+    if isinstance(rule, Stack):
+        return replace(rule, max_shards=(1,) * len(rule.hf))
+    assert isinstance(rule, ShardDim1)
+    return Replicated(rule.hf, rule.param, rule.shape)
 
 
 def with_scales(table: Table, fmt: BlockFormat, *, is_whole: bool = False) -> Table:
@@ -163,7 +184,7 @@ def _cut_weight(
 ) -> str | None:
     """Describes a weight of which an engine rank would store part of a block, or which it would
     stack in the middle of a block; None if there is none."""
-    table = engine_table(shape)
+    table = engine_table(shape, tensor=tensor, expert=expert)
     for rule in filter(linears, table.layer_rules):
         ranks = 1 if is_expert(rule) and expert > 1 else tensor
         parts = list(rule.slices(Axis(ranks)))

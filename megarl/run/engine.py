@@ -68,8 +68,10 @@ def _weight_bytes(rank: RankContext) -> float:
     if shape.bridge:
         elements = sum(map(math.prod, hf_shapes(shape).values()))
         return elements * weights.dtype.itemsize / rank.config.rollout.ranks_per_replica
-    table = engine_table(shape, weights.storage.block_format)
-    layout = fleet_of(rank.config, rank.env.world_size).engine_layout(0)
+    fleet = fleet_of(rank.config, rank.env.world_size)
+    fmt = weights.storage.block_format
+    table = engine_table(shape, fmt, tensor=fleet.tensor, expert=fleet.expert)
+    layout = fleet.engine_layout(0)
     moved = weights.moved_slices(slices_of(table, shape, layout))
     return sum(part.numel for part in moved) * weights.unit.itemsize
 

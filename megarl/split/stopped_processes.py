@@ -73,7 +73,7 @@ def monitor_of(*gpus: int) -> GpuMonitor | None:
     return open_gpus(gpus)
 
 
-@ray.remote(num_cpus=0, concurrency_groups={"gpus": 1})  # pyright: ignore[reportCallIssue, reportArgumentType]
+@ray.remote(num_cpus=0, concurrency_groups={"gpus": 1})  # pyright: ignore[reportCallIssue]
 class NodeWatch(StoppedProcesses):
     """A Ray actor that runs StoppedProcesses and reads GPUs, on one node."""
 

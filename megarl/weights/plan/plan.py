@@ -214,7 +214,7 @@ def plan_transfers(
         shape,
         fleet,
         table,
-        engine_table(shape, fmt),
+        engine_table(shape, fmt, tensor=fleet.tensor, expert=fleet.expert),
         sizes=sizes,
         max_numel=_max_numel(round_bytes // itemsize, fleet.ranks_per_node),
     )

@@ -60,7 +60,8 @@ def make_publisher(
         )
     else:
         if receiver:
-            rules = engine_table(shape, weights.storage.block_format)
+            fmt = weights.storage.block_format
+            rules = engine_table(shape, fmt, tensor=fleet.tensor, expert=fleet.expert)
             table = slices_of(rules, shape, fleet.engine_layout(transport.rank))
         plan = plan_of(config, shape, fleet, spec="te" if is_cuda else "local")
     return Publisher(
