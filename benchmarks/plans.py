@@ -26,8 +26,24 @@ from megarl.weights.plan.cost import LINKS, MESSAGE_S
 from megarl.weights.plan.from_config import plan_weights, write_messages
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
-CASES = [(name, None) for name in ("qwen3_235b_a22b", "deepseek_v3", "kimi_k2")] + [
-    (name, world) for name in ("qwen3_235b_a22b", "glm_4_5") for world in (256, 512)
+Case = tuple[
+    str, int | None, str
+]  # model, number of colocated ranks (None: split, as configured), overrides
+CASES: list[Case] = [
+    *((name, None, "") for name in ("qwen3_235b_a22b", "deepseek_v3", "kimi_k2")),
+    *((name, world, "") for name in ("qwen3_235b_a22b", "glm_4_5") for world in (256, 512)),
+    # engines whose data ranks share the experts
+    (
+        "qwen3_235b_a22b",
+        None,
+        "rollout.tensor=4 rollout.data=4 rollout.expert=16 rollout.replicas=8",
+    ),
+    ("qwen3_235b_a22b", 256, "rollout.tensor=4 rollout.data=16 rollout.expert=64"),
+    ("deepseek_v3", None, "rollout.tensor=1 rollout.data=32 rollout.expert=32"),
+    ("deepseek_v3", None, "rollout.tensor=1 rollout.data=64 rollout.expert=64"),
+    ("deepseek_v3", 256, "rollout.tensor=4 rollout.data=8 rollout.expert=32"),
+    ("kimi_k2", None, "rollout.tensor=1 rollout.data=32 rollout.expert=32 rollout.replicas=4"),
+    ("glm_4_5", 256, "rollout.tensor=8 rollout.data=2 rollout.expert=16"),
 ]
 LIMITS = {
     "over_floor": 1.3,
@@ -38,8 +54,7 @@ LIMITS = {
 }
 
 
-def measure(name: str, world: int | None) -> dict[str, Any]:
-    """`world`: number of colocated ranks; None: split, as configured."""
+def measure(name: str, world: int | None, layout: str) -> dict[str, Any]:
     overrides = [f"model.path={CONFIGS}/models/{name}"]
     if world:
         overrides += [
@@ -47,7 +62,7 @@ def measure(name: str, world: int | None) -> dict[str, Any]:
             f"launch.processes={world}",
             "rollout.replicas=null",
         ]
-    config = load_config(CONFIGS / f"{name}.yaml", overrides)
+    config = load_config(CONFIGS / f"{name}.yaml", [*overrides, *layout.split()])
     plan, figures = plan_weights(config)
     fleet = fleet_of(config)
     start = time.perf_counter()
@@ -57,7 +72,8 @@ def measure(name: str, world: int | None) -> dict[str, Any]:
     seconds, with_messages = _wire_seconds(plan, fleet.world, fleet.ranks_per_node)
     floor = figures["floor_seconds"]
     return {
-        "case": f"{name}, {'split' if world is None else f'colocated on {world}'}",
+        "case": f"{name}, {'split' if world is None else f'colocated on {world}'}"
+        + (f", {config.rollout.layout}" if layout else ""),
         "ranks": fleet.world,
         "floor_seconds": round(floor, 3),
         "over_floor": round(seconds / floor, 3),
@@ -99,7 +115,7 @@ def _wire_seconds(plan: Any, world: int, node: int) -> tuple[float, float]:
 def check(*, only: str = "", json_file: Path | None = None) -> bool:
     """Measure the cases whose model's name contains `only`, and print them. Returns whether all are within LIMITS."""
     results, failures = [], []
-    for number in (number for number, (name, _) in enumerate(CASES) if only in name):
+    for number in (number for number, (name, *_) in enumerate(CASES) if only in name):
         command = [sys.executable, "-m", "benchmarks.plans", str(number)]
         result = json.loads(
             subprocess.run(command, check=True, capture_output=True, text=True).stdout

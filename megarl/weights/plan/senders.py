@@ -5,7 +5,9 @@ otherwise over the network. Data that several ranks of a node lack crosses the n
 these ranks receives it and relays it to the others. Senders take turns, and so do relaying ranks.
 
 Every node goes through the model in layer order, but each starts at a different layer, so that all
-pipeline stages send at all times: `position` counts from the layer where the receiver starts."""
+pipeline stages send at all times: `position` counts from the layer where the receiver starts. If
+engines have data ranks (`is_spread`), so do neighbouring ranks, whose experts are often on the same
+trainer rank."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -41,12 +43,14 @@ def assign_senders(placement: Placement) -> Hops:
     for index, rank in enumerate(receivers):
         node = nodes.index(rank // per_node)
         start = node * starts_per_node + index % period * starts_per_node // period
+        if placement.is_spread:
+            start = index % starts_per_node * len(nodes) + node
         even = placement.total * start // (len(nodes) * starts_per_node)
         offsets[rank] = starts[np.searchsorted(starts, even, side="right") - 1]
     hops: list[Ints] = [np.zeros((6, 0), dtype=np.int64)]
     relays: list[Ints] = [np.zeros((2, 0), dtype=np.int64)]
     count = 0
-    for columns, far, others in _hops(placement, nodes):
+    for columns, far, others in _hops(placement, nodes, offsets):
         hops.append(np.stack(columns))
         hop = np.repeat(count + far, len(others))
         relays.append(np.stack([hop, np.tile(others, len(far))]))
@@ -68,7 +72,7 @@ def assign_senders(placement: Placement) -> Hops:
 
 
 def _hops(
-    placement: Placement, nodes: Sequence[int]
+    placement: Placement, nodes: Sequence[int], offsets: Ints
 ) -> Iterator[tuple[tuple[Ints, ...], Ints, Ints]]:
     """Yields (columns of hops, indices of the hops that cross the network, ranks to which these are
     relayed)."""
@@ -84,7 +88,14 @@ def _hops(
                 # increments by instance, to alternate senders and relaying ranks
                 rotation = instances.rotation[chosen] + number + nodes.index(node)
                 ranks = np.array(receivers)
-                first = ranks[rotation % len(ranks)]
+                # ranks that start together receive all parts of a tensor, in turn
+                unit = instances.rotation[chosen] + placement.groups[number].unit
+                starts = np.unique(offsets[ranks])
+                first = np.zeros_like(rotation)
+                for turn, start in enumerate(starts):
+                    together = ranks[offsets[ranks] == start]
+                    own = (unit + nodes.index(node)) % len(starts) == turn
+                    first[own] = together[rotation[own] % len(together)]
                 near = sources // per_node == node
                 is_near = near.any(1)
                 sender = _next_source(sources, near, rotation)

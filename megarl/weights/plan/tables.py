@@ -88,6 +88,7 @@ class TracedPlacement:
         self.ranks_per_node = ranks_per_node
         self.receivers = [rank for rank, slices in enumerate(destinations) if slices]
         self.replicas = by_replica(self.receivers, ranks_per_replica)
+        self.is_spread = False  # neighbouring ranks start at different layers
         self.starts_per_node = 1  # number of layers at which ranks of one node start
         self.period = 1  # the starts repeat after `period` ranks
         sizes = _unit_numel(self.groups)
@@ -158,6 +159,10 @@ class TablePlacement:
         self.starts_per_node = min(
             self.period, -(-min(fleet.ranks_per_node, fleet.receivers) // stage)
         )
+        # data ranks whose experts are on the same trainer ranks start apart
+        self.is_spread = fleet.expert > fleet.tensor
+        if self.is_spread:
+            self.starts_per_node = min(self.period, -(-fleet.ranks_per_replica // stage))
         self._filled = {}  # cache of `slice_of`
         self._shape = shape
         self._fleet = fleet
@@ -182,8 +187,9 @@ class TablePlacement:
         """Sets the groups of all sections, and the positions of layers and of units in a layer.
         Experts follow the layer's other tensors."""
         self.groups: list[TransferGroup] = []
-        # per group: its section, its instances in a layer, the elements of the layer before its
-        # unit, and the elements of the unit (for experts, of one group of experts)
+        # per group: its section, its instances in a layer, the elements of the layer before the
+        # section and of the section before its unit, and the elements of all units (for experts, of
+        # one group of experts)
         self._places = []
         sizes = np.zeros(self._shape.layers + 2, dtype=np.int64)  # per layer, embedding first
         for section in self._sections():
@@ -192,10 +198,14 @@ class TablePlacement:
             count = self._shape.experts // groups[0].repeats if section.is_expert else 1
             numel = _unit_numel(groups)
             layers = section.layers + 1
-            starts = sizes[layers[0]] + np.cumsum(numel) - numel
+            starts = np.cumsum(numel) - numel
             for group in groups:
-                self._places.append((section, count, starts[group.unit], numel[group.unit]))
-            sizes[layers] += count * numel.sum()
+                place = (section, count, sizes[layers[0]], starts[group.unit], numel.sum())
+                self._places.append(place)
+            # a rank receives its own part of the experts
+            parts = self._engines[0].ep.size if section.is_expert else 1
+            sizes[layers] += count // parts * numel.sum()
+        self._layer_sizes = sizes
         self.layer_starts = np.cumsum(sizes) - sizes
         self.total = int(sizes.sum())
 
@@ -261,7 +271,7 @@ class TablePlacement:
         `number` counts the experts of a layer; of a tensor without experts there is one instance
         a layer, whose `expert` is -1.
         """
-        section, count, start, numel = self._places[group]
+        section, count, first, start, numel = self._places[group]
         layer = np.repeat(section.layers, count)
         number = np.tile(np.arange(count), len(section.layers))
         expert = number - 1  # -1: no expert
@@ -271,15 +281,22 @@ class TablePlacement:
             ranks = self._fleet.parallel.expert
             parts = self._engines[0].ep.size
         per_rank = count // ranks
-        # alternate between the expert-parallel ranks, so that all of them send
-        place = number % per_rank * ranks + number // per_rank
+        per_part = count // parts
+        # alternate between the trainer's expert-parallel ranks, so that all of them send
+        both = gcd(per_rank, per_part)
+        place = number % both * (per_part // both) + number % per_part // both
+        position = start + place * numel
+        if self.is_spread:  # a layer's experts and its other tensors arrive side by side
+            position = position * self._layer_sizes[layer + 1] // (per_part * numel)
+        else:
+            position += first
         return Instances(
             layer,
             expert,
-            position=self.layer_starts[layer + 1] + start + place * numel,
+            position=self.layer_starts[layer + 1] + position,
             rotation=layer + number % per_rank,
             key=self._stage[layer + 1] * ranks + number // per_rank,
-            part=number // (count // parts),
+            part=number // per_part,
         )
 
     def source_ranks(self, group: int) -> Ints:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.config.load import load_config
 from megarl.layout import Fleet, Layout, Parallel
 from megarl.models.engine import engine_table
 from megarl.models.registry import fp32_tensors, hf_shapes, megatron_table
@@ -25,6 +27,7 @@ from megarl.models.shards import (
     slices_of,
     whole_tensor,
 )
+from megarl.weights.plan.from_config import plan_weights
 from megarl.weights.plan.plan import (
     Message,
     Plan,
@@ -478,7 +481,7 @@ def test_gaps_and_overlaps_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_gaps({}, [[half]]) == ["w (not a tensor of this model)"]
     extra = ShardDim0("model.more.weight", "more", (4, 4))
 
-    def table(shape: ModelShape, fmt: None) -> Table:
+    def table(shape: ModelShape, fmt: None, **_: int) -> Table:
         return replace(engine_table(shape), head=(*engine_table(shape).head, extra))
 
     monkeypatch.setattr("megarl.weights.plan.plan.engine_table", table)
@@ -506,3 +509,28 @@ def test_fingerprint_sees_every_number() -> None:
         lambda: plan_of(replace(QWEN, layers=4), FLEETS["colocated"][1]),
     ]
     assert len({table().fingerprint for table in tables}) == 3
+
+
+DATA_RANKS = {  # (model, trainer, engine)
+    "experts of two ranks on one": (
+        "deepseek_v3",
+        "parallel.pipeline=16 parallel.expert=16 launch.processes=256",
+        "rollout.tensor=1 rollout.data=32 rollout.expert=32 rollout.replicas=1",
+    ),
+    "tensor and data": (
+        "qwen3_235b_a22b",
+        "parallel.tensor=4 parallel.pipeline=8 parallel.expert=16 launch.processes=128",
+        "rollout.tensor=4 rollout.data=4 rollout.expert=16 rollout.replicas=8",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DATA_RANKS)
+def test_links_are_busy_with_data_ranks(case: str) -> None:
+    """Shards of neighbouring data ranks are on the same trainer rank, which would send to one after another."""
+    model, *layout = DATA_RANKS[case]
+    configs = Path(__file__).parents[3] / "configs"
+    overrides = [*" ".join(layout).split(), f"model.path={configs}/models/{model}"]
+    _, figures = plan_weights(load_config(configs / f"{model}.yaml", overrides))
+    assert 1 < figures["predicted_over_floor"] < 1.3
+    assert figures["peak_extra_bytes"] < 9e9, "tensors stay open for as long as before"
