@@ -361,7 +361,7 @@ GATES: tuple[
     (too_dense, {"a.py": "x = 1 if y else 2"}),
     (too_dense, {"a.py": "f(\n    [\n        [y for y in x]\n        for x in z\n    ]\n)\n" * 11}),
     (too_dense, {"a.py": "[\n    y\n    for x in z\n    for y in x\n]\n" * 11}),
-    (too_dense, {"a.py": "f(1)\n" * 62_000}),
+    (too_dense, {"a.py": "f(1)\n" * 70_000}),
     (names_in_two_files, {"a.py": "class Row: ...", "b.py": "Row = tuple[int, int]"}),
     (without_annotation, {"a.py": "def f(x) -> None: ..."}),
     (without_annotation, {"a.py": "def f(x: int): ..."}),

@@ -388,7 +388,7 @@ def _engine_args(config: Config, folder: Path, part: Part) -> Any:
     """Returns vLLM's AsyncEngineArgs; sets the environment of its processes."""
     rollout = config.rollout
     # a core has a single worker in its own process
-    executor = "uni" if rollout.tensor == 1 else "mp"
+    executor = "uni" if rollout.ranks_per_sampler == 1 else "mp"
     # read when vLLM is imported, and inherited by its processes
     set_env(
         VLLM_LOGGING_LEVEL=get_env("VLLM_LOGGING_LEVEL") or "ERROR",
