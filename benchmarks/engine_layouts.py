@@ -53,7 +53,8 @@ def cache_of(shape: ModelShape, quantization: str, tensor: int, data: int, exper
     config = Config.model_validate({"rollout": changes, "train": {"dtype": "bf16"}})
     weights = engine_weights(config, shape)
     sizes = Parallel(tensor=tensor, expert=expert, expert_tensor=1 if expert > 1 else tensor)
-    parts = slices_of(engine_table(shape, fmt), shape, Layout.of(sizes, ranks, 0))
+    table = engine_table(shape, fmt, tensor=tensor, expert=expert)
+    parts = slices_of(table, shape, Layout.of(sizes, ranks, 0))
     held = sum(part.numel for part in weights.moved_slices(parts)) * weights.unit.itemsize
     if shape.latent:
         width = shape.latent.kv_lora_rank + shape.latent.qk_rope_head_dim

@@ -7,6 +7,7 @@ slowest. Dense parameters are distributed over the grid [pp, dp, cp, tp], expert
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from math import lcm, prod
 
 AXES = {  # field of Layout -> field of Parallel
@@ -29,6 +30,7 @@ class Parallel:
     context: int = 1
     expert: int = 1
     expert_tensor: int = 1
+    layers: tuple[int, ...] = ()  # of each pipeline chunk, in model order; (): evenly distributed
 
     @property
     def dense(self) -> int:
@@ -78,6 +80,7 @@ class Layout:
     etp: Axis
     dp: Axis
     edp: Axis
+    layers: tuple[int, ...] = ()  # as in Parallel
 
     @classmethod
     def of(cls, parallel: Parallel, world: int, rank: int) -> "Layout":
@@ -105,11 +108,13 @@ class Layout:
         etp, ep, edp, _ = digits(
             parallel.expert_tensor, parallel.expert, world // parallel.sparse, parallel.pipeline
         )
-        return cls(rank, world, tp, pp, Axis(parallel.virtual_pipeline), cp, ep, etp, dp, edp)
+        vpp = Axis(parallel.virtual_pipeline)
+        return cls(rank, world, tp, pp, vpp, cp, ep, etp, dp, edp, parallel.layers)
 
     @property
     def sizes(self) -> Parallel:
-        return Parallel(**{name: getattr(self, axis).size for axis, name in AXES.items()})
+        sizes = {name: getattr(self, axis).size for axis, name in AXES.items()}
+        return Parallel(**sizes, layers=self.layers)
 
     def __str__(self) -> str:
         sizes = {name: getattr(self, name).size for name in (*AXES, "dp")}
@@ -125,8 +130,9 @@ def smallest_world(parallel: Parallel, ranks_per_replica: int) -> int:
 @cache
 def stage_layers(num_layers: int, layout: Layout) -> tuple[range, ...]:
     """Returns the global indices of the layers on this pipeline rank, one range per virtual chunk:
-    chunk v of rank p is number v * pipeline + p. If the layers do not divide evenly, earlier chunks
-    have one layer more. Raises ValueError if there are fewer layers than chunks.
+    chunk v of rank p is number v * pipeline + p. Without `layout.layers`, earlier chunks have one
+    layer more if the layers do not divide evenly. Raises ValueError if there are fewer layers than
+    chunks, or if `layout.layers` are not those of the model.
     """
     size = layout.pp.size
     virtual = layout.vpp.size
@@ -137,7 +143,14 @@ def stage_layers(num_layers: int, layout: Layout) -> tuple[range, ...]:
             "chunks; lower one"
         )
     per_chunk, rest = divmod(num_layers, count)
-    starts = [chunk * per_chunk + min(chunk, rest) for chunk in range(count + 1)]
+    sizes = layout.layers or (per_chunk + 1,) * rest + (per_chunk,) * (count - rest)
+    if (len(sizes), sum(sizes)) != (count, num_layers):
+        raise ValueError(
+            f"parallel.layers={list(sizes)} has {len(sizes)} numbers that add up to {sum(sizes)}; "
+            f"pipeline x virtual_pipeline = {size} x {virtual} and the model's {num_layers} layers "
+            f"need {count} numbers that add up to {num_layers}"
+        )
+    starts = (0, *accumulate(sizes))
     return tuple(
         range(starts[chunk], starts[chunk + 1]) for chunk in range(layout.pp.rank, count, size)
     )

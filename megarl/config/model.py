@@ -76,10 +76,14 @@ class ParallelSizes(Section):
     """Expert-parallel size."""
     expert_tensor: PositiveInt = 1
     """Tensor-parallel size of experts."""
+    layers: tuple[PositiveInt, ...] | None = None
+    """Number of decoder layers of each pipeline chunk in model order, pipeline x virtual_pipeline
+    numbers; null: distributed evenly. Fewer on the first and last stage make room for the embedding
+    and the head."""
 
     @property
     def sizes(self) -> Parallel:
-        return Parallel(**self.model_dump())
+        return Parallel(**self.model_dump(exclude={"layers"}), layers=self.layers or ())
 
 
 def check_model(config: Config, shape: ModelShape) -> None:
@@ -108,8 +112,8 @@ def check_model(config: Config, shape: ModelShape) -> None:
             "or more",
         ),
     )
-    stages = Parallel(pipeline=sizes.pipeline, virtual_pipeline=virtual)
-    stage_layers(shape.layers, Layout.of(stages, sizes.pipeline, 0))  # raises for an empty stage
+    stages = Parallel(pipeline=sizes.pipeline, virtual_pipeline=virtual, layers=sizes.sizes.layers)
+    stage_layers(shape.layers, Layout.of(stages, sizes.pipeline, 0))  # raises for wrong numbers
     if shape.is_moe:
         _check_experts(config, shape)
         return

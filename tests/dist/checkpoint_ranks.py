@@ -38,8 +38,12 @@ SIZES = {
     "vocab": 67,
     "tokenizer": "none",
 }
-CHAINS: dict[str, tuple[str, dict[str, Any], list[dict[str, int]]]] = {  # dtype, model, layouts
-    "dense bf16": ("bf16", {}, [{}, {"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "pipeline": 2}]),
+CHAINS: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {  # dtype, model, layouts
+    "dense bf16": (
+        "bf16",
+        {},
+        [{}, {"tensor": 2}, {"pipeline": 2, "layers": (1, 3)}, {"tensor": 2, "pipeline": 2}],
+    ),
     "dense fp32": ("fp32", {}, [{"pipeline": 2, "virtual_pipeline": 2}, {}]),
     "experts": (
         "bf16",

@@ -42,6 +42,11 @@ CASES = {  # name -> processes, overrides; the first of each number of processes
     "four_replicas": (4, "parallel.expert=2 rollout.data=2 rollout.expert=2"),
     "latent_base": (2, LATENT),
     "latent_data": (2, f"{LATENT} rollout.data=2 rollout.expert=2"),
+    "four_latent_base": (4, f"{LATENT} parallel.expert=2"),
+    "four_latent_both": (
+        4,
+        f"{LATENT} parallel.expert=2 rollout.tensor=2 rollout.data=2 rollout.expert=4",
+    ),
 }
 UNEVEN = "train.prompts_per_step=1 rollout.samples_per_prompt=1 rollout.engine_options.cpu_distributed_timeout_seconds=15"
 

@@ -55,7 +55,7 @@ SPARSE = [
     {"tensor": 2, "expert_tensor": 2},
     {"pipeline": 2, "expert": 2},
 ]
-Layouts = list[tuple[str, dict[str, int]]]
+Layouts = list[tuple[str, dict[str, Any]]]
 LAYOUTS: Layouts = [
     *(("qwen3", parallel) for parallel in DENSE),
     *(("qwen3_moe", parallel) for parallel in SPARSE),
@@ -63,7 +63,7 @@ LAYOUTS: Layouts = [
     ("qwen3_moe_unnormalised", {"tensor": 2, "pipeline": 2}),
     ("qwen3@5", {"pipeline": 2, "virtual_pipeline": 2}),  # chunks of 2, 1, 1 and 1 layers
     ("mixtral", {"tensor": 2, "expert": 2}),
-    ("deepseek_v3@3", {"tensor": 2, "pipeline": 2}),  # stages of 2 and 1
+    ("deepseek_v3@3", {"tensor": 2, "pipeline": 2, "layers": (1, 2)}),
     ("glm4_moe", {"tensor": 2, "pipeline": 2}),
 ]
 MORE_LAYOUTS: Layouts = [  # of parts that are all among those above

@@ -376,15 +376,23 @@ def open_to_others(ports: set[int]) -> set[int] | None:
         ip("netns", "del", name)
 
 
-def compare(one: list[dict[str, Any]], other: list[dict[str, Any]], rel: float = 0.0) -> float:
-    """Same samples; loss and gradient norm bit for bit, or to `rel`. Returns the largest relative difference."""
+def compare(
+    one: list[dict[str, Any]],
+    other: list[dict[str, Any]],
+    rel: float = 0.0,
+    least: float = 1e-12,
+) -> float:
+    """Same samples; loss and gradient norm bit for bit, or to `rel` of the value or of `least`.
+
+    Returns the largest relative difference.
+    """
     assert [row["step"] for row in one] == [row["step"] for row in other]
     worst = 0.0
     for row, expected in zip(one, other, strict=True):
         assert row["rollout/digest"] == expected["rollout/digest"], row["step"]
         assert row["weights/verified"] and row["weights/version"] == expected["weights/version"]
         for key in ("loss", "grad_norm", "reward/mean", "entropy"):
-            difference = abs(row[key] - expected[key]) / max(abs(expected[key]), 1e-12)
+            difference = abs(row[key] - expected[key]) / max(abs(expected[key]), least)
             assert difference <= rel, (row["step"], key, difference)
             worst = max(worst, difference)
     return worst

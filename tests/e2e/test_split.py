@@ -316,7 +316,8 @@ def test_an_engine_over_two_nodes_is_one_engine(
     assert "engine 0 is lost" in run.errors() and noticed_s < 20
     assert all(row["weights/verified"] and row["logprob_diff/max"] < 1e-4 for row in rows)
     if whole:
-        print(f"largest relative difference {compare(rows, whole, 1e-5):.1e}")
+        # the advantages of a group cancel in the loss
+        print(f"largest relative difference {compare(rows, whole, 1e-5, least=1e-2):.1e}")
 
 
 @pytest.mark.long

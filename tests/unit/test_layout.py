@@ -70,3 +70,22 @@ def test_a_chunk_without_layers_is_refused():
         ValueError, match="layers=3 cannot fill pipeline x virtual_pipeline = 2 x 2 chunks"
     ):
         stages(3, pipeline=2, virtual_pipeline=2)
+
+
+def test_stages_have_the_layers_that_are_set():
+    assert stages(5, pipeline=2, layers=(1, 4)) == [[[0]], [[1, 2, 3, 4]]]
+    interleaved = stages(5, pipeline=2, virtual_pipeline=2, layers=(1, 2, 1, 1))
+    assert interleaved == [[[0], [3]], [[1, 2], [4]]]
+
+
+@pytest.mark.parametrize("layers", [(1, 1, 3), (2, 2), (5,)])
+def test_layers_that_are_not_those_of_the_model_are_refused(layers):
+    with pytest.raises(
+        ValueError, match=r"parallel.layers=.*5 layers need 2 numbers that add up to 5"
+    ):
+        stages(5, pipeline=2, layers=layers)
+
+
+def test_a_layout_keeps_its_layers():
+    layout = Layout.of(Parallel(pipeline=2, layers=(1, 2)), 4, 3)
+    assert Layout.of(layout.sizes, 4, 3) == layout

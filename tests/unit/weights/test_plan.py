@@ -120,7 +120,7 @@ FLEETS = {
     "experts over tensor": (QWEN, colocated(Parallel(tensor=2, expert_tensor=2), 2, 4, 1)),
     "virtual stages": (
         replace(QWEN, layers=5),
-        split(Parallel(pipeline=2, virtual_pipeline=2), 2, 1, 2, 1),
+        split(Parallel(pipeline=2, virtual_pipeline=2, layers=(1, 2, 1, 1)), 2, 1, 2, 1),
     ),
     "latent, uneven": (DEEPSEEK, split(Parallel(tensor=2, pipeline=2, expert=4), 8, 2, 3, 2)),
     "latent, whole query": (
