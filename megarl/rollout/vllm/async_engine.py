@@ -289,10 +289,14 @@ class AsyncEngine:
 
     async def _on_workers(self, method: str, *values: Any) -> list[Reply]:
         """Returns the replies of all workers; AsyncLLM.collective_rpc returns the first core's."""
-        replies = await self.llm.engine_core.call_utility_all_async(
+        by_core = await self.llm.engine_core.call_utility_all_async(
             "collective_rpc", method, None, values, None
         )
-        return list(chain.from_iterable(replies))
+        replies = list(chain.from_iterable(by_core))
+        for rank, reply in enumerate(replies):
+            if "error" in reply:
+                reply["error"] = f"rank {rank} of engine {self.replica}: {reply['error']}"
+        return replies
 
     # the probe (parity.gate)
 

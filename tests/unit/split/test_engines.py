@@ -445,7 +445,7 @@ def test_replies_of_every_data_rank_are_read() -> None:
     llm = SimpleNamespace(engine_core=core, pause_generation=pause)
     engine = AsyncEngine(llm, parse_config({}), Path(), Children({}, set()), (), 0)
     replies = asyncio.run(engine.transfer(3))
-    assert replies == [{"prove": False}] * 3 + [{"error": "no"}]
+    assert replies == [{"prove": False}] * 3 + [{"error": "rank 3 of engine 0: no"}]
 
 
 def test_when_a_node_has_taken_many_along_the_node_is_the_cause(
