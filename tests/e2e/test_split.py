@@ -314,8 +314,12 @@ def test_an_engine_over_two_nodes_is_one_engine(
     print(f"noticed after {noticed_s:.1f} s", run.audit())
     print([line for line in run.errors().splitlines() if line.startswith("megarl: ")])
     assert "engine 0 is lost" in run.errors() and noticed_s < 20
-    assert all(row["weights/verified"] and row["logprob_diff/max"] < 1e-4 for row in rows)
+    assert len(rows) == 4 and all(row["weights/verified"] for row in rows)
+    # a step whose tokens are all of older weights has no row of its own version
+    differences = [row["logprob_diff/max"] for row in rows if "logprob_diff/max" in row]
+    assert differences and max(differences) < 1e-5
     if whole:
+        assert len(differences) == 4
         # the advantages of a group cancel in the loss
         print(f"largest relative difference {compare(rows, whole, 1e-5, least=1e-2):.1e}")
 
