@@ -22,9 +22,15 @@ MODELS = [
     ),
     (
         "layout.py",
-        "[chunk * per_chunk + min(chunk, rest) for",
-        "[chunk * per_chunk + max(0, chunk - (count - rest)) for",
+        "(per_chunk + 1,) * rest + (per_chunk,) * (count - rest)",
+        "(per_chunk,) * (count - rest) + (per_chunk + 1,) * rest",
         f"{LAYOUT}::test_earlier_stages_have_one_more",
+    ),
+    (
+        "layout.py",
+        "if (len(sizes), sum(sizes)) != (count, num_layers):",
+        "if len(sizes) != count:",
+        f"{LAYOUT}::test_layers_that_are_not_those_of_the_model_are_refused",
     ),
     (
         "layout.py",
