@@ -218,4 +218,34 @@ SPLIT = [
         "config.rollout.ranks_per_replica",
         WORLD,
     ),
+    (
+        "rollout/vllm/async_engine.py",
+        "list(chain.from_iterable(by_core))",
+        "list(by_core[0])",
+        f"{ENGINES}::test_replies_of_every_data_rank_are_read",
+    ),
+    (
+        "split/engines.py",
+        "        for actor in (replica.actor, *replica.others):\n",
+        "        for actor in (replica.actor,):\n",
+        f"{ENGINES}::test_all_parts_of_an_engine_over_nodes_end_and_start_together",
+    ),
+    (
+        "split/ray_actors.py",
+        "                end.add_done_callback(lambda end: made.lose(end.result().message))\n",
+        "                pass\n",
+        f"{ENGINES}::test_an_engine_ends_with_its_part_on_another_node",
+    ),
+    (
+        "weights/plan/senders.py",
+        "        if placement.is_spread:\n",
+        "        if False:\n",
+        "unit/weights/test_plan.py::test_links_are_busy_with_data_ranks",
+    ),
+    (
+        "weights/plan/senders.py",
+        "unit = instances.rotation[chosen] + placement.groups[number].unit",
+        "unit = instances.rotation[chosen] + number",
+        "unit/weights/test_plan.py::test_links_are_busy_with_data_ranks",
+    ),
 ]

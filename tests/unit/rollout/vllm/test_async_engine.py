@@ -30,8 +30,13 @@ class Llm:
         self.version, self.is_paused = "default", False
         self.running: dict[str, list[str]] = {}  # request -> the version of each of its tokens
         self.done: dict[str, asyncio.Future[str]] = {}
+        self.data_ranks: dict[str, int] = {}
+        self.engine_core = SimpleNamespace(call_utility_all_async=self.call_all)
 
-    async def generate(self, prompt: dict[str, Any], params: Any, request_id: str) -> Any:
+    async def generate(
+        self, prompt: dict[str, Any], params: Any, request_id: str, data_parallel_rank: int
+    ) -> Any:
+        self.data_ranks[request_id] = data_parallel_rank
         self.running[request_id] = []
         self.done[request_id] = asyncio.get_running_loop().create_future()
         reason = await self.done[request_id]
@@ -71,9 +76,12 @@ class Llm:
     async def update_weight_version(self, version: str) -> None:
         self.version = version
 
-    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
+    async def call_all(
+        self, utility: str, method: str, timeout_s: None, args: tuple[Any, ...], kwargs: None
+    ) -> list[list[dict[str, Any]]]:
+        assert utility == "collective_rpc"
         self.calls.append((method, *args))
-        return [{"prove": True}] if method == "sync_transfer" else [{}]
+        return [[{"prove": True}]] if method == "sync_transfer" else [[{}]]
 
 
 @pytest.fixture
@@ -121,6 +129,23 @@ def test_no_prompt_before_a_verified_sync(engine: AsyncEngine) -> None:
     kinds = [call if isinstance(call, str) else call[0] for call in engine.llm.calls]
     assert kinds == ["pause", "sync_transfer", "sync_end"] * 2 + ["reset", "resume"]
     assert ("pause", "keep", True) in engine.llm.calls
+
+
+def test_a_prompt_stays_with_one_data_rank(engine: AsyncEngine) -> None:
+    engine.config = parse_config({"rollout": {"data": 2, "expert": 2}})
+
+    async def run() -> None:
+        await publish(engine, 1)
+        engine.submit([*requests(4), *requests(2)])
+        await settle()
+        await engine.drop()
+
+    asyncio.run(run())
+    by_prompt: dict[str, set[int]] = {}
+    for name, rank in engine.llm.data_ranks.items():
+        by_prompt.setdefault(name.split("-")[1], set()).add(rank)
+    ranks = [rank for (rank,) in by_prompt.values()]
+    assert sorted(ranks) == [0, 0, 1, 1]
 
 
 def test_weights_change_in_flight_and_each_token_has_its_version(engine: AsyncEngine) -> None:
@@ -232,7 +257,7 @@ def test_a_lost_process_ends_what_waits_for_it(engine: AsyncEngine, stage: str) 
             engine.llm.pause_generation = lambda **options: hanging
         calls = [asyncio.ensure_future(engine.call(*call)) for call in (("poll",), ("transfer", 2))]
         await settle()
-        engine._lose("its process VLLM::EngineCore (7) has ended")
+        engine.lose("its process VLLM::EngineCore (7) has ended")
         for call in calls:
             with pytest.raises(
                 RuntimeError, match="engine 0 is lost: its process VLLM::EngineCore"
