@@ -252,7 +252,7 @@ def test_a_lost_process_ends_what_waits_for_it(engine: AsyncEngine, stage: str) 
         await publish(engine, 1)
         hanging: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if stage == "receiving":
-            engine.llm.collective_rpc = lambda method, args: hanging
+            engine.llm.engine_core.call_utility_all_async = lambda *_: hanging
         else:
             engine.llm.pause_generation = lambda **options: hanging
         calls = [asyncio.ensure_future(engine.call(*call)) for call in (("poll",), ("transfer", 2))]
