@@ -184,7 +184,7 @@ def _measure(
         return {}
     return {
         "model": model,
-        "parallel": {name: size for name, size in config.parallel.model_dump().items() if size > 1},
+        "parallel": config.parallel.model_dump(exclude_defaults=True),
         "seen": seen,
         "logprob_error": float((scored.old_logprobs - oracles[model].logprobs).abs().max()),
         "entropy": [steps[0].metrics["entropy"], oracles[model].entropy],
