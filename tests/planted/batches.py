@@ -218,9 +218,15 @@ BATCHES = [
     ),
     (
         "rollout/vllm/engine.py",
-        "if samples or is_over:",
+        "if is_over or (samples and steps_left <= 0):",
         "if is_over:",
         "unit/rollout/vllm/test_engine.py::test_samples_are_returned_as_they_are_finished",
+    ),
+    (
+        "rollout/vllm/engine.py",
+        "POLL_STEPS if self._ranks is not None and timeout_s is None else 1",
+        "1",
+        "unit/rollout/vllm/test_engine.py::test_ranks_agree_once_in_several_steps",
     ),
     (
         "rollout/vllm/engine.py",
@@ -230,7 +236,7 @@ BATCHES = [
     ),
     (
         "rollout/vllm/engine.py",
-        "if votes[0] != -votes[1]:",
+        "if largest != -negated_least:",
         "if False:",
         "unit/rollout/vllm/test_engine.py::test_the_first_rank_decides_what_a_replica_samples",
     ),

@@ -12,7 +12,7 @@ import torch
 from megarl.config.schema import Rollout
 from megarl.data.tokenizer import TokenIds, stop_token_ids
 from megarl.rollout.sampling import sample_all
-from megarl.rollout.vllm.arguments import _moe_backend
+from megarl.rollout.vllm.arguments import _moe_backend, sampling_params
 from megarl.rollout.vllm.engine import Engine
 from megarl.types import CheckFailed, Prompt, Request
 
@@ -131,6 +131,22 @@ def test_samples_are_returned_as_they_are_finished(monkeypatch: pytest.MonkeyPat
     assert engine.poll() == []
 
 
+def test_params_of_a_request_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it arrives, as that checks its prompt; not again before its first step."""
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
+    made: list[int] = []
+
+    def params(request: Request, *args: Any) -> Any:
+        made.append(request.prompt.prompt_id)
+        return sampling_params(request, *args)
+
+    monkeypatch.setattr("megarl.rollout.vllm.arguments.sampling_params", params)
+    receiver = SimpleNamespace(state="ready", version=0, request=None)
+    engine = Engine(Llm(), Rollout(max_tokens=4), (12,), receiver, eager=False)  # type: ignore[arg-type]
+    sample_all(engine, [Request(Prompt(n, (5, 6), ""), 0, 1, 1.0) for n in range(3)])
+    assert made == [0, 1, 2]
+
+
 def test_weights_that_change_under_a_request_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tokens would all have the later version's stamp."""
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
@@ -171,6 +187,26 @@ def test_the_first_rank_decides_what_a_replica_samples(monkeypatch: pytest.Monke
         CheckFailed, match="sample 0 of prompt 1 was aborted at rank 1 of an engine"
     ):
         engine.poll()
+
+
+@pytest.mark.parametrize(("timeout_s", "agreements", "polls"), [(None, 3, 3), (60.0, 20, 10)])
+def test_ranks_agree_once_in_several_steps(
+    monkeypatch: pytest.MonkeyPatch, timeout_s: float | None, agreements: int, polls: int
+) -> None:
+    """10 requests, each finished after 2 steps; with a time-out the first rank's clock counts before each step."""
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
+    receiver = SimpleNamespace(state="ready", version=0, request=None)
+    engine = Engine(Llm(), Rollout(max_tokens=4), (12,), receiver, eager=False)  # type: ignore[arg-type]
+    engine._ranks = "a group of two"
+    agreed: list[int] = []
+    monkeypatch.setattr("torch.distributed.get_rank", lambda _: 0)
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda x, *_: agreed.append(1))
+    engine.submit([Request(Prompt(n, (5, 6), ""), 0, seed=1, temperature=1.0) for n in range(10)])
+    got = []
+    while engine.running():
+        got.append(engine.poll(timeout_s))
+    assert sorted(sample.prompt_id for part in got for sample in part) == [*range(10)]
+    assert (len(agreed), len(got)) == (agreements, polls)
 
 
 def test_the_cache_is_freed_alone_and_what_is_left_can_fall_asleep(
