@@ -10,7 +10,6 @@ from megarl.layout import Layout
 from megarl.parity.gate import difference
 from megarl.parity.layouts import (
     SUPERVISED,
-    Learner,
     check_layouts,
     prompt_rows,
     random_routes,
@@ -22,6 +21,7 @@ from megarl.run.context import RankContext
 from megarl.run.data import make_exchange, make_prompts, make_rollouts
 from megarl.run.models import make_learner, make_objective, make_trainer
 from megarl.run.sync import synced
+from megarl.trainer.actor_critic import Learner
 from megarl.trainer.learner import PolicyLearner
 from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, TrainBatch

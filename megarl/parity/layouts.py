@@ -36,8 +36,8 @@ from megarl.parity.sublayers import (
     rounding_errors,
     transformer_layers,
 )
-from megarl.trainer.actor_critic import ActorCritic
-from megarl.trainer.learner import PolicyLearner, batch_plans
+from megarl.trainer.actor_critic import Learner, policy_of
+from megarl.trainer.learner import batch_plans
 from megarl.trainer.reference import Reference
 from megarl.trainer.trainer import Trainer
 from megarl.types import (
@@ -59,16 +59,16 @@ DRAWS = 2  # runs with planted rounding errors
 # rounding would decide
 MOVED = torch.tensor([-0.8, -0.1, 0.1, 0.8])
 SCORES = ("ref_logprobs", "teacher_logprobs", "old_values", "advantages")
-LayoutValues = dict[str, Tensor]  # name -> [items, V]
-Learner = PolicyLearner | ActorCritic
+LayoutValues = dict[str, Tensor]  # name -> [items, V] or [items]
 # cross-entropy of the labels
 SUPERVISED = Objective(Algorithm(loss="sft", aggregation="token-mean"))
 
 
 @dataclass(frozen=True)
 class LayoutResult:
-    forward: LayoutValues  # hidden states of each layer, log-probs, scores, advantages
-    update: LayoutValues  # metrics, loss, gradient norm, gradients
+    # [T, V]: hidden states of each layer, log-probs, scores, advantages; then [1, V] of the update:
+    # metrics, loss, gradient norm, gradients
+    values: LayoutValues
     scored: ScoredBatch
     level: str  # the quantile to judge: max or p90
 
@@ -82,8 +82,8 @@ def parse_layout(text: str) -> Parallel:
     for part in text.split(","):
         if part in ("1", "dp"):
             continue
-        parts = re.fullmatch(r"([a-z]+)0*([1-9][0-9]*)", part)
-        if parts is None or parts[1] not in AXES:
+        parts = re.fullmatch(rf"({'|'.join(AXES)})0*([1-9][0-9]*)", part)
+        if parts is None:
             raise ValueError(
                 f"--layouts {text!r}: {part!r} is not a layout; write 1, tp2 or tp2,pp2 "
                 f"({', '.join(AXES)})"
@@ -172,8 +172,8 @@ def check_layouts(
         rows.append(
             {
                 "layout": text,
-                "loss": float(result.update["loss"]),
-                "grad_norm": float(result.update["gradient norm"]),
+                "loss": float(result.values["loss"]),
+                "grad_norm": float(result.values["gradient norm"]),
                 "difference": _difference(result, reference, draws),
             }
         )
@@ -184,13 +184,13 @@ def _measure(
     learner: Learner, batch: TrainBatch, first: LayoutResult | None, draw: int | None
 ) -> LayoutResult:
     """Runs one update, on the scores of `first` if given, and with rounding errors if `draw` is."""
-    actor = learner.actor if isinstance(learner, ActorCritic) else learner
+    actor = policy_of(learner)
     trainer = actor.trainer
     eps = rounding_of(trainer)
     if isinstance(actor.reference, Reference):
         actor.reference.is_policy = False  # compute its log-probs, although they are the policy's
     with nullcontext() if draw is None else rounding_errors(trainer, eps, draw=draw):
-        forward, scored = _score(learner, trainer, actor.objective, batch)
+        values, scored = _score(learner, trainer, actor.objective, batch)
         if first is not None:
             scored = first.scored
         (plan,) = batch_plans(scored, trainer, actor.seed)
@@ -200,10 +200,10 @@ def _measure(
     report = trainer.apply(pending)
     metrics = dict(actor.objective.metrics(scored, report.metrics))
     metrics |= {"loss": report.loss, "gradient norm": report.grad_norm}
-    update = {name: torch.full((1, 1), x, dtype=torch.float64) for name, x in metrics.items()}
+    values |= {name: torch.tensor([x], dtype=torch.float64) for name, x in metrics.items()}
     # after rounding, a few tokens may be routed to other experts
     level = "p90" if trainer.shape.is_moe and eps > FORMAT_EPS["fp32"] else "max"
-    return LayoutResult(forward, update | gradients, scored, level)
+    return LayoutResult(values | gradients, scored, level)
 
 
 def _score(
@@ -223,20 +223,16 @@ def _score(
 
     old_T = moved(routed_T)
     batch = replace(batch, rollout_logprobs=moved(old_T))
-    scores: TokenScores = replace(learner.score(batch), old_logprobs=old_T)
-    if scores.ref_logprobs is not None:
-        scores = replace(scores, ref_logprobs=moved(scores.ref_logprobs))
+    scores: dict[str, Any] = learner.score(batch).known() | {"old_logprobs": old_T}
+    if "ref_logprobs" in scores:
+        scores["ref_logprobs"] = moved(scores["ref_logprobs"])
     if batch.choices:
-        scores = replace(scores, choices=batch.choices)
-    scored, _ = objective.advantages(batch, scores, objective.initial_state())
-    values = {
-        f"hidden states of layer {n}": x_T8 for n, x_T8 in zip(numbers, layers_NT8, strict=True)
-    }
-    values["log-probs"] = logprobs_T.double()[:, None]
-    for name in SCORES:
-        if (x_T := getattr(scored, name)) is not None:
-            values[name] = x_T.double()[:, None]
-    return values, scored
+        scores["choices"] = batch.choices
+    scored, _ = objective.advantages(batch, TokenScores(**scores), objective.initial_state())
+    names = [f"hidden states of layer {number}" for number in numbers]
+    values = dict(zip(names, layers_NT8, strict=True)) | {"log-probs": logprobs_T}
+    values |= {name: x_T for name, x_T in vars(scored).items() if name in SCORES}
+    return {name: x for name, x in values.items() if x is not None}, scored
 
 
 @torch.no_grad()
@@ -257,69 +253,67 @@ def gradient_projections(trainer: Trainer) -> LayoutValues:
     if trainer.adapters is not None:
         tensors = trainer.adapters.tensors
         parameters = trainer.adapters.parameters
-    number = {name: index for index, name in enumerate(tensors.shapes)}
     # projections and count of elements, summed over the copies that ranks have
-    sums = torch.zeros(len(number), NUM_PROJECTIONS + 1, dtype=torch.float64, device=trainer.device)
+    zeros_9 = torch.zeros(NUM_PROJECTIONS + 1, dtype=torch.float64, device=trainer.device)
+    sums = {name: zeros_9.clone() for name in tensors.shapes}
     for part in tensors.slices:
         gradient = getattr(parameters[part.param], "main_grad", None)
         if gradient is not None:
             shape = tensors.shapes[part.name]
             start, size = without_pairs(part, len(shape))
-            values_8 = _projected(strided_view(gradient, part).reshape(size), start, shape)
-            sums[number[part.name], :-1] += values_8
-            sums[number[part.name], -1] += part.numel
-    dist.all_reduce(sums)
+            sums_9 = sums[part.name]
+            sums_9[:-1] += _projected(strided_view(gradient, part).reshape(size), start, shape)
+            sums_9[-1] += part.numel
+    totals = torch.stack([*sums.values()])
+    dist.all_reduce(totals)
     values = {}
-    for name, index in number.items():
-        *projections, count = sums[index].cpu()
-        if count:
-            copies = count / prod(tensors.shapes[name])
-            values[f"gradient of {name}"] = torch.stack(projections)[None] / copies
+    for name, sums_9 in zip(sums, totals.cpu(), strict=True):
+        copies = sums_9[-1] / prod(tensors.shapes[name])
+        if copies:
+            values[f"gradient of {name}"] = sums_9[None, :-1] / copies
     return values
 
 
 def _projected(x: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tensor:
     """Returns [8]: the share of a slice `x` in the projections of a tensor of `shape`."""
-    y = x.float()[None]
+    operands: list[Any] = [x.float(), [*range(x.dim())]]
     for dim, (first, size, total) in enumerate(zip(start, x.shape, shape, strict=True)):
         # other vectors for each dim, or a square matrix would lose its antisymmetric part
-        vectors_8D = fixed_projections(total)[first : first + size].roll(dim, 1).T.to(y)
-        y = torch.einsum("kd,kdx->kx", vectors_8D, y.reshape(len(y), size, -1).expand(8, -1, -1))
-    return y.flatten().double()
+        vectors_D8 = fixed_projections(total)[first : first + size].roll(dim, 1)
+        operands += [vectors_D8.to(operands[0]), [dim, x.dim()]]
+    return torch.einsum(*operands, [x.dim()]).double()
 
 
-def _difference(x: LayoutResult, first: LayoutResult, draws: Sequence[LayoutResult]) -> str:
-    forward = _beyond(x.forward, first.forward, [draw.forward for draw in draws], x.level)
-    if forward:
-        return forward[0][1]  # the others follow from it
-    update = _beyond(x.update, first.update, [draw.update for draw in draws], x.level)
-    if not update:
+def _difference(result: LayoutResult, first: LayoutResult, draws: Sequence[LayoutResult]) -> str:
+    """Describes the values that rounding does not explain: the first of the forward passes, from
+    which all others follow, or those of the update, terms before gradients, the worst first."""
+    floors: dict[str, float] = {}
+    for name, exact in first.values.items():
+        noise = torch.stack([_distances(draw.values[name], exact) for draw in draws])
+        floor = getattr(rounding_floor(_distances(exact), noise), result.level)
+        floors[_kind(name)] = max(floors.get(_kind(name), 0.0), floor)
+    found = []
+    for name, exact in first.values.items():
+        off = _distances(result.values[name], exact)
+        limit = floors[_kind(name)] * 3 * MAX_EXCESS**0.5  # Excess.limit of a single value
+        largest = getattr(Quantiles.of(off), result.level)
+        if largest <= limit and isfinite(largest):
+            continue
+        explained = f"(rounding explains {limit:.1e})"
+        if len(off) > 1:
+            return f"{name}: {largest:.1e} off at token {int(off.argmax())} {explained}"
+        excess = largest / max(limit, 1e-30)
+        text = f"{name}: {largest:.1e} off {explained}"
+        found.append((name.startswith("gradient of "), -excess, text))
+    if not found:
         return ""
-    # terms, then gradients; the worst of each first
-    update.sort(key=lambda found: (found[1].startswith("gradient of "), -found[0]))
-    names = first_few([text for _, text in update])
+    names = first_few([text for *_, text in sorted(found)])
     return f"{names}; forward passes agree: check the backward pass and the reduction of losses"
 
 
-def _beyond(
-    values: LayoutValues, expected: LayoutValues, draws: Sequence[LayoutValues], level: str
-) -> list[tuple[float, str]]:
-    """Returns the values that rounding does not explain, in order: (excess, description)."""
-    floors: dict[str, float] = {}
-    for name, exact in expected.items():
-        noise = torch.stack([(draw[name] - exact).norm(dim=1) for draw in draws])
-        floor = getattr(rounding_floor(exact.norm(dim=1), noise), level)
-        floors[_kind(name)] = max(floors.get(_kind(name), 0.0), floor)
-    found = []
-    for name, exact in expected.items():
-        off = (values[name] - exact).norm(dim=1)
-        limit = floors[_kind(name)] * 3 * MAX_EXCESS**0.5  # Excess.limit of a single value
-        largest = getattr(Quantiles.of(off), level)
-        if largest > limit or not isfinite(largest):
-            token = f" at token {int(off.argmax())}" if len(off) > 1 else ""
-            text = f"{name}: {largest:.1e} off{token} (rounding explains {limit:.1e})"
-            found.append((largest / max(limit, 1e-30), text))
-    return found
+def _distances(values: Tensor, expected: Tensor | float = 0.0) -> Tensor:
+    """Returns [items] fp64: the distance of each item from the expected one."""
+    return (values.double() - expected).view(len(values), -1).norm(dim=1)
 
 
 def _kind(name: str) -> str:

@@ -16,8 +16,7 @@ from megarl.models.registry import FAMILIES, fp32_tensors
 from megarl.platform.device import DTYPES
 from megarl.roles import Checkpoint, Stateful
 from megarl.run.context import RankContext
-from megarl.run.models import Learner
-from megarl.trainer.actor_critic import ActorCritic
+from megarl.trainer.actor_critic import ActorCritic, Learner
 from megarl.trainer.heads import Head, RewardHead, ValueHead
 from megarl.trainer.trainer import Trainer
 from megarl.types import CheckFailed, ObjectiveState

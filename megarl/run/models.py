@@ -27,7 +27,7 @@ from megarl.rewards.served_model import ServedModel, client_of
 from megarl.roles import SpanContext
 from megarl.rollout.vllm.engine import Engine
 from megarl.run.context import RankContext
-from megarl.trainer.actor_critic import ActorCritic, CriticHead
+from megarl.trainer.actor_critic import ActorCritic, CriticHead, Learner
 from megarl.trainer.heads import Head, RewardHead, ValueHead, load_head
 from megarl.trainer.learner import PolicyLearner
 from megarl.trainer.reference import forward_in_turn
@@ -36,7 +36,6 @@ from megarl.types import CheckFailed, Sample, TokenBatch, TokenOutputs
 from megarl.weights.plan.plan import first_few
 
 OFFLOAD_ALL = ("gradients", "optimizer", "weights")  # a value of train.offload
-Learner = PolicyLearner | ActorCritic
 
 
 def make_trainer(
@@ -131,10 +130,6 @@ def make_learner(rank: RankContext, trainer: Trainer, objective: Objective) -> L
         make_trainer(rank, head=head, folder=folder, share_groups_with=trainer, train=train),
         critic,
     )
-
-
-def policy_of(learner: Learner) -> PolicyLearner:
-    return learner.actor if isinstance(learner, ActorCritic) else learner
 
 
 def frozen_model(

@@ -25,9 +25,10 @@ from megarl.rollout import schedule
 from megarl.rollout.exchange import Exchange
 from megarl.run.checkpoints import export
 from megarl.run.context import RankContext
-from megarl.run.models import Learner, RewardModel, policy_of
+from megarl.run.models import RewardModel
 from megarl.stages.reward_model import Rankings
 from megarl.stages.rl import RlRun, train, train_policy
+from megarl.trainer.actor_critic import Learner, policy_of
 from megarl.trainer.reference import Reference
 
 

@@ -29,7 +29,6 @@ from megarl.roles import (
 )
 from megarl.rollout.schedule import Generate
 from megarl.rollout.vllm.engine import Engine
-from megarl.run import models
 from megarl.run.checkpoints import export, make_checkpoints, saved
 from megarl.run.context import RankContext, rank_telemetry
 from megarl.run.data import make_exchange, make_prompts, make_rollouts
@@ -42,11 +41,12 @@ from megarl.run.models import (
     make_objective,
     make_reward_model,
     make_trainer,
-    policy_of,
 )
 from megarl.run.phases import TimedPhases
 from megarl.run.sync import parity_checks, rank_publisher
 from megarl.stages.evaluation import evaluation_of
+from megarl.trainer import actor_critic
+from megarl.trainer.actor_critic import policy_of
 from megarl.trainer.learner import SelectingLearner, SelectRows
 from megarl.trainer.trainer import Trainer
 from megarl.types import Group, ObjectiveState, TrainBatch
@@ -109,7 +109,7 @@ def train_policy(
     select: SelectRows | None = None,  # returns the rows to train on; None: all rows
     *,
     loop: Callable[[RlRun], None] = train,
-    further: Callable[[models.Learner, RewardModel | None], Further] = lambda *_: Further(),
+    further: Callable[[actor_critic.Learner, RewardModel | None], Further] = lambda *_: Further(),
 ) -> Trainer:
     """Builds a colocated rank, runs `loop` from the start or a checkpoint, and returns the policy.
 

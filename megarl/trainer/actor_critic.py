@@ -86,3 +86,10 @@ class ActorCritic:
         metrics = gate(self.actor.prepare(batch))
         self.actor.trainer.finish_batch()
         return StepReport((), metrics)
+
+
+Learner = PolicyLearner | ActorCritic
+
+
+def policy_of(learner: Learner) -> PolicyLearner:
+    return learner.actor if isinstance(learner, ActorCritic) else learner

@@ -25,10 +25,11 @@ from megarl.platform.env import Env
 from megarl.rollout.vllm.engine import Engine
 from megarl.run.context import RankContext
 from megarl.run.engine import make_engine
-from megarl.run.models import RewardModel, make_reward_model, policy_of
+from megarl.run.models import RewardModel, make_reward_model
 from megarl.stages.iterative_grpo import Iterations, RewardModelTraining
 from megarl.stages.reward_model import Rankings
 from megarl.stages.rl import train_policy
+from megarl.trainer.actor_critic import policy_of
 from megarl.trainer.learner import PolicyLearner
 from megarl.types import CheckFailed
 

@@ -14,8 +14,8 @@ COMPARED = "dist/test_layouts.py"
 TRAINER = [
     (  # KL is 0, and so is any multiple of it
         "parity/layouts.py",
-        "ref_logprobs=moved(scores.ref_logprobs)",
-        "ref_logprobs=scores.ref_logprobs",
+        'scores["ref_logprobs"] = moved(scores["ref_logprobs"])',
+        "pass",
         f"{COMPARED}::test_a_mistake_is_named[KL]",
     ),
     (
@@ -26,7 +26,7 @@ TRAINER = [
     ),
     (
         "parity/layouts.py",
-        "    if not update:\n",
+        "    if not found:\n",
         "    if True:\n",
         f"{COMPARED}::test_a_mistake_is_named[balance]",
     ),
