@@ -221,7 +221,7 @@ class _Sampler:
         from megarl.types import Sample
 
         # before, the oldest and the newest
-        of_tokens = str(Sample.__annotations__["versions"]).startswith("Tensor")
+        of_tokens = "Tensor" in str(Sample.__annotations__["versions"])
         versions: Any = (
             torch.full((512,), version, dtype=torch.int32) if of_tokens else (version, version)
         )
@@ -271,6 +271,7 @@ def measure(model: str, offload: str, folder: Path) -> dict[str, int]:
     from megarl.models.engine import engine_table
     from megarl.models.registry import hf_shapes, padded_vocab, read_model
     from megarl.models.shards import slices_of
+    from megarl.processes.exit_codes import CurrentPhase
     from megarl.rollout.exchange import Exchange
     from megarl.run.phases import TimedPhases
     from megarl.stages.sft import train_supervised
@@ -325,7 +326,10 @@ def measure(model: str, offload: str, folder: Path) -> dict[str, int]:
         timer: Any = [measured, lambda values: None]
         if "telemetry" in TimedPhases.__dataclass_fields__:
             timer = [SimpleNamespace(span=measured, add=lambda values: None)]
-        phases = TimedPhases(*timer, DEVICE, memory, side)
+        if "current" in TimedPhases.__dataclass_fields__:
+            phases = TimedPhases(*timer, DEVICE, memory, side, CurrentPhase())
+        else:
+            phases = TimedPhases(*timer, DEVICE, memory, side)
         # before, the exchange went over the device
         on_device = "device" in Exchange.__dataclass_fields__
         sampler = _Sampler()
@@ -427,9 +431,11 @@ def _rank(rank: str, folder: str, model: str, offload: str) -> None:
 
 def memory_by_phase(config: Any, shape: Any, world: int) -> dict[str, float]:
     """GB of the rank with most parameters. No activations, messages in flight, CUDA contexts or NCCL."""
+    from megarl.config.launch import fleet_of
     from megarl.layout import Layout
-    from megarl.models.registry import hf_shapes, megatron_table, padded_vocab
+    from megarl.models.registry import megatron_table, padded_vocab
     from megarl.models.shards import slices_of
+    from megarl.weights.plan.memory_sizes import GPUS, engine_sizes
 
     train, sizes = config.train, config.parallel.sizes
     table = megatron_table(shape, spec="te", padded_vocab=padded_vocab(shape.vocab, sizes.tensor))
@@ -457,7 +463,7 @@ def memory_by_phase(config: Any, shape: Any, world: int) -> dict[str, float]:
         "main": main,
         "kept": sum(kept.values()),
         "kept_gradients": kept["gradients"],
-        "vllm": item * sum(map(prod, hf_shapes(shape).values())) / config.rollout.tensor,
+        "vllm": engine_sizes(config, shape, fleet_of(config, world), GPUS["h100"]).weights,
         "gpu_share": config.rollout.gpu_memory_utilization,
     }
     return {name: size / 1e9 if name != "gpu_share" else size for name, size in figures.items()}

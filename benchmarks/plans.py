@@ -45,6 +45,17 @@ CASES: list[Case] = [
     ("kimi_k2", None, "rollout.tensor=1 rollout.data=32 rollout.expert=32 rollout.replicas=4"),
     ("glm_4_5", 256, "rollout.tensor=8 rollout.data=2 rollout.expert=16"),
 ]
+# in place of the config's, whose engines share GPUs with the trainer
+LAYOUTS = {
+    "deepseek_v3": "parallel.pipeline=16 parallel.expert=16 rollout.tensor=32 rollout.replicas=1 launch.processes=256",
+    "kimi_k2": "parallel.tensor=1 parallel.pipeline=16 parallel.expert=16 rollout.tensor=16 rollout.replicas=8 "
+    "launch.processes=256",
+    "glm_4_5": "parallel.tensor=2 parallel.pipeline=8 parallel.expert=16 rollout.tensor=16 rollout.replicas=4 "
+    "launch.processes=128",
+}
+SEPARATE = (
+    "rollout.data=1 rollout.expert=1 rollout.sleep_level=0 train.offload=[] launch.topology=split"
+)
 LIMITS = {
     "over_floor": 1.3,
     "with_messages": 1.6,
@@ -56,6 +67,8 @@ LIMITS = {
 
 def measure(name: str, world: int | None, layout: str) -> dict[str, Any]:
     overrides = [f"model.path={CONFIGS}/models/{name}"]
+    if name in LAYOUTS:
+        overrides += f"{LAYOUTS[name]} {SEPARATE}".split()
     if world:
         overrides += [
             "launch.topology=colocated",

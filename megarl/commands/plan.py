@@ -1,14 +1,19 @@
-"""`megarl plan CONFIG --weights`: predicts bytes and time of a sync, without weights or a GPU."""
+"""`megarl plan CONFIG`: predicts memory by phase, and bytes and time of a sync, without a GPU."""
 
 import argparse
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from megarl.commands.arguments import add_config, load
 from megarl.platform.env import Env
+from megarl.processes.exit_codes import DONE, USER
+
+if TYPE_CHECKING:
+    from megarl.config.schema import Config
 
 NAME = "plan"
-HELP = "predict bytes and time of a weight sync, without weights or a GPU"
+HELP = "predict memory by phase, and bytes and time of a weight sync, without weights or a GPU"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,11 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights",
         action="store_true",
-        required=True,
-        help="plan the sync from trainer to engines",
+        help="plan the sync from trainer to engines, too",
     )
     parser.add_argument(
-        "--gpu", choices=("h100", "h200", "b200"), default="h100", help="GPU type (default: h100)"
+        "--gpu",
+        choices=("h100", "h200", "b200"),
+        help="GPU type (default: launch.gpu, or else h100)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument(
@@ -37,18 +43,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> int:
+    from megarl.weights.plan.memory import describe_memory, plan_memory
+
+    config = load(args, Env.read())
+    gpu = args.gpu or config.launch.gpu or "h100"
+    figures = None
+    if args.weights or args.messages or args.figure:
+        figures = _plan_weights(args, config, gpu)
+    memory = plan_memory(config, gpu=gpu)
+    if args.json:
+        values = memory.as_json()
+        if figures:
+            # the figures are at the top level, too, for scripts that read only these
+            values = {**figures, **values, "weights": figures}
+        print(json.dumps(values))
+    else:
+        print(describe_memory(memory))
+    return USER if memory.problems else DONE
+
+
+def _plan_weights(args: argparse.Namespace, config: "Config", gpu: str) -> dict[str, Any]:
+    """Plans the sync, writes its files, and prints it unless the output is JSON."""
     from megarl.telemetry.plan_figure import draw_plan
     from megarl.weights.plan.from_config import describe_weights, plan_weights, write_messages
 
     if args.figure and args.figure.suffix not in (".png", ".svg"):
         raise ValueError(f"--figure {args.figure} must be a .png or .svg file")
-    plan, figures = plan_weights(load(args, Env.read()), gpu=args.gpu)
+    plan, figures = plan_weights(config, gpu=gpu)
     if args.messages:
         write_messages(plan, args.messages)
     if args.figure:
         draw_plan(figures).savefig(args.figure, dpi=130)
-    describe = describe_weights
-    if args.json:
-        describe = json.dumps
-    print(describe(figures))
+    if not args.json:
+        print(describe_weights(figures))
+    return figures

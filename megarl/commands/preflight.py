@@ -26,9 +26,10 @@ from megarl.data.tokenizer import Example, Tokenizer, end_warnings, load_tokeniz
 from megarl.models.hub import copied_files, is_hub_id, model_folder
 from megarl.models.registry import check_architectures
 from megarl.models.weights import check_weights
-from megarl.platform.env import Env, require
+from megarl.platform.env import Env, gpu_model, require
 from megarl.rewards.catalog import check_problems, make_rewards
 from megarl.telemetry.trackers import check_trackers
+from megarl.weights.plan.memory import check_memory
 
 # columns that a stage reads in addition to prompt and answer, by what the stage learns
 READ = {
@@ -50,6 +51,8 @@ def preflight(config: Config, env: Env, *, command: str = "train", is_dry: bool 
         folder = model_folder(model.path, model.revision)
         check_model_media(folder, ignore=config.task.ignore_media)
     job = check_config(config, env, command=command)
+    if command == "train":
+        job = replace(job, memory=_memory(config, job))
     notes = []
     engine = []
     if needs_engine(config.stage, command):
@@ -80,6 +83,13 @@ def preflight(config: Config, env: Env, *, command: str = "train", is_dry: bool 
     if command == "train" and env.is_main:
         check_trackers(config.telemetry)
     return replace(job, warnings=(*job.warnings, *notes))
+
+
+def _memory(config: Config, job: Job) -> str:
+    """Returns what `check_memory` does; raises ValueError if the config does not fit."""
+    if job.model.bridge is not None:
+        return f"not checked: {job.model.family} has no table"
+    return check_memory(config, job.world, gpu_model() if job.gpus else "")
 
 
 def check_transformer_engine() -> None:
@@ -260,6 +270,7 @@ def describe(config: Config, job: Job) -> str:
         f"({shape.kv_heads} kv), vocabulary {shape.vocab}{experts}",
         f"processes  {job.world} {where}; Megatron-Core: {job.layout} (data {job.layout.dp.size})"
         f"{engine}",
+        f"memory     {job.memory}",
         f"step       {train.prompts_per_step} prompts{samples} = {job.rows} rows of at most "
         f"{job.longest_row} tokens; {train.updates_per_step} updates of "
         f"{job.rows // train.updates_per_step} rows, micro-batches of at most "

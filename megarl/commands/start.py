@@ -46,6 +46,8 @@ def start(command: str, args: argparse.Namespace) -> int:
     if env.is_main:
         for warning in job.warnings:
             say(f"warning: {warning}")
+        if job.memory.startswith("not checked") and not args.dry_run:
+            say(f"memory {job.memory}")
     if args.dry_run:
         print(describe(config, job))
         return DONE

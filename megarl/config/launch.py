@@ -49,6 +49,9 @@ class Launch(Section):
     processes_per_node: PositiveInt | None = None
     """Number of ranks per node, or GPUs per node of an existing Ray cluster; null:
     LOCAL_WORLD_SIZE in a run, 8 in a plan of more than 8 and in the split topology."""
+    gpu: Literal["h100", "h200", "b200"] | None = None
+    """GPU for which memory is checked before a rank starts, here or in a dry run elsewhere; null:
+    the GPU of this machine. Configs of more than 8 processes must set it."""
     timeout_s: PositiveInt = 600
     """Time limit of collectives, in seconds. The limit is 0.9 of this value for a silent rank, and
     half of it for a stopped or stuck rank."""

@@ -62,6 +62,7 @@ class Job:
     rows: int  # samples per step
     longest_row: int  # maximum tokens of prompt and response together
     warnings: tuple[str, ...]
+    memory: str = ""  # what was planned or not checked, if it was planned at all
 
 
 def check_config(config: Config, env: Env, *, command: str = "train") -> Job:

@@ -298,6 +298,23 @@ def _groups(
         yield _Group(table.tied, last)
 
 
+def parameters_of(
+    table: Table, shape: ModelShape, layout: Layout
+) -> Iterator[tuple[str, Rule, int, int]]:
+    """Yields (chunk, rule, elements, copies) of a rank's parameters: of the fullest tensor rank,
+    with the rows that pad the vocabulary. Only experts have more than one copy."""
+    sizes = {}  # id of a rule, which many layers share -> elements
+    for group in _groups(table, shape, layout, mtp=False):
+        for rule in group.rules:
+            ranks = layout.etp.size if is_expert(rule) else layout.tp.size
+            if id(rule) not in sizes:
+                sizes[id(rule)] = sum(part.numel for part in rule.slices(Axis(ranks)))
+                if isinstance(rule, ShardDim0) and rule.padded:
+                    sizes[id(rule)] = rule.padded // ranks * prod(rule.shape[1:])
+            copies = shape.experts // layout.ep.size if is_expert(rule) else 1
+            yield group.chunk, rule, sizes[id(rule)], copies
+
+
 def shapes_of(table: Table, shape: ModelShape, *, mtp: bool = False) -> ShapesByName:
     """Returns the full shape of every tensor of the HF checkpoint, in the checkpoint's order."""
     shapes = {}

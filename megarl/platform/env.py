@@ -260,16 +260,27 @@ def compute_capability() -> tuple[int, int]:
     """Returns that of the node's first GPU, without creating a CUDA context; (0, 0) if NVML or
     nvidia-ml-py is missing.
     """
+    major, minor = _of_first_gpu("nvmlDeviceGetCudaComputeCapability", (0, 0))
+    return (major, minor)
+
+
+def gpu_model() -> str:
+    """Returns the name of the node's first GPU; "" if there is none, or NVML or nvidia-ml-py is
+    missing.
+    """
+    return _of_first_gpu("nvmlDeviceGetName", "")
+
+
+def _of_first_gpu(function: str, default: Any) -> Any:
+    """Returns what a function of NVML returns for the node's first GPU."""
     try:
         import pynvml
     except ImportError:
-        return (0, 0)
+        return default
     with suppress(pynvml.NVMLError):
         pynvml.nvmlInit()
-        first = pynvml.nvmlDeviceGetHandleByIndex(0)
-        major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(first)
-        return (major, minor)
-    return (0, 0)
+        return getattr(pynvml, function)(pynvml.nvmlDeviceGetHandleByIndex(0))
+    return default
 
 
 def has_bf16_products(cpuinfo: str = "/proc/cpuinfo") -> bool:

@@ -149,6 +149,47 @@ def test_plan_needs_neither_torch_nor_weights(folder: Path) -> None:
     )
 
 
+def test_plan_of_memory_needs_no_torch_and_a_second(folder: Path) -> None:
+    """A trillion parameters on 512 GPUs. What does not fit ends with 2, as does a dry run of it."""
+    configs = Path(__file__).resolve().parents[2] / "configs"
+    kimi = [str(configs / "kimi_k2.yaml"), f"model.path={configs}/models/kimi_k2"]
+    before = cpu_seconds()
+    code, out, err = megarl(folder, "plan", *kimi, "--json")
+    seconds = cpu_seconds() - before
+    assert (code, err) == (0, "") and seconds < 5, "most of it Python's start"
+    plan = json.loads(out)
+    assert plan["fits"] and plan["gpu"] == "h100" and "weights" not in plan
+    assert plan["trainer"]["phases"].keys() >= {"startup", "rollout", "update", "sync", "probe"}
+    code, out, err = megarl(folder, "plan", *kimi, "--gpu", "b200")
+    assert (code, err) == (0, "") and "of the 191.5 GB of each B200" in out
+    code, out, err = megarl(folder, "plan", *kimi, "train.recompute=none")
+    assert (code, err) == (2, "") and "out of memory, trainer, update: " in out
+    assert "; set train.recompute=full" in out
+    code, out, err = megarl(
+        folder, "train", *kimi, "--dry-run", "rollout.data=1", "rollout.expert=1"
+    )
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert "out of memory, " in err and "; set rollout." in err
+    code, out, err = megarl(folder, "train", *kimi, "--dry-run", "launch.gpu=null")
+    assert code == 2 and "512 processes (launch.processes) need launch.gpu" in err
+
+
+def test_plan_prints_both_plans_as_one_object(folder: Path) -> None:
+    code, out, _err = megarl(folder, "plan", "c.yaml", "--weights", "--json")
+    plan = json.loads(out)
+    assert code == 0 and plan["fits"]
+    assert plan["weights"]["plan_seconds"] == plan["plan_seconds"]
+    assert plan["weights"]["trainer"]["gpus"] == 1 and plan["trainer"]["phases"]
+
+
+def test_memory_is_not_checked_without_a_gpu(folder: Path) -> None:
+    code, out, _err = megarl(folder, "train", "c.yaml", "--dry-run")
+    assert code == 0
+    assert "memory     not checked: no GPU here, and launch.gpu is null" in out
+    code, out, _err = megarl(folder, "train", "c.yaml", "--dry-run", "launch.gpu=h100")
+    assert code == 0 and "of the 84.9 GB of each H100" in out
+
+
 # a library that aborts as it is torn down, by an exit handler and by a thread that waits for the end
 ABORTS = """
 import atexit, os, sys, threading

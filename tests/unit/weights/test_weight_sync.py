@@ -11,7 +11,7 @@ import pytest
 
 from megarl import cli
 from megarl.config.launch import fleet_of
-from megarl.config.load import load_config
+from megarl.config.load import load_config, parse_config
 from megarl.config.schema import Config
 from megarl.config.validate import model_shape
 from megarl.layout import Fleet, Parallel
@@ -35,6 +35,29 @@ def colocated(name: str, world: int) -> Config:
     return large(
         name, "launch.topology=colocated", f"launch.processes={world}", "rollout.replicas=null"
     )
+
+
+# of models whose configs share GPUs: trainer, ranks of an engine, engines
+SPLIT = {
+    "deepseek_v3": ({"pipeline": 16, "expert": 16}, 256, 32, 1),
+    "kimi_k2": ({"pipeline": 16, "expert": 16}, 256, 16, 8),
+    "glm_4_5": ({"tensor": 2, "pipeline": 8, "expert": 16}, 128, 16, 4),
+    "llama_3_1_405b": ({"tensor": 8, "pipeline": 8}, 128, 16, 4),
+}
+
+
+def separate(name: str) -> Config:
+    """A layout on separate GPUs: the config's, or one with engines of tensor ranks."""
+    if name not in SPLIT:
+        return large(name)
+    parallel, processes, tensor, replicas = SPLIT[name]
+    values = {
+        "model": {"path": str(CONFIGS / "models" / name)},
+        "parallel": parallel,
+        "rollout": {"tensor": tensor, "replicas": replicas},
+        "launch": {"topology": "split", "processes": processes},
+    }
+    return parse_config(values)
 
 
 def check(figures: dict[str, object], within: tuple[float, float]) -> None:
@@ -62,7 +85,7 @@ def published(name: str, parameters: float, *marks: pytest.MarkDecorator) -> obj
     ],
 )
 def test_large_models(name: str, parameters: float) -> None:
-    _, figures = plan_weights(large(name))
+    _, figures = plan_weights(separate(name))
     assert figures["model_bytes"] / 2 == pytest.approx(parameters, rel=0.01)
     assert (
         figures["bytes_received"]
@@ -74,6 +97,15 @@ def test_large_models(name: str, parameters: float) -> None:
     assert sum(figures["bytes_in_of_engine_rank"]) == figures["bytes_received"]
     assert np.sum(figures["bytes_between"]) == figures["bytes_kept"]
     assert json.loads(json.dumps(figures)) == figures
+
+
+@pytest.mark.parametrize("name", ["glm_4_5", "llama_3_1_405b", "deepseek_v3", "kimi_k2"])
+def test_configs_that_share_gpus(name: str) -> None:
+    """Engines with experts over several nodes."""
+    _, figures = plan_weights(large(name))
+    assert figures["topology"] == "colocated"
+    assert 1.0 <= figures["predicted_over_floor"] <= 1.3
+    assert figures["bytes_received"] < figures["bytes_kept"]
 
 
 def test_large_model_colocated() -> None:
