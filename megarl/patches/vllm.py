@@ -1,5 +1,7 @@
-"""Patches that vLLM needs while an engine starts in a trainer's process: PATCHES and `applied`."""
+"""Patches that vLLM needs: PATCHES. `applied` while an engine starts in a trainer's process,
+`install_in_worker` in the worker processes of an engine of its own."""
 
+import socket
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -71,6 +73,15 @@ def _reduce_scatterv(
     return total.split(list(sizes))[communicator.rank_in_group]
 
 
+def _store_on_host(
+    original: Any, host: str, port: int, listen_socket: Any = None, **options: Any
+) -> Any:
+    if listen_socket is None and options.get("is_master"):
+        listen_socket = socket.create_server((host, port))
+        port = listen_socket.getsockname()[1]
+    return original(host, port, listen_socket=listen_socket, **options)
+
+
 SEGMENT_NAME = _row(
     "vllm.distributed.device_communicators.cpu_communicator._CPUSHMDistributed.make_group_name",
     _segment_name,
@@ -140,6 +151,15 @@ SCATTER_ROWS = _row(
     delete_when="CpuCommunicator has `reduce_scatterv`",
     test=f"{_TESTS}::test_a_cpu_cannot_gather_rows_of_data_ranks",
 )
+STORE = _row(
+    "vllm.distributed.parallel_state.create_tcp_store",
+    _store_on_host,
+    "serves the store of a data-parallel engine's workers, which has no authentication, on all "
+    "interfaces instead of the host's address only",
+    calls_original=True,
+    delete_when="vLLM binds the store's server to its host",
+    test=f"{_TESTS}::test_a_store_of_workers_listens_on_all_interfaces",
+)
 EXPERT_PARALLEL = (LOCAL_EXPERTS, LOCAL_FP8_EXPERTS, GATHER_ROWS, SCATTER_ROWS)
 PATCHES = (
     SEGMENT_NAME,
@@ -148,6 +168,7 @@ PATCHES = (
     MOE_WITHOUT_LORA,
     FINALIZER,
     *EXPERT_PARALLEL,
+    STORE,
 )
 _INSTALLED = ExitStack()
 
@@ -169,3 +190,9 @@ def install_expert_parallel() -> None:
     """Patches what expert- and data-parallel engines need on a CPU, for the rest of the process."""
     if not torch.cuda.is_available():
         _INSTALLED.enter_context(replaced(EXPERT_PARALLEL))
+
+
+def install_in_worker() -> None:
+    """Patches a worker of an engine in processes of its own, for the rest of the process."""
+    _INSTALLED.enter_context(replaced([STORE]))
+    install_expert_parallel()

@@ -38,8 +38,7 @@ from megarl.weights.sync.transports.collective import Collective, join_group, op
 CHECK_S = 10.0
 SILENT = 0.9  # share of the time-out, as for a rank (processes.heartbeat)
 Reply = dict[str, Any]  # a worker's: {"error": text}, or values
-EXTENSION = "megarl.rollout.vllm.async_engine.WorkerExtension"
-EXPERT_EXTENSION = "megarl.rollout.vllm.expert_worker.WorkerExtension"
+EXTENSION = "megarl.rollout.vllm.worker.WorkerExtension"
 
 
 @dataclass(frozen=True)
@@ -418,7 +417,7 @@ def _engine_args(config: Config, folder: Path, part: Part) -> Any:
     return AsyncEngineArgs(
         model=str(folder),
         distributed_executor_backend=executor,
-        worker_extension_cls=EXTENSION if rollout.expert == 1 else EXPERT_EXTENSION,
+        worker_extension_cls=EXTENSION,
         disable_log_stats=True,
         **settings,
         **part.settings,

@@ -7,11 +7,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from megarl.patches import vllm as patches
-from megarl.patches.patch import Patch
+from megarl.patches.patch import Patch, replaced
 
 SPEC = find_spec("vllm")
 if SPEC is None:
@@ -96,3 +98,30 @@ def test_an_expert_of_another_rank_adds_nothing() -> None:
     assert seen["topk_ids"].tolist() == [[0, 0], [1, 0]] and seen["topk_ids"].dtype == torch.int32
     assert seen["topk_weights"].tolist() == [[0.75, 0.0], [0.5, 0.0]]
     assert seen["expert_map"] is None
+
+
+def create_store() -> tuple[dist.TCPStore, set[str]]:
+    """Returns a store as workers create it, and the addresses on which it listens."""
+    from vllm.distributed import parallel_state
+
+    store = parallel_state.create_tcp_store("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    hosts = {
+        connection.laddr.ip
+        for connection in psutil.Process().net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == store.port
+    }
+    return store, hosts
+
+
+def test_a_store_of_workers_listens_on_all_interfaces() -> None:
+    _, hosts = create_store()
+    assert hosts and hosts <= {"::", "0.0.0.0"}
+
+
+def test_a_store_of_workers_listens_on_its_host_only() -> None:
+    with replaced([patches.STORE]):
+        store, hosts = create_store()
+    assert hosts == {"127.0.0.1"}
+    client = dist.TCPStore("127.0.0.1", store.port, is_master=False)
+    client.set("key", "value")
+    assert store.get("key") == b"value"
