@@ -131,7 +131,7 @@ def memory_by_phase(config: Config, gpu: Gpu) -> MemoryPlan:
     if config.stage_spec.needs_engine:
         used = 0
         if not fleet.is_split:
-            used = max(sum(rank.moment("").values()) for rank in ranks)
+            used = max(sum(rank.at_start("").values()) for rank in ranks)
         engine = engine_sizes(config, shape, fleet, gpu, used)
     trainer = {}
     for rank in ranks:
@@ -201,11 +201,16 @@ class _TrainerRank:
         built = self.moment("weights gradients")
         weights = built["weights"] + max(state.weights for state in self.states)
         yield "startup", {**built, "optimizer": 0, "weights": weights}
-        loaded = self.moment("weights optimizer")
         if self.config.checkpoint.resume == "never":
-            main = loaded["optimizer"] // 3
-            loaded = {**loaded, "optimizer": main if self.config.train.dtype == "bf16" else 0}
-        yield "startup", loaded
+            yield "startup", self.at_start("weights optimizer")
+        else:
+            yield "startup", self.moment("weights optimizer")
+
+    def at_start(self, whole: str, *, engine: int = 0) -> Moment:
+        """Returns the components before the first step, when Adam has no moments yet."""
+        moment = self.moment(whole, engine=engine)
+        main = moment["optimizer"] // 3 if self.config.train.dtype == "bf16" else 0
+        return {**moment, "optimizer": main}
 
     def _activations(self, *, updates: bool) -> Activations:
         return activations(
@@ -236,7 +241,8 @@ class _TrainerRank:
         """Yields the moments in which the engine samples, or is written, on the same GPU."""
         config = self.config
         sampling = self.moment("", engine=sum(engine.sampling().values()))
-        for phase in ("startup", "rollout", "exchange", "sync", "probe"):
+        yield "startup", self.at_start("", engine=sum(engine.sampling().values()))
+        for phase in ("rollout", "exchange", "sync", "probe"):
             yield phase, sampling
         written = sum(engine.writing(config.rollout.sleep_level).values())
         yield "probe", self.moment(passes=self._activations(updates=False), engine=written)
