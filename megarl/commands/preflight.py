@@ -50,7 +50,7 @@ def preflight(config: Config, env: Env, *, command: str = "train", is_dry: bool 
     if model.path is not None and model.create is None:
         folder = model_folder(model.path, model.revision)
         check_model_media(folder, ignore=config.task.ignore_media)
-    job = check_config(config, env, command=command)
+    job = check_config(config, env, command=command, is_dry=is_dry)
     if command == "train":
         job = replace(job, memory=_memory(config, job))
     notes = []

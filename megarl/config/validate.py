@@ -65,16 +65,18 @@ class Job:
     memory: str = ""  # what was planned or not checked, if it was planned at all
 
 
-def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
-    """Checks the config for `command`; returns the sizes of the job, with warnings.
+def check_config(config: Config, env: Env, *, command: str = "train", is_dry: bool = False) -> Job:
+    """Checks the config for `command`; returns the sizes of the job, with warnings. With `is_dry`,
+    launch.gpu counts as a GPU of this machine.
 
     Raises ValueError or FileNotFoundError, with a one-line message, for an invalid config.
     """
     rollout = config.rollout
     shape = model_shape(config)
-    gpus = count_gpus()
+    own_gpus = count_gpus()
+    gpus = own_gpus or int(is_dry and config.launch.gpu is not None)
     is_split = config.launch.is_split
-    world = config.launch.processes or (0 if is_split else gpus) or smallest_trainer(config)
+    world = config.launch.processes or (0 if is_split else own_gpus) or smallest_trainer(config)
     if env.has_launcher:
         world = env.world_size
     check_topology(config, env, shape, command)
@@ -99,7 +101,7 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
     unsafe = tuple(check_library_options(config))
     for number, fallback in enumerate(fallbacks(config)):
         try:
-            check_config(fallback, env, command=command)
+            check_config(fallback, env, command=command, is_dry=is_dry)
         except ValueError as error:
             raise ValueError(f"launch.fallback_layouts[{number}]: {error}") from None
     rows = config.train.prompts_per_step
@@ -107,7 +109,7 @@ def check_config(config: Config, env: Env, *, command: str = "train") -> Job:
         rows *= rollout.samples_per_prompt
     longest = rollout.max_prompt_tokens + rollout.max_tokens
     warnings = (*_warnings(config, shape, fleet, rows, longest, gpus), *unsafe)
-    return Job(world, gpus, layout, fleet.replicas, shape, rows, longest, warnings)
+    return Job(world, own_gpus, layout, fleet.replicas, shape, rows, longest, warnings)
 
 
 def _check_learning(config: Config, shape: ModelShape, *, has_engine: bool) -> None:

@@ -659,6 +659,13 @@ def test_torchrun_world_that_does_not_fit() -> None:
         check_config(made({"parallel": {"tensor": 2}}), torchrun(3))
 
 
+def test_a_dry_run_for_another_machine_has_its_gpus() -> None:
+    config = made({"launch": {"gpu": "h100"}, "train": {"optimizer_cpu_offload": True}})
+    assert check_config(config, ALONE, is_dry=True).gpus == 0
+    with pytest.raises(ValueError, match="needs a GPU; remove it"):
+        check_config(config, ALONE)
+
+
 def test_an_engine_may_span_nodes() -> None:
     nodes = Env(world_size=8, local_world_size=2, has_launcher=True)
     for layout in ({"tensor": 4}, {"tensor": 2, "data": 2, "expert": 4}):
