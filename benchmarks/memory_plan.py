@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, replace
@@ -217,15 +218,23 @@ def _rank(rank: int, folder: str, names: list[str]) -> None:
     dist.destroy_process_group()
 
 
-def run(cases: list[Case]) -> dict[str, list[dict[str, int]]]:
-    """Case -> the bytes of each rank."""
+def start(folder: str, names: list[str]) -> None:
     # imported once, before the fork
     from megarl.trainer.trainer import Trainer
 
     assert Trainer
+    start_processes(_rank, (folder, names), nprocs=WORLD, start_method="fork")
+
+
+def run(cases: list[Case]) -> dict[str, list[dict[str, int]]]:
+    """Case -> the bytes of each rank."""
     names = [case.name for case in cases]
     with tempfile.TemporaryDirectory() as folder:
-        start_processes(_rank, (folder, names), nprocs=WORLD, start_method="fork")
+        # in a process of its own: a fork of one with threads may hang
+        program = f"from benchmarks import memory_plan; memory_plan.start({folder!r}, {names!r})"
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", program], cwd=ROOT, check=True, timeout=1800
+        )
         ranks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(WORLD)]
     return {name: [found[name] for found in ranks] for name in names}
 

@@ -1,8 +1,12 @@
-"""`megarl plan CONFIG`: predicts memory by phase, and bytes and time of a sync, without a GPU."""
+"""`megarl plan CONFIG`: predicts memory by phase, bytes and time of a sync, and which layouts fit.
+
+It needs no GPU.
+"""
 
 import argparse
 import json
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from megarl.commands.arguments import add_config, load
@@ -28,6 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("h100", "h200", "b200"),
         help="GPU type (default: launch.gpu, or else h100)",
     )
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="list layouts for --gpus that fit, the fastest by prediction first",
+    )
+    parser.add_argument("--gpus", type=int, metavar="N", help="number of GPUs to search for")
+    parser.add_argument(
+        "--write", metavar="FILE", type=Path, help="write the config with the first layout found"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument(
         "--messages",
@@ -48,6 +61,10 @@ def run(args: argparse.Namespace) -> int:
 
     config = load(args, Env.read())
     gpu = args.gpu or config.launch.gpu or "h100"
+    if args.search:
+        return _search(args, config, gpu)
+    if args.gpus or args.write:
+        raise ValueError("--gpus and --write are for --search; add it, or remove them")
     figures = None
     if args.weights or args.messages or args.figure:
         figures = _plan_weights(args, config, gpu)
@@ -61,6 +78,30 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(describe_memory(memory))
     return USER if memory.problems else DONE
+
+
+def _search(args: argparse.Namespace, config: "Config", gpu: str) -> int:
+    from megarl.commands.search import describe_search, predict_peers, search_layouts
+    from megarl.config.load import resolved_yaml
+    from megarl.processes.files import write_atomic
+
+    gpus = args.gpus or config.launch.processes
+    if not gpus:
+        raise ValueError("--search needs the number of GPUs: add --gpus N")
+    began = monotonic()
+    found = search_layouts(config, gpus=gpus, gpu=gpu)
+    peers = predict_peers(config, gpu=gpu)
+    if args.json:
+        seconds = monotonic() - began
+        rows = [row.as_json() for row in found]
+        values = {"model": config.model.path, "gpus": gpus, "gpu": gpu, "seconds": seconds}
+        print(json.dumps({**values, "rows": rows, "peers": peers}))
+    else:
+        print(describe_search(found, peers))
+    if args.write:
+        args.overrides = [*args.overrides, *found[0].overrides]
+        write_atomic(args.write, resolved_yaml(load(args, Env.read())))
+    return DONE
 
 
 def _plan_weights(args: argparse.Namespace, config: "Config", gpu: str) -> dict[str, Any]:

@@ -12,7 +12,9 @@ QUICK = (  # on every change
 )
 
 
-@pytest.mark.parametrize("names", [QUICK, pytest.param((), marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "names", [QUICK, pytest.param((), marks=[pytest.mark.long, pytest.mark.exhaustive])]
+)
 def test_the_plan_is_what_lives_on_the_device(names: tuple[str, ...]) -> None:
     cases = [case for case in CASES if not names or case.name in names]
     found = run(cases)
