@@ -164,6 +164,8 @@ def _layouts(config: Config, shape: ModelShape, gpus: int, gpu: str) -> Iterator
     """Yields the changes of each layout: of the topology, the trainer and the engines."""
     fixed = {"launch.gpu": gpu, "parallel.layers": None, "parallel.virtual_pipeline": 1}
     offload = ("gradients", "optimizer", "weights")
+    if config.train.optimizer_cpu_offload:  # it is on the host already
+        offload = ("gradients", "weights")
     shared = {"train.offload": offload, "rollout.sleep_level": 2, "rollout.replicas": None}
     for trainers in (gpus // 4, gpus // 2, 3 * gpus // 4) if config.launch.is_split else (gpus,):
         world = {**fixed, "launch.processes": trainers}
