@@ -47,7 +47,7 @@ def start(command: str, args: argparse.Namespace) -> int:
         for warning in job.warnings:
             say(f"warning: {warning}")
         if job.memory.startswith("not checked") and not args.dry_run:
-            say(f"memory {job.memory}")
+            print(f"memory {job.memory}", flush=True)
     if args.dry_run:
         print(describe(config, job))
         return DONE
