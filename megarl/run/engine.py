@@ -13,6 +13,7 @@ from megarl.models.lora import AdapterFormat, adapter_table
 from megarl.models.registry import hf_shapes, megatron_table
 from megarl.models.shards import shapes_of, slices_of
 from megarl.platform.device import device_bytes
+from megarl.platform.env import set_env
 from megarl.rollout.vllm.engine import Engine
 from megarl.run.context import RankContext
 from megarl.types import Terminated
@@ -32,6 +33,7 @@ def make_engine(rank: RankContext) -> Engine:
         trust_remote_code=rank.config.model.trust_remote_code,
         adapters=engine_adapters(rank),
     )
+    set_env(RANK=rank.env.rank)  # vLLM wanted that within the replica; a user's task may read it
     engine.before_step = partial(_before_engine_step, rank)
     return engine
 
