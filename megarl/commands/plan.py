@@ -9,7 +9,7 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from megarl.commands.arguments import add_config, load
+from megarl.commands.arguments import add_config, load, size
 from megarl.platform.env import Env
 from megarl.processes.exit_codes import DONE, USER
 
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="list layouts for --gpus that fit, the fastest by prediction first",
     )
-    parser.add_argument("--gpus", type=int, metavar="N", help="number of GPUs to search for")
+    parser.add_argument("--gpus", type=size, metavar="N", help="number of GPUs to search for")
     parser.add_argument(
         "--write", metavar="FILE", type=Path, help="write the config with the first layout found"
     )
